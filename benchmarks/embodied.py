@@ -1,10 +1,12 @@
-"""The demo `embodied_srpo` in three arms that differ in the reward of failures, and the table of docs/embodied.md.
+"""The demo `embodied_srpo` in three arms that differ in the reward of failures; table and figure of docs/embodied.md.
 
-    python benchmarks/embodied.py [--fileroot DIR] [--seeds 1] [--steps N] [--arms srpo success progress]
+    python benchmarks/embodied.py [--fileroot DIR] [--seeds 1 2 3] [--arms srpo success progress]
+                                  [--plot docs/embodied_srpo.png] [--set SETTING=VALUE ...]
 
 Arms: `srpo`, the experiment as it is; `success`, successes alone; `progress`, the true progress in SRPO's place, which
 no encoder can surpass. A run that has ended is read and not run again, so the command can be continued. It prints, in
-Markdown, greedy success on held-out layouts by step, and writes `embodied.json` into the folder.
+Markdown, greedy success on held-out layouts by step, the correlation of SRPO's reward with the true progress, the
+episodes that were played and the CPU time, and writes `embodied.json` into the folder.
 """
 
 from __future__ import annotations
@@ -21,28 +23,43 @@ import numpy as np
 import asyncrl
 from asyncrl.config.load import experiments_dir
 
-NAME, EVERY = "embodied_srpo", 10
+NAME = "embodied_srpo"
 PROGRESS = f"{experiments_dir() / 'embodied_srpo.py'}:true_progress"
 ARMS = {"srpo": [], "success": ["rewards=[]"], "progress": [f"rewards=[{{name: srpo, path: '{PROGRESS}'}}]"]}
-EVALUATED = "eval/held_out/reward_mean"
+EVALUATED = "eval/held_out/agent/success"
 CORRELATION = "reward/srpo.progress_correlation"
+COLOURS = {"srpo": "tab:blue", "success": "tab:orange", "progress": "tab:green"}
+MEANING = {"srpo": "SRPO", "success": "success alone", "progress": "the true progress"}
 
 
-def played(arm: str, seed: int, steps: int, fileroot: Path) -> dict[str, Any]:
+def _cpu_s(folder: Path) -> float:
+    """CPU time of the run's processes, without those of their users' code."""
+    used: dict[tuple[str, int], float] = {}
+    for file in (folder / "observed").glob("*.jsonl"):
+        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if "cpu_s" in line:
+                used[file.name, line["pid"]] = line["cpu_s"]
+    return sum(used.values())
+
+
+def played(arm: str, seed: int, fileroot: Path, settings: list[str]) -> dict[str, Any]:
     """What a run of `arm` learned; it is run if it has not ended."""
     trial, folder = f"{arm}-{seed}", fileroot / NAME / f"{arm}-{seed}"
     if not (folder / "summary.json").exists():
-        given = [f"fileroot={fileroot}", f"trial_name={trial}", f"seed={seed}", f"total_train_steps={steps}"]
+        given = [f"fileroot={fileroot}", f"trial_name={trial}", f"seed={seed}", *settings]
         subprocess.run([sys.executable, "-m", "asyncrl.launch", NAME, *given, *ARMS[arm]], check=True)
     run = asyncrl.load_run(folder)
+    config = run.config
     trained = [row for row in run.metrics if "agent/success" in row]
     correlations = [row[CORRELATION] for row in trained if row.get(CORRELATION) is not None]
+    groups = config["train_batch_size"] * len(trained) + sum(row["filter/dropped_groups"] for row in trained)
     return {
         "arm": arm,
         "seed": seed,
         "success": {int(row["step"]): row[EVALUATED] for row in run.evaluations if EVALUATED in row},
-        "training_success": [row["agent/success"] for row in trained],
-        "correlation": float(np.mean(correlations)) if correlations else None,
+        "correlation": correlations,
+        "episodes": int(groups * config["group_size"]),
+        "cpu_s": _cpu_s(folder),
         "engine_gap_max": max(row["ppo/engine_gap_max"] for row in trained),
     }
 
@@ -50,29 +67,52 @@ def played(arm: str, seed: int, steps: int, fileroot: Path) -> dict[str, Any]:
 def table(found: list[dict[str, Any]]) -> str:
     """Rows of held-out success."""
     steps = sorted({step for each in found for step in each["success"]})
-    lines = [f"| reward, seed | {' | '.join(map(str, steps))} | correlation |", "|---" * (len(steps) + 2) + "|"]
+    named = [*map(str, steps), "correlation", "episodes", "CPU s"]
+    lines = [f"| reward of failures, seed | {' | '.join(named)} |", "|---" + "|--:" * len(named) + "|"]
     for each in found:
         cells = [f"{each['success'][step]:.2f}" if step in each["success"] else "" for step in steps]
-        correlation = "" if each["correlation"] is None else f"{each['correlation']:.2f}"
-        lines.append(f"| {each['arm']}, {each['seed']} | {' | '.join(cells)} | {correlation} |")
+        cells.append(f"{np.mean(each['correlation']):.2f}" if each["correlation"] else "")
+        cells += [f"{each['episodes']:,}", f"{each['cpu_s']:.0f}"]
+        lines.append(f"| {MEANING[each['arm']]}, {each['seed']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def plot(found: list[dict[str, Any]], target: Path) -> None:
+    """Draw held-out success, and the correlation of SRPO's reward with the true progress, over steps."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    named: set[str] = set()
+    for each in found:
+        arm = each["arm"]
+        steps, success = zip(*sorted(each["success"].items()), strict=True)
+        left.plot(steps, success, color=COLOURS[arm], label=None if arm in named else MEANING[arm])
+        named.add(arm)
+        if each["correlation"]:
+            right.plot(range(1, len(each["correlation"]) + 1), each["correlation"], color=COLOURS[arm])
+    for level in (0.2, 0.8):
+        left.axhline(level, color="grey", linestyle=":")
+    left.set(xlabel="train step", ylabel="greedy success, held-out layouts", ylim=(0, 1))
+    left.legend(title="reward of failures")
+    right.axhline(0, color="grey", linestyle=":")
+    right.set(xlabel="train step", ylabel="rank correlation of SRPO's\nreward with true progress", ylim=(-1, 1))
+    figure.savefig(target, dpi=110)
+
+
 def main() -> None:
-    """Run, and print the table."""
+    """Run, print the table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fileroot", type=Path, default=Path("~/.cache/asyncrl").expanduser())
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--plot", type=Path, help="the PNG to write")
+    parser.add_argument("--set", nargs="+", default=[], help="settings of the runs, for example total_train_steps=30")
     args = parser.parse_args()
-    found = [
-        played(arm, seed, args.steps, args.fileroot.absolute())
-        for seed in range(1, args.seeds + 1)
-        for arm in args.arms
-    ]
+    found = [played(arm, seed, args.fileroot.absolute(), args.set) for seed in args.seeds for arm in args.arms]
     print(table(found))
     (args.fileroot / "embodied.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(found, args.plot)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 The policy is a Qwen2-VL of 0.11 million parameters, cloned from somebody who knows on the training layouts, so briefly
 that few held-out episodes succeed. The encoder is `VJEPA2Model` of transformers, trained by V-JEPA's own objective on
 episodes of mixed skill, without labels: the latents of masked tubes, as a slow copy of the encoder has them, are
-predicted from the others. A random encoder is of no use: its distances may even grow where an episode comes nearer
-(docs/embodied.md). Both take seconds.
+predicted from the others. Its record has what it is worth: the rank correlation of SRPO's reward with the true progress
+over failures of other episodes, before and after this training. Both take seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from asyncrl.api.picture import Picture, evenly
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.load import experiments_dir
 from asyncrl.models.picture_processor import PictureProcessor
+from asyncrl.plugins.rewards.progress import distances, spearman
 from asyncrl.plugins.rewards.video_encoder import VJEPA2Encoder
 
 TASK = f"{experiments_dir() / 'embodied_srpo.py'}"
@@ -98,7 +99,7 @@ def demonstrations() -> list[tuple[Any, list[int]]]:
             before, chunk = state, []
             for _ in range(CHUNK):
                 chunk.append(WORDS.index(state.best))
-                state = state if state.done else state.after(state.best)
+                state = state.after(state.best)
             found.append((before, chunk))
     return found
 
@@ -129,16 +130,33 @@ def make_policy(folder: Path) -> dict[str, Any]:
     return {"steps": step, "held_out_success": round(success, 4), "parameters": model.num_parameters()}
 
 
-def episodes() -> list[list[Picture]]:
-    """Frames of episodes on training layouts, of skills from none to all."""
-    draw, played = random.Random(SEED), []
+class Played(NamedTuple):
+    """An episode: its frames, and the last state."""
+
+    frames: list[Picture]
+    last: Any
+
+
+def episodes(seed: int = SEED) -> list[Played]:
+    """Episodes on training layouts, of skills from none to all."""
+    draw, played = random.Random(seed), []
     for state in draw.sample(layouts("train"), EPISODES):
         skill, frames = draw.random(), [Picture.from_array(state.frame)]
         while not state.done and len(frames) <= MOVES:
             state = state.after(state.best if draw.random() < skill else draw.choice(WORDS))
             frames.append(Picture.from_array(state.frame))
-        played.append(frames)
+        played.append(Played(frames, state))
     return played
+
+
+def progress_correlation(folder: Path, played: list[Played]) -> float:
+    """Rank correlation of the failures' nearness to a success with their true progress, as the experiment embeds."""
+    embedded = VJEPA2Encoder(folder=str(folder))([evenly(each.frames, FRAMES) for each in played])
+    done = np.array([each.last.done for each in played])
+    progress = np.array([each.last.progress for each in played])[~done]
+    found = spearman(-distances(embedded[~done], embedded[done]), progress)
+    assert found is not None, "some fail, and not all in the same way"
+    return round(found, 3)
 
 
 def untrained_encoder() -> VJEPA2Model:
@@ -155,8 +173,10 @@ def make_encoder(folder: Path) -> dict[str, Any]:
     model = untrained_encoder()
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
+    others = episodes(SEED + 1)
+    untrained = progress_correlation(folder, others)
     show = VJEPA2Encoder(folder=str(folder))
-    videos = torch.stack([show.video(evenly(frames, FRAMES)) for frames in episodes()])
+    videos = torch.stack([show.video(evenly(each.frames, FRAMES)) for each in episodes()])
     slow, tubes = copy.deepcopy(model), FRAMES // 2 * (SIDE // 8) ** 2
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     draw = np.random.default_rng(SEED)
@@ -180,6 +200,8 @@ def make_encoder(folder: Path) -> dict[str, Any]:
         "steps": ENCODER_STEPS,
         "loss": round(loss.item(), 4),
         "parameters": sum(each.numel() for each in model.encoder.parameters()),
+        "progress_correlation": progress_correlation(folder, others),
+        "progress_correlation_untrained": untrained,
     }
 
 

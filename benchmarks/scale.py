@@ -333,7 +333,7 @@ def step_of_rank(quick: bool) -> float:
 
 def ended_known(quick: bool) -> float:
     """Return how many of `LIVE` rollouts, all dropped at the same moment, the gate still knows as ended."""
-    from asyncrl.manager import staleness_gate
+    from asyncrl.manager.rollouts import staleness_gate
 
     ticket = getattr(staleness_gate, "RolloutTicket", None) or getattr(staleness_gate, "Ticket")  # noqa: B009 - before
     gate = staleness_gate.StalenessGate(BATCH, ETA)

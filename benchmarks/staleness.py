@@ -1,5 +1,9 @@
 """Cost of staleness: the demo with η from 0 to 8, by objective, by pacing, and made training-bound.
 
+The ways `training-bound, LOSS` compare losses where samples are as old as η allows:
+
+    python benchmarks/staleness.py --etas 8 16 --seeds 1 2 3 --ways training-bound "training-bound, vanilla" ...
+
     python benchmarks/staleness.py [--out DIR] [--steps 40] [--seeds 1 2] [--ways NAME ...] [--etas 0 1 2 4 8] [--quick]
                                    [setting=value ...]
 
@@ -35,6 +39,21 @@ VANILLA = ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=non
 MASK = ("algorithm.correction.name=icepop",)
 EAGER, DEADLINE = "rollout.pacing=eager", "rollout.pacing=deadline"
 TRAINING_BOUND = "trainer.tokens_per_micro_batch=128"
+LOSSES = {
+    "vanilla": VANILLA,
+    "icepop": MASK,
+    "opsm": ("algorithm.correction.name=opsm",),
+    "cispo": ("algorithm.policy_loss.name=cispo", *VANILLA[1:]),
+    "topr": ("algorithm.policy_loss.name=topr", *VANILLA[1:]),
+    "vespo": ("algorithm.policy_loss.name=vespo", *VANILLA[1:]),
+    "m2po": (
+        "algorithm.policy_loss.name=cispo",
+        "algorithm.policy_loss.params={clip_high: 1000.0}",
+        "algorithm.correction.name=none",
+        "algorithm.selection.name=m2po",
+    ),
+}
+"""Losses for old samples, by what they are called in docs/algorithms.md."""
 WAYS = {
     "vanilla": (*VANILLA, EAGER),
     "decoupled": (EAGER,),
@@ -42,7 +61,10 @@ WAYS = {
     "deadline": (DEADLINE,),
     "training-bound": (TRAINING_BOUND, EAGER),
     "training-bound, deadline": (TRAINING_BOUND, DEADLINE),
+    **{f"training-bound, {loss}": (*chosen, TRAINING_BOUND, EAGER) for loss, chosen in LOSSES.items()},
 }
+PLAIN_WAYS = [way for way in WAYS if way.removeprefix("training-bound, ") not in LOSSES or way == "vanilla"]
+"""Those of the default loss, and `vanilla`."""
 PACED_LIKE = {"deadline": "decoupled", "training-bound, deadline": "training-bound"}
 """What these are at η = 0, where there is nothing to pace."""
 ETAS, SEEDS, STEPS, KEPT_EVERY = (0, 1, 2, 4, 8), (1, 2), 40, 4
@@ -54,6 +76,8 @@ ABOUT = """
 - *decoupled + mask*: the same, but tokens whose weight is too small or too large carry no loss (`icepop`, two-sided)
 - *deadline*: *decoupled* with `rollout.pacing=deadline` ([pacing.md](pacing.md)); all others are `eager`
 - *training-bound*: *decoupled* with micro-batches of 128 tokens, which makes training the bottleneck
+- *training-bound, LOSS*: the same with another loss, correction or selection, by its name in
+  [algorithms.md](algorithms.md)
 
 Every cell is a run of `python -m asyncrl.launch async_ppo`, one after the other, all with the same number of steps.
 Accuracy is greedy, on 1024 held-out problems that are the same for all, of policies that were kept every four steps
@@ -271,7 +295,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("~/.cache/asyncrl/staleness"), help="cells and runs")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=", ".join(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=PLAIN_WAYS, metavar="NAME", help=", ".join(WAYS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--quick", action="store_true", help="two ways, one seed, two values of η, few steps")
     parser.add_argument("--model", type=Path, help="base model; default: that of the `sft` experiment")
@@ -299,7 +323,7 @@ def main() -> None:
     grid = grid_of(store, wanted)
     print(table(grid), findings(grid), sep="\n\n")
     again = ["--quick"] if args.quick else ["--steps", str(steps), "--seeds", *map(str, seeds)]
-    if ways != list(WAYS) and not args.quick:
+    if ways != PLAIN_WAYS and not args.quick:
         again += ["--ways", *ways]
     if etas != list(ETAS) and not args.quick:
         again += ["--etas", *map(str, etas)]

@@ -1,8 +1,8 @@
-"""A robot that draws itself, for `embodied_srpo`: fetch the red square, put it down on the green frame.
+"""A robot that draws itself, for `embodied_srpo`: wipe three red stains off a table.
 
-The floor has 3 x 3 cells of 8 x 8 pixels. Actions are the words left, right, up, down, and `.`, the grip: it takes the
-square under the gripper, and puts it down. Success is a square that was put down on the frame, within twelve actions;
-nothing else is rewarded. A picture is a function of the state, so equal states are one picture.
+The table has 3 x 3 cells of 8 x 8 pixels. Actions are the words left, right, up, down, and `.`, which wipes the cell
+under the gripper. Success is a clean table, within twelve actions; nothing else is rewarded. A picture is a function of
+the state, so equal states are one picture.
 
 Of the 504 layouts, a hash holds out every fourth for evaluation.
 """
@@ -21,61 +21,56 @@ from numpy.typing import NDArray
 
 from asyncrl.api import Environment, StepResult
 
-CELLS, PIXELS, MOVES = 3, 8, 12
-LEFT, RIGHT, UP, DOWN, GRIP = WORDS = ("left", "right", "up", "down", ".")
-INSTRUCTION = "fetch"
+CELLS, PIXELS, STAINS, MOVES = 3, 8, 3, 12
+LEFT, RIGHT, UP, DOWN, WIPE = WORDS = ("left", "right", "up", "down", ".")
+INSTRUCTION = "wipe"
 HELD_OUT_SHARE = 4
 STEPS = {LEFT: (-1, 0), RIGHT: (1, 0), UP: (0, -1), DOWN: (0, 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Cells of gripper, square and frame, 0-8 row by row; whether the gripper carries; whether it is done."""
+    """Cells of the gripper and of the stains, 0-8 row by row."""
 
     gripper: int
-    square: int
-    goal: int
-    carries: bool = False
-    done: bool = False
+    stains: frozenset[int]
+
+    @property
+    def done(self) -> bool:
+        """True if the table is clean."""
+        return not self.stains
 
     def after(self, action: str) -> State:
         """The state after `action`; a word that is no action changes nothing."""
-        if action == GRIP:
-            if self.carries:
-                return replace(self, carries=False, done=self.gripper == self.goal)
-            return replace(self, carries=self.gripper == self.square)
+        if action == WIPE:
+            return replace(self, stains=self.stains - {self.gripper})
         dx, dy = STEPS.get(action, (0, 0))
         x, y = (min(max(at + by, 0), CELLS - 1) for at, by in ((self.gripper % CELLS, dx), (self.gripper // CELLS, dy)))
-        gripper = y * CELLS + x
-        return replace(self, gripper=gripper, square=gripper if self.carries else self.square)
+        return replace(self, gripper=y * CELLS + x)
 
     @property
     def progress(self) -> float:
-        """1 at success, else the part of the longest way that is behind it."""
-        way = _between(self.square, self.goal) + 1
-        way += 0 if self.carries else _between(self.gripper, self.square) + 1
-        return 1.0 if self.done else 1 - way / (4 * (CELLS - 1) + 2)
+        """The share of the stains that is gone."""
+        return 1 - len(self.stains) / STAINS
 
     @property
     def best(self) -> str:
-        """The action of somebody who knows."""
-        target = self.goal if self.carries else self.square
+        """The action of somebody who knows: to the nearest stain, sideways first."""
+        target = min(self.stains, key=lambda stain: (_between(self.gripper, stain), stain), default=self.gripper)
         dx, dy = target % CELLS - self.gripper % CELLS, target // CELLS - self.gripper // CELLS
         if dx:
             return RIGHT if dx > 0 else LEFT
         if dy:
             return DOWN if dy > 0 else UP
-        return GRIP
+        return WIPE
 
     @property
     def frame(self) -> NDArray[np.uint8]:
-        """`[24, 24, 3]`: the frame green, the square red, the gripper blue, or black while it carries."""
+        """`[24, 24, 3]`: stains red, the gripper blue and smaller, so that a stain below it shows."""
         image = np.full((CELLS * PIXELS, CELLS * PIXELS, 3), 255, np.uint8)
         for cell, inner, colour in (
-            (self.goal, 0, (0, 200, 0)),
-            (self.goal, 1, (255, 255, 255)),
-            (self.square, 2, (220, 0, 0)),
-            (self.gripper, 3, (0, 0, 0) if self.carries else (0, 0, 255)),
+            *((stain, 1, (220, 0, 0)) for stain in self.stains),
+            (self.gripper, 3, (0, 0, 255)),
         ):
             x, y = cell % CELLS * PIXELS, cell // CELLS * PIXELS
             image[y + inner : y + PIXELS - inner, x + inner : x + PIXELS - inner] = colour
@@ -86,7 +81,11 @@ def _between(a: int, b: int) -> int:
     return abs(a % CELLS - b % CELLS) + abs(a // CELLS - b // CELLS)
 
 
-LAYOUTS = tuple(itertools.starmap(State, itertools.permutations(range(CELLS * CELLS), 3)))
+LAYOUTS = tuple(
+    State(gripper, frozenset(stains))
+    for gripper in range(CELLS * CELLS)
+    for stains in itertools.combinations(sorted({*range(CELLS * CELLS)} - {gripper}), STAINS)
+)
 
 
 def held_out(number: int) -> bool:
@@ -94,7 +93,7 @@ def held_out(number: int) -> bool:
     return crc32(f"layout {number}".encode()) % HELD_OUT_SHARE == 0
 
 
-class Courier(Environment):
+class Table(Environment):
     """One episode on the layout of the row."""
 
     state: State
@@ -141,7 +140,7 @@ class Layouts:
 
     def row(self, index: int) -> dict[str, Any]:
         """The instruction, the layout, and the task, which is the same for all layouts."""
-        return {"prompt": INSTRUCTION, "layout": self.numbers[index], "task": "fetch"}
+        return {"prompt": INSTRUCTION, "layout": self.numbers[index], "task": "wipe"}
 
 
 def true_progress(group: Any) -> list[float]:

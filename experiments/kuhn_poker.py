@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Sample, Tokenizer
@@ -127,7 +128,9 @@ async def play(
         if plays:
             moves.append((turn, asked))
         won = (-FORFEIT if turn == 0 else FORFEIT) if said[-1] not in (PASS, BET) else payoff(cards, said)
-    return [sample for turn, asked in moves for sample in asked.samples(float(won if turn == 0 else -won))]
+    results = {turn: float(won if turn == 0 else -won) for turn in (0, 1)}
+    told = {f"won/{opponent}": float(results[own] > 0)} if opponent else {}  # for versions.pick=prioritised
+    return [replace(sample, metrics=told) for turn, asked in moves for sample in asked.samples(results[turn])]
 
 
 async def exploitability(

@@ -19,6 +19,7 @@ from torch import nn
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.picture_processor import PictureProcessor
+from asyncrl.models.pictures import Pictures
 
 WORDS = [*"0123456789", *"abcdefghijklmnopqrstuvwxyz", " ", "?", ".", "\n", "red", "green", "blue", "how", "many"]
 TEMPLATE = (
@@ -289,8 +290,6 @@ _FAMILIES: dict[str, Callable[[str], tuple[Any, Any, Any, dict[str, Any]]]] = {
     "mistral3": _mistral3,
 }
 KINDS = tuple(_FAMILIES)
-WITHOUT_TORCHVISION = tuple(kind for kind in KINDS if kind != "mistral3")
-"""Families whose pictures are read in without torchvision."""
 
 
 def make_folder(kind: str, folder: Path, seed: int = 0, spread: float = 0.15) -> Path:
@@ -333,6 +332,13 @@ def render(folder: Path, *parts: str | Picture) -> Rendered:
             placed.append(PlacedPicture(own[0], own[-1] - own[0] + 1, part))
             begin += len(own)
     return Rendered(ids, tuple(placed), "".join(texts))
+
+
+def shown_inputs(pictures: Pictures, shown: list[int]) -> dict[str, torch.Tensor]:
+    """Arguments of a plain forward of one sequence of `pictures.ids`, within `pictures.holding` its ids."""
+    ids, places = torch.tensor([shown]), torch.from_numpy(pictures.positions(shown).copy())
+    types = {"token_type_ids": pictures.types(ids)} if pictures.two_way else {}
+    return {"input_ids": ids, "position_ids": places[:, None] if pictures.three_positions else places[:1], **types}
 
 
 def picture(seed: int = 0, width: int = 56, height: int = 56) -> Picture:

@@ -17,7 +17,7 @@ from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.model.lora import is_adapter
 from asyncrl.trainer.settings import LoraConfig
-from tests.tiny_vlm import picture, render
+from tests.tiny_vlm import picture, render, shown_inputs
 
 
 def _sample(ids: Sequence[int], placed: Sequence[PlacedPicture], answer: Sequence[int]) -> Sample:
@@ -59,10 +59,9 @@ def vlm_expected(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tens
     for start, size, placed in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), batch.pictures, strict=True):
         tokens_L = batch["tokens"][start : start + size]
         shown, _held = pictures.ids.shown(tokens_L.tolist(), placed)
-        ids, places = torch.tensor([shown]), torch.from_numpy(pictures.positions(shown).copy())
-        with pictures.holding(ids, keep=False):
-            positions = places[:, None] if pictures.three_positions else places[:1]
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1]
+        inputs = shown_inputs(pictures, shown)
+        with pictures.holding(inputs["input_ids"], keep=False):
+            logits = model(**inputs, use_cache=False).logits[0, :-1]
         chosen = logits.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0]
         wanted = batch["loss_mask"][start + 1 : start + size]
         (chosen[wanted].sin().sum() / 8).backward()
@@ -79,10 +78,9 @@ def vlm_expected_hidden(folder: Path, batch: StepBatch) -> Tensor:
     for start, size, placed in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), batch.pictures, strict=True):
         tokens_L = batch["tokens"][start : start + size]
         shown, _held = pictures.ids.shown(tokens_L.tolist(), placed)
-        ids, places = torch.tensor([shown]), torch.from_numpy(pictures.positions(shown).copy())
-        with torch.no_grad(), pictures.holding(ids, keep=False):
-            positions = places[:, None] if pictures.three_positions else places[:1]
-            hidden_LH = trunk(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+        inputs = shown_inputs(pictures, shown)
+        with torch.no_grad(), pictures.holding(inputs["input_ids"], keep=False):
+            hidden_LH = trunk(**inputs, use_cache=False).last_hidden_state[0]
         total_H += hidden_LH[:-1][batch["loss_mask"][start + 1 : start + size]].sum(0)
     return total_H
 

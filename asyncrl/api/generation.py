@@ -43,7 +43,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Asks for `n` continuations of `input_ids`; the result carries the same `request_id`.
+    """Asks for `n` continuations of `input_ids`, or with `score_from` for the log-probabilities of its own last tokens.
+
+    The result carries the same `request_id`.
 
     `pictures` stand at spans of `input_ids`, in order; their placeholders are in `input_ids`, one for each row of
     vectors that the model makes of the picture. A chat template puts them there (`ChatClient.chat`).
@@ -56,6 +58,9 @@ class GenerationRequest:
     pictures: tuple[PlacedPicture, ...] = ()
     policy: str = ""
     """Name of the policy in `policies` that answers; empty for the trained policy."""
+    score_from: int | None = None
+    """Position in `input_ids`, 1 or more: nothing is generated, and `GenerationResult.scores` has the log-probabilities
+    of the tokens from there on, at temperature 1, of the policy as it is now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The answer to a `GenerationRequest`; `completions` has `n` entries."""
+    """The answer to a `GenerationRequest`: `completions` has `n` entries, or none where `scores` were asked for."""
 
     request_id: str
     completions: tuple[Completion, ...]
+    scores: tuple[float, ...] = ()
 
 
 class GenerationClient(Protocol):

@@ -76,6 +76,8 @@ class Episode:
         version: newest policy version of a generated token; -1 if there is none.
         metrics: the agent's own numbers, `Sample.metrics`.
         frames: pictures of the episode in order, `Sample.frames`.
+        embedding: `[D]`, of the frames of its episode, from an EncoderServer (`rollout.encoder`); empty without one
+            and in evaluations.
     """
 
     data: Mapping[str, Any]
@@ -89,6 +91,7 @@ class Episode:
     version: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
     frames: tuple[Picture, ...] = ()
+    embedding: tuple[float, ...] = ()
 
     @property
     def completion(self) -> str:

@@ -24,6 +24,11 @@ FINISHED_AT = "rollout/finished_at"
 OPPONENTS = "opponent/"
 """Prefix of a trajectory's metrics of other policies in its episodes: `opponent/<name>/oldest_version`,
 `newest_version` and `version`, the mean over their tokens."""
+WON = "won/"
+"""Prefix of a sample's metric for `pick: prioritised`: the result against an opponent, 0 to 1, as `won/<name>`."""
+GENERATED = "rollout/generated/"
+"""Prefix of a trajectory's metrics of the tokens that each trained policy generated, if there are several:
+`rollout/generated/<name>`, with `actor` for the run's own."""
 MAX_GROUPS, MAX_GROUP_LENGTH = 255, 64
 """Bounds of comparison groups: names in one trajectory, characters of a name."""
 MAX_REWARD = 1e30

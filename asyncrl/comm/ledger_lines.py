@@ -94,12 +94,23 @@ class Abandoned(_Line, frozen=True, tag="abandoned"):
     at: float
 
 
+class PolicyTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Share of a trained policy in a rollout: tokens that its servers generated for the rollout, and the tokens and the
+    number of the samples that train it. Samples that the agent did not return are only in the first.
+    """
+
+    generated: int
+    trained: int
+    samples: int
+
+
 class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
     """The step that made version `step` trained the rollout, whatever earlier lines say of it.
 
     `versions` counts the generated tokens by the policy version that produced them. `reward` is the mean over its
     `episodes`, which gave `samples` samples. `opponents` has the oldest and newest version of each of `policies` that
-    answered in it; 0 for a model that does not change.
+    answered in it; 0 for a model that does not change. `policies` has the share of each trained policy, if there are
+    several; `actor` is the run's own.
     """
 
     rollout: str
@@ -112,6 +123,7 @@ class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
     samples: int
     reward: float
     opponents: dict[str, tuple[int, int]] = {}
+    policies: dict[str, PolicyTokens] = {}
 
 
 class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

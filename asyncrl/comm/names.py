@@ -12,6 +12,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     generation_servers/<index>      a generation server: `GenerationServerEntry`
     policy_servers/<index>          a server of one of `policies`: `GenerationServerEntry`
     joined/<kind>/<index>           who added a worker to the run that goes on
+    encoder_servers/<index>         URL of an EncoderServer
     staging_servers/<index>         URL of the staging server of a host; 0 is on the launcher's
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
@@ -27,6 +28,7 @@ If a type is named, the value is its fields as a JSON object, made with `encode`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self, TypeAlias
 
 import msgspec
@@ -34,6 +36,7 @@ import msgspec
 MODEL_WORKER = "model_worker"
 GENERATION_SERVER = "generation_server"
 POLICY_SERVER = "policy_server"
+ENCODER_SERVER = "encoder_server"
 ROLLOUT_WORKER = "rollout_worker"
 STAGING_SERVER = "staging_server"
 GSERVER_MANAGER = "gserver_manager"
@@ -45,6 +48,8 @@ EVALUATION_MASTER = "evaluation_master"
 ACTOR = "actor"
 """The role whose weights the servers follow."""
 
+WinRatesOfPools: TypeAlias = Mapping[str, Mapping[int, float]]
+"""By pool of older versions and member, how often the run's own policy wins."""
 State: TypeAlias = Literal["starting", "ready", "done", "failed"]
 STATUSES = "status"
 """Subtree of every worker's status."""
@@ -56,6 +61,8 @@ GENERATION_SERVERS = "generation_servers"
 """Subtree of all generation servers."""
 POLICY_SERVERS = "policy_servers"
 """Subtree of all servers of `policies`."""
+ENCODER_SERVERS = "encoder_servers"
+"""Subtree of the URLs of all EncoderServers."""
 STAGING_SERVERS = "staging_servers"
 """Subtree of the staging servers' URLs, where hosts share no folder."""
 TRAINER_TURN_KEY = "trainer_turn"
@@ -141,7 +148,7 @@ class WorkerStatus(_Entry, frozen=True):
 
 
 class GenerationServerEntry(_Entry, frozen=True):
-    """An engine that serves at `url`, with the weights of `version`; `pid` is None where its process is not ours."""
+    """An engine that serves at `url`, with the weights of `version`; `pid` is None if its process is not ours."""
 
     url: str
     pid: int | None
@@ -150,10 +157,14 @@ class GenerationServerEntry(_Entry, frozen=True):
 
 
 class PublishedVersion(_Entry, frozen=True):
-    """The weights of `version` are in the folder `path`."""
+    """The weights of `version` are in the folder `path`.
+
+    `win_rates`: by pool and member, how often the run's own policy wins, by which servers of prioritised pools choose.
+    """
 
     version: int
     path: str
+    win_rates: dict[str, dict[int, float]] = {}
 
 
 class TrainerTurn(_Entry, frozen=True):
@@ -221,6 +232,11 @@ def guest_memory_key(index: int) -> str:
 def policy_server_key(index: int) -> str:
     """`GenerationServerEntry` of server `index` of `policies`."""
     return f"{POLICY_SERVERS}/{index}"
+
+
+def encoder_server_key(index: int) -> str:
+    """URL of EncoderServer `index`."""
+    return f"{ENCODER_SERVERS}/{index}"
 
 
 def staging_server_key(index: int) -> str:

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.commands.refusal import refuse
-from asyncrl.observe.doctor.bottleneck import STARVED
 from asyncrl.observe.doctor.measured import Measured, measure
+from asyncrl.observe.doctor.server_rules import STARVED
 from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.simulator.measured_run import MeasuredRun, NotMeasured, measured_run
@@ -50,7 +50,7 @@ def show_plan(history: History, devices: int, as_json: bool) -> int:
 
 
 def _lacked_cores(measured: Measured) -> bool:
-    return any((server.no_core or 0.0) > STARVED for server in measured.servers)
+    return any((server.no_core or 0.0) > STARVED for server in measured.all_servers)
 
 
 def settings_of(best: Candidate, workers: int) -> str:

@@ -27,7 +27,9 @@ _BAR = 10
 def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog=f"{program} doctor", description="Say why a run is as fast as it is, and what is wrong with it."
+        prog=f"{program} doctor",
+        description="Say why a run is as fast as it is, and what is wrong with it.",
+        epilog=f"Before a run: {program} doctor EXPERIMENT [setting=value ...] makes every check of a start.",
     )
     parser.add_argument("run", type=Path, help="folder of the run; it may go on, have ended or have died")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

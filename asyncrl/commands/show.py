@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.api.trajectory import role_of
 from asyncrl.commands.refusal import refuse
 from asyncrl.config.run_dir import ANSWERS_DIR, SAMPLES_DIR
 from asyncrl.config.suggestions import did_you_mean
@@ -79,6 +80,9 @@ def _chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[Row]:
             continue
         if not args.staleness[0] <= (row["staleness"] or 0) <= args.staleness[1]:
             continue
+        group = row.get("group") or ""
+        if args.group is not None and args.group not in (group, role_of(group)):
+            continue
         if args.prompt in (None, row["prompt"]) and args.rollout in (None, row["rollout"]):
             yield row
 
@@ -89,7 +93,8 @@ def rendered(row: Row, *, colours: bool) -> Text:
     evaluated = row.get("set") is not None
     text.append(f"{'version' if evaluated else 'step'} {row['step']}  ", style="bold")
     which = f"answer {row['episode']}" if evaluated else f"sample {row['sample']}"
-    text.append(f"{row['prompt']}  {which}  reward {row['total_reward']:g}")
+    of_group = f"  {row['group']}" if row.get("group") else ""
+    text.append(f"{row['prompt']}  {which}{of_group}  reward {row['total_reward']:g}")
     if row["reward_parts"]:
         text.append(f" ({_numbers(row['reward_parts'])})")
     if row.get("right") is not None:
@@ -169,6 +174,9 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--reward", type=_range, default=everything, metavar="RANGE", help="rewards")
     parser.add_argument("--staleness", type=_range, default=everything, metavar="RANGE", help="ages of oldest tokens")
+    parser.add_argument(
+        "--group", help="one comparison group, or the role before its /: judge has all samples of the policy judge"
+    )
     parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>; with --eval: <set>-<row>")
     parser.add_argument("--rollout", help="one rollout, by its id, as in the ledger")
     parser.add_argument("-n", "--number", type=_count, default=10, help="at most so many (default: 10; 0: all)")

@@ -29,6 +29,7 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
+from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
@@ -206,7 +207,9 @@ def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: P
     counted: dict[tuple[str | None, bool], SizedModel] = {}
     models = {}
     for role in placed.roles:
-        key = (model_of(config, graph, role), policy_and_role(config, role)[1] not in ("actor", "ref"))
+        own = policy_and_role(config, role)[1]
+        with_words = own in ("actor", "ref") or config.algorithm.teacher_of(own) is not None
+        key = (model_of(config, graph, role), not with_words)
         if key not in counted:
             counted[key] = count(_described(config, key[0], folder), value_model=key[1])
         models[role] = counted[key]
@@ -224,13 +227,24 @@ def _workload(config: ExperimentConfig, role: str) -> Workload:
     policy, role = policy_and_role(config, role)
     config = config_of_policy(config, policy)
     averaged = role == "ref" and config.algorithm.reference.mode == ReferenceMode.ema
+    dtype = Dtype.float32 if averaged else config.model.dtype
+    longest, prompt = context_length(config, {}), config.dataset.max_prompt_tokens
+    on_gpus = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == MODEL_WORKER)
     return Workload(
         engine_of(config),
-        Dtype.float32 if averaged else config.model.dtype,
+        dtype,
         config.model.attn_implementation,
         config.trainer.tokens_per_micro_batch,
-        context_length(config, {}),
+        longest,
         moments_on_host=_optimizer(config, role).moments_on == MomentsOn.host,
+        shape=packed_shape(
+            prompt,
+            max(1, longest - prompt),
+            config.group_size,
+            config.trainer.tokens_per_micro_batch,
+            share=config.trainer.share_prefixes,
+        ),
+        varlen=on_gpus and dtype == Dtype.bfloat16,
     )
 
 

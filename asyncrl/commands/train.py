@@ -35,6 +35,7 @@ from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import detached_holder
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
+from asyncrl.trainer.checks import other_tokenizers
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights.versions.manifest import verify
@@ -154,9 +155,15 @@ def _show_prompts(
 def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
     """Return the config with its types and with a folder as `model.path`: the set one, or the base model, made first if
     necessary.
+
+    Raises:
+        ConfigError: a model that scores the answers has another tokenizer than the base model.
     """
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()
     else:
         path = ensure_base_model(base_model_config(config, folder))
-    return with_types(replace(config, model=replace(config.model, path=str(path))))
+    made = with_types(replace(config, model=replace(config.model, path=str(path))))
+    if wrong := list(other_tokenizers(made)):
+        raise ConfigError("\n".join(wrong))
+    return made

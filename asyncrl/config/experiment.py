@@ -22,6 +22,7 @@ from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.settings import EvalConfig, RolloutConfig
 from asyncrl.runtime.settings import Resume, SystemConfig
 from asyncrl.trainer.settings import (
+    SOURCE_NUMBER,
     AlgorithmConfig,
     CheckpointConfig,
     ModelConfig,
@@ -107,9 +108,16 @@ class ExperimentConfig:
     system: SystemConfig = field(default_factory=SystemConfig)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that every sample has: those of `rollout.columns`, and those of teachers."""
+        scored = [teacher.logprobs for teacher in self.algorithm.teachers if teacher.path is None]
+        implied = (SOURCE_NUMBER,) if self.algorithm.taught_sources else ()
+        return tuple(dict.fromkeys((*self.rollout.columns, *scored, *implied)))
+
+    @property
     def version_pools(self) -> list[VersionPoolConfig]:
         """The pools of older versions of the run's own policy."""
-        return [policy.versions for policy in self.policies if policy.path is None and not policy.trained]
+        return [policy.versions for policy in self.policies if policy.is_pool]
 
     @property
     def trained_policies(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a warning for each valid setting with a surprising effect."""
     if gpu_checks.embedded_on_gpus(config):
         yield (
-            "generation.backend='embedded': on a GPU it is for tests and small models, as a token costs some forty "
+            "generation.backend='embedded': on a GPU it is for tests and small models, as a token costs some thirty "
             "operators a layer, each started by the CPU; use generation.backend=sglang for speed"
         )
 

@@ -43,8 +43,9 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
 from asyncrl.inference.messages import PauseMode as PauseMode
-from asyncrl.inference.replies import MalformedReply, missing_pictures, names_damage, parse_completion, parse_version
+from asyncrl.inference.replies import MalformedReply as MalformedReply
 from asyncrl.inference.replies import RoutingWanted as RoutingWanted
+from asyncrl.inference.replies import missing_pictures, names_damage, parse_completion, parse_version
 from asyncrl.inference.seeds import derive_seed as derive_seed
 
 RID_DELIMITER = ";"

@@ -15,24 +15,24 @@ class EngineStartError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """An engine that takes requests. `pid` is None where its process is not ours."""
+    """An engine that takes requests. `pid` is None if this process did not start it."""
 
     url: str
     pid: int | None
 
 
 class EngineHost(Protocol):
-    """An engine behind SGLang's HTTP API, with the verbs of its life."""
+    """An engine behind SGLang's HTTP API: its start, failure and end."""
 
     async def start(self) -> ServedEngine:
-        """Bring it up with the initial model under label `BASE_VERSION`; may be called again after `failed`.
+        """Start it with the initial model under label `BASE_VERSION`; may be called again after `failed`.
 
         Raises:
-            EngineStartError: it did not come up; the message holds the reason.
+            EngineStartError: it did not start; the message has the reason.
         """
 
     async def failed(self) -> str:
-        """Wait until it is gone; returns the reason."""
+        """Wait until the engine is gone; return the reason."""
 
     async def stop(self) -> None:
-        """Let go of it; what was started here ends here. Idempotent."""
+        """Release the engine, and end it if it was started here. May be repeated."""

@@ -1,4 +1,4 @@
-"""Figures of an engine for `observed/`, from what it shows Prometheus under SGLang's names."""
+"""Figures of an engine for `observed/`, from its Prometheus metrics under SGLang's names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LARGEST = {"token_usage": "kv_share"}
 
 
 def engine_figures(text: str) -> dict[str, float]:
-    """The figures in `text`, in Prometheus' format; those that the engine does not have are left out."""
+    """Return the figures in `text`, in Prometheus' format, without those that the engine does not have."""
     figures: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -48,17 +48,17 @@ def engine_figures(text: str) -> dict[str, float]:
 
 
 class EngineFigures:
-    """The newest figures of one engine; `follow` keeps them new."""
+    """The newest figures of one engine; `follow` keeps them up to date."""
 
     def __init__(self) -> None:
         self.newest: dict[str, float] = {}
 
     def __call__(self) -> dict[str, float]:
-        """The newest figures; none while the engine does not answer."""
+        """Return the newest figures; none while the engine does not answer."""
         return self.newest
 
     async def follow(self, client: GenerationServerClient) -> Never:
-        """Ask the engine again and again."""
+        """Ask the engine at intervals until cancelled."""
         limits: dict[str, float] = {}
         try:
             while True:

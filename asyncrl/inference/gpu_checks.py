@@ -1,4 +1,4 @@
-"""Settings of SGLang servers that cannot work on the GPUs that the plan gives them, found before anything starts."""
+"""Settings of SGLang servers that cannot work on the GPUs that the plan gives them; found before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of `generation.guests`: what cannot take turns with the trainer is refused before anything starts."""
+"""Checks of `generation.guests`: servers that cannot take turns with the trainer are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Messages of a generation server: the part of SGLang's HTTP API that a run uses, as types for both ends.
 
-Fields and defaults are SGLang's, `GenerateRequest.pictures` and `/pictures` apart. The client sends these bodies to
+Fields and defaults are SGLang's, except `GenerateRequest.pictures` and `/pictures`. The client sends these bodies to
 either engine; the embedded engine's server decodes and checks its requests with them.
 """
 
@@ -27,7 +27,7 @@ class PauseMode(StrEnum):
 
 
 class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
-    """`POST /generate`: continue prompts given as token ids, or as text where the server has a tokenizer."""
+    """`POST /generate`: continue prompts given as token ids, or as text if the server has a tokenizer."""
 
     input_ids: Sequence[int | Sequence[int]] | None = None
     """One prompt, or a list of them."""
@@ -37,12 +37,14 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     """One object for all prompts, or one each."""
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
-    """First prompt position that is scored; none where it is left out."""
+    """First prompt position that is scored; None scores none."""
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
-    """First position whose chosen experts are told, where they are asked for."""
+    """First position whose chosen experts are reported, if they are asked for."""
     pictures: list[list[PictureRef]] | None = None
-    """Of each prompt, for the embedded engine; answered by 409 and `MissingPictures` where it lacks their bytes."""
+    """Pictures of each prompt, for the embedded engine. It answers with 409 and `MissingPictures` if it lacks their
+    bytes.
+    """
     stream: bool = False
     # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None
@@ -54,10 +56,10 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
 
 
 class MissingPictures(Struct):
-    """Reply of `POST /generate` with status 409: send these to `/pictures`, then ask again."""
+    """Reply of `POST /generate` with status 409: send these pictures to `/pictures`, then repeat the request."""
 
     missing_pictures: list[str]
-    """Their SHA-256."""
+    """SHA-256 of each."""
 
 
 class PictureRequest(Struct):
@@ -93,7 +95,7 @@ class UpdateWeightsRequest(Struct):
 
 
 class MemoryTag(StrEnum):
-    """A kind of memory that a server can give back while it generates nothing."""
+    """A kind of memory that a server can release while it generates nothing."""
 
     kv_cache = auto()
     weights = auto()
@@ -102,13 +104,13 @@ class MemoryTag(StrEnum):
 
 
 class MemoryRequest(Struct, omit_defaults=True):
-    """`POST /release_memory_occupation` and `/resume_memory_occupation`: memory of these kinds; null: of all."""
+    """`POST /release_memory_occupation` and `/resume_memory_occupation`: memory of these kinds; null: of all kinds."""
 
     tags: list[MemoryTag] | None = None
 
 
 class ModelInfo(Struct):
-    """Reply of `GET /model_info`, as far as it is read."""
+    """Reply of `GET /model_info`, without fields that a run does not read."""
 
     weight_version: str
     model_path: str | None = None

@@ -4,9 +4,9 @@
     generation.backend=sglang                       `python -m sglang.launch_server` as a child
     generation.backend=sglang, sglang.urls=[...]    server i of a list that already runs
 
-Whatever it is, the process does one thing: bring the engine up with the initial model, register its address under a
-lease, and wait. When the engine dies the registration goes at once, so that nobody is routed there; a child is started
-again, registers its new address, and the GserverManager brings it to the newest version before it gets requests.
+In all cases the process starts the engine with the initial model, registers its address under a lease, and waits. When
+the engine dies the registration is removed at once, so that no request is routed to it. A child is started again and
+registers its new address, and the GserverManager brings it to the newest version before it gets requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.weights.staging.messages import MODEL
 
 TURN_WATCH_S = 0.5
-"""Longest time in seconds that a thread waits for the turn of a guest, and that it outlives a stop."""
+"""Longest time in seconds that a thread waits for a guest's turn, and by which it outlives a stop."""
 
 
 class EngineFailed(RuntimeError):
@@ -79,10 +79,10 @@ class GenerationServer(AsyncWorker):
         return await self.registered(names.staged_key(MODEL, self.config.system.host), names.STAGING_SERVER)
 
     async def _keep_up(self, host: EngineHost) -> Never:
-        """Start the engine and register it, again and again.
+        """Start the engine and register it, again after each end.
 
         Raises:
-            EngineStartError: it did not start, or cannot do what the run wants of it.
+            EngineStartError: it did not start, or cannot do what the run needs.
             EngineFailed: it ended too often.
         """
         limit, window_s = self.config.system.restarts_per_process, self.config.system.restart_window_s
@@ -131,7 +131,7 @@ class GenerationServer(AsyncWorker):
                     break
 
     async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
-        """Wait until the engine is gone, and observe it meanwhile; returns the reason."""
+        """Observe the engine until it is gone; return the reason."""
         observer.stage("serves")
         async with connect(served.url, self.http_security) as client:
             following = asyncio.create_task(self._figures.follow(client))
@@ -141,7 +141,7 @@ class GenerationServer(AsyncWorker):
                 await cancel(following)
 
     async def _check_kept_requests(self, url: str) -> None:
-        """Check that answers may span a weight update, where the run has such.
+        """Check that answers may span a weight update, if they do in this run.
 
         Raises:
             EngineStartError: they may not on this server, or it does not answer.
@@ -159,7 +159,7 @@ class GenerationServer(AsyncWorker):
             raise EngineStartError(f"manager.update_mode={str(mode)!r}: server {url} {fault}")
 
     def _register(self, served: ServedEngine) -> None:
-        """Publish the engine's address with a lease, and tell the launcher that it serves."""
+        """Publish the engine's address with a lease, and report to the launcher that it serves."""
         entry = names.GenerationServerEntry(served.url, served.pid, self.config.generation.backend, int(BASE_VERSION))
         self.resolver.add(self._key, entry.encode(), lease_s=self.config.system.lease_s, replace=True)
         self.ready()
@@ -196,10 +196,11 @@ class GenerationServer(AsyncWorker):
 
 
 class PolicyServer(GenerationServer):
-    """A server of one of `policies`: of a further trained one, of a model that stays, or of older versions.
+    """A server of one of `policies`: a further trained policy, a fixed model, or older versions.
 
     It begins with the folder `path`, or with the run's initial model. The GserverManager drains a server of older
-    versions before each update, so an answer is of one version; that of a trained policy is updated as the run's own.
+    versions before each update, so an answer is of one version. A server of a trained policy is updated like the run's
+    own.
     """
 
     _scratch = "policy"
@@ -219,7 +220,7 @@ class PolicyServer(GenerationServer):
         return names.policy_server_key(self.index)
 
     async def _check_kept_requests(self, url: str) -> None:
-        """Of a trained policy only: no answer of the others spans a weight update."""
+        """Check a trained policy only: no answer of the others spans a weight update."""
         if self._trained:
             await super()._check_kept_requests(url)
 

@@ -1,9 +1,9 @@
 """Random streams of the embedded engine, without torch so that clients can name them too.
 
 A sample's stream is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014):
-number `t` of the stream `seed` is `mix(seed + (t + 1) * GAMMA)` modulo 2^64. As a function of (seed, t) alone it does
-not depend on the rest of the batch, and a sample that was interrupted after k tokens continues the same stream from
-t = k.
+number `t` of the stream `seed` is `mix(seed + (t + 1) * GAMMA)` modulo 2^64. It is a function of (seed, t) alone. So it
+does not depend on the rest of the batch, and a sample that was interrupted after k tokens continues the same stream
+from t = k.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def mix(value: int) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of sample `index` (0, 1, ...) of a request whose base seed is `seed`; in `[0, 2**63)`."""
+    """Return the seed of sample `index` (0, 1, ...) of a request with base seed `seed`; in `[0, 2**63)`."""
     return mix(mix(seed) + (index + 1) * GAMMA) >> (64 - SEED_BITS)
 
 
 def fresh_seed() -> int:
-    """A seed for a request that brought none, from the system's entropy."""
+    """Return a seed from the system's entropy, for a request without one."""
     return secrets.randbits(SEED_BITS)
 
 

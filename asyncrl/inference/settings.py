@@ -92,7 +92,7 @@ class ServerShape:
 
     @property
     def gpus(self) -> int:
-        """GPUs that the server takes: one for each rank."""
+        """Number of GPUs of the server: one per rank."""
         return self.tensor * self.pipeline * (1 if self.shared_attention else self.data)
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class ServerShape:
 
 
 def server_shape(generation: GenerationConfig) -> ServerShape:
-    """Ranks of each server that is started.
+    """Return the ranks of each server that is started.
 
     Raises:
         ValueError: a flag of SGLang does not fit; the message names it.
@@ -142,7 +142,7 @@ def server_shape(generation: GenerationConfig) -> ServerShape:
 
 
 def guests_of(generation: GenerationConfig) -> range:
-    """Indices of the servers that take turns with the trainer on its devices: the last ones.
+    """Return the indices of the servers that take turns with the trainer on its devices: the last ones.
 
     Raises:
         ValueError: `generation.guests` is neither none, all nor a number of servers; the message says so.
@@ -161,7 +161,7 @@ def guests_of(generation: GenerationConfig) -> range:
 
 
 def adopts(generation: GenerationConfig) -> bool:
-    """True if the servers are SGLang's and were started by somebody else."""
+    """Return True if the servers are SGLang's and were started by somebody else."""
     return generation.backend == GenerationBackend.sglang and bool(generation.sglang.urls)
 
 
@@ -173,8 +173,8 @@ def finds_stop_strings(generation: GenerationConfig) -> bool:
 
 
 def wants_prefix_first(generation: GenerationConfig) -> bool:
-    """Return True if the servers compute what the requests of one batch share once only where an earlier request had
-    it, as with SGLang's radix cache; the embedded engine does either way.
+    """Return True if the servers share the common prefix of one batch's requests only after an earlier request had it,
+    as with SGLang's radix cache. The embedded engine shares it in any case.
     """
     if generation.backend == GenerationBackend.embedded:
         return False
@@ -182,5 +182,5 @@ def wants_prefix_first(generation: GenerationConfig) -> bool:
 
 
 def sglang_flags(generation: GenerationConfig) -> dict[str, Any]:
-    """`generation.sglang.args` by SGLang's own names, whichever way they are spelled."""
+    """Return `generation.sglang.args` by SGLang's own names, whichever way they are spelled."""
     return {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}

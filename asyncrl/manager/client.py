@@ -2,7 +2,7 @@
 
 Every call is idempotent (ids are the client's), so a call whose reply was lost is repeated: with back-off, for up to
 `retry_s`, at the address that name resolution has by then. A worker first opens a session with each manager by
-reporting what it holds (`asyncrl.manager.rebuild`).
+reporting what it holds (`asyncrl.manager.rollouts.rebuild`).
 
 The manager's cost on busy cores is the number of calls. So requests to schedule from one turn of the event loop travel
 in one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without one they are sent

@@ -15,27 +15,27 @@ class WorkerLeases:
 
     @property
     def workers(self) -> list[str]:
-        """Every worker whose lease has not run out."""
+        """Workers whose lease has not run out."""
         return list(self._called_at)
 
     def renew(self, worker: str, now: float) -> None:
-        """`worker` is alive at `now`."""
+        """Note that `worker` called at `now`."""
         self._called_at[worker] = now
 
     def keep(self, worker: str, now: float) -> bool:
-        """A call of `worker` is held, and looks again: it is alive, unless its lease has ended since; whether not."""
+        """Renew the lease of a worker whose call is held; return False if the lease has ended meanwhile."""
         if worker not in self._called_at:
             return False
         self._called_at[worker] = now
         return True
 
     def expired(self, now: float) -> list[str]:
-        """Workers whose lease has run out; each is named once, until it calls again."""
+        """Return workers whose lease has run out; each is returned once, until it calls again."""
         late = [worker for worker, called_at in self._called_at.items() if now - called_at > self._lease_s]
         for worker in late:
             del self._called_at[worker]
         return late
 
     def end(self, worker: str) -> None:
-        """`worker` is known to be dead."""
+        """End the lease of a dead worker."""
         self._called_at.pop(worker, None)

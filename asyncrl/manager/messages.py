@@ -20,8 +20,8 @@ A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` also
 which of its requests and rollouts ended.
 
 Calls about rollouts name the manager that they are meant for. Another manager refuses them with 409: it first needs
-`open_session` from a worker, `report_run` from the master (`asyncrl.manager.rebuild`). A manager that is not rebuilt
-yet answers `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a few seconds.
+`open_session` from a worker, `report_run` from the master (`asyncrl.manager.rollouts.rebuild`). A manager that is not
+rebuilt yet answers `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a few seconds.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""GserverManager: staleness gate, router and weight updates of the run, as one process. It proxies no tokens.
+"""GserverManager: staleness gate, router and weight updates of the run, as one process. No tokens pass through it.
 
     service           the verbs, over the pure state of gate, prompts, router and leases
     http              HTTP around them, with the types in `messages`
-    fleet/decisions   what each generation server should do next, to get the newest weights
-    fleet/runner      does it, and tells the router
+    fleet/decisions   next action of each generation server on the way to the newest weights
+    fleet/runner      carries it out, and updates the router
     fleet/staging     brings versions to hosts that share no folder
-    fleet/guests      whose turn it is on devices that servers share with the trainer
+    fleet/guests      turns on devices that servers share with the trainer
 
-This file finds out what happens elsewhere, in name resolution: which servers and workers there are, and which weights
-were published.
+This file follows name resolution: generation servers, workers, and published weights.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.guests import Guests
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
+from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
-from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.policy_fleets import PolicyFleets
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
@@ -182,7 +181,7 @@ class GserverManager(AsyncWorker):
         )
 
     def _figures(self) -> dict[str, float]:
-        """Figures for `observed/`, read by another thread."""
+        """Return figures for `observed/`; another thread calls it."""
         service, books = self._service, self._service.gate.books()
         lives = list(self._decisions.servers)
         return {
@@ -200,7 +199,7 @@ class GserverManager(AsyncWorker):
         }
 
     def status(self) -> StatusReply:
-        """Gate, servers, newest published version and the workers that live."""
+        """Return gate, servers, newest published version and living workers."""
         service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
         servers, workers = self._fleet_runner.status(), service.leases.workers
@@ -211,18 +210,18 @@ class GserverManager(AsyncWorker):
 
     @property
     def _rows(self) -> int:
-        """Rows of the training data; a launch that only evaluates has none, and 1 stands for them."""
+        """Number of rows of the training data; 1 for a launch that only evaluates, which has none."""
         file = self.run_dir / DATA_RECORD_FILE
         return DataRecord.read(file).rows if file.is_file() else 1
 
     async def _watch_versions(self) -> None:
-        """Hand each published version to the servers, once it has been checked."""
+        """Give each published version to the servers, once it has been checked."""
         last: str | None = None
         while True:
             last = await self._next_value(names.model_version_key(names.ACTOR), last)
             if last is not None:
                 published = names.PublishedVersion.decode(last)
-                await self._take(Target(published.version, published.path))
+                await self._take(Target(published.version, published.path), published.win_rates)
 
     async def _next_value(self, key: str, last: str | None) -> str | None:
         """Wait until the value of `key` in name resolution differs from `last`, and return it."""
@@ -232,10 +231,11 @@ class GserverManager(AsyncWorker):
             except NameResolveTimeout:
                 continue
 
-    async def _take(self, target: Target) -> None:
-        """Make `target` the servers' goal; a torn or mismatching one is refused, and the old version keeps serving.
+    async def _take(self, target: Target, win_rates: names.WinRatesOfPools) -> None:
+        """Make `target` the version that generation servers update to.
 
-        Checksums are whoever's who reads: the embedded engine's. SGLang makes none, so for that it is done here.
+        A damaged or mismatching version is refused; servers keep serving the present one. Checksums are verified here
+        only for SGLang: the embedded engine verifies them itself when it reads the files.
         """
         summed = self.config.generation.backend == GenerationBackend.sglang
         try:
@@ -254,23 +254,23 @@ class GserverManager(AsyncWorker):
         self._announced(target)
         if self._staging is not None:
             self._staging.publish(target)
-        await self._policies.published(target)
+        await self._policies.published(target, win_rates)
 
     def _announced(self, target: Target) -> None:
-        """Guests that wake need not wait for this version any more, whether they get it or not."""
+        """Note that waking guests need not wait for this version any more, whether they get it or not."""
         guests = self._decisions.guests
         guests.announced = max(guests.announced, target.version)
         self._fleet_runner.changed.notify()
 
     async def _watch_hosts(self, staging: Staging) -> None:
-        """Follow which staging servers there are."""
+        """Follow the registered staging servers."""
         registered = await asyncio.to_thread(self.resolver.follow, names.STAGING_SERVERS)
         while True:
             staging.registered({names.index_of(key): url for key, url in registered.entries().items()})
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     async def _watch_registrations(self) -> None:
-        """Follow which generation servers and RolloutWorkers there are, and which of these the launcher replaces."""
+        """Follow the registered generation servers and RolloutWorkers, and the workers that the launcher replaces."""
         registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
         others = await asyncio.to_thread(self.resolver.follow, names.POLICY_SERVERS)
         statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
@@ -286,7 +286,7 @@ class GserverManager(AsyncWorker):
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _call_roll(self, ready: dict[str, int], replaced: dict[str, int]) -> None:
-        """Wait for the workers that are `ready` to say what they hold, but for processes that have died since."""
+        """Await the reports of the workers that are `ready`, except processes that have died since."""
         self._service.await_workers(
             {worker: number for worker, number in ready.items() if number >= replaced.get(worker, 0)}
         )
@@ -297,10 +297,10 @@ class GserverManager(AsyncWorker):
         self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
 
     async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
-        """Give up the rollouts of workers whose death the launcher tells, and how they died.
+        """Drop the rollouts of workers whose death the launcher reports, and note how they died.
 
-        This comes before all else: what was in hand is suspect then. By the time the successor tells the death, the
-        name of the dead one may have run out, which need not be a death.
+        This comes first, because a death makes running prompts suspects. Otherwise the dead worker's name may expire
+        first, which need not be a death.
         """
         newest = self._service.newest_incarnation
         new = {worker: number for worker, number in replaced.items() if number > newest(worker)}
@@ -312,7 +312,7 @@ class GserverManager(AsyncWorker):
                     self.log.warning(_WORKER_GONE, worker)
 
     def _drop_rollouts_of_silent(self, workers: dict[str, int]) -> None:
-        """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
+        """Drop the rollouts of workers that are silent, gone, or another incarnation than before."""
         new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
         gone = self._workers - workers.keys()
         self._workers = set(workers)
@@ -323,23 +323,23 @@ class GserverManager(AsyncWorker):
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:
-    """The size of a rollout's first request, as far as one can tell: mostly an agent asks for the whole group."""
+    """Return the likely size of a rollout's first request: most agents ask for the whole group."""
     return RequestSize(config.dataset.max_prompt_tokens, config.rollout.sampling.max_new_tokens, config.group_size)
 
 
 def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
-    """Generation servers by index, with URL and version."""
+    """Return generation servers by index, with URL and version."""
     entries = {key: names.GenerationServerEntry.decode(value) for key, value in registered.entries().items()}
     return {names.index_of(key): (entry.url, entry.version) for key, entry in entries.items()}
 
 
 def _replaced(entries: Subtree) -> dict[str, int]:
-    """RolloutWorkers by name that the launcher has given up, with the incarnation that follows."""
+    """Return RolloutWorkers by name that the launcher replaces, with the incarnation that follows."""
     return {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in entries.entries().items()}
 
 
 def _ready(statuses: Subtree) -> dict[str, int]:
-    """RolloutWorkers by name that may hold rollouts, with their incarnation."""
+    """Return RolloutWorkers by name that may hold rollouts, with their incarnation."""
     found = {names.index_of(key): names.WorkerStatus.decode(value) for key, value in statuses.entries().items()}
     return {
         f"{names.ROLLOUT_WORKER}/{index}": each.incarnation for index, each in found.items() if each.state == "ready"
@@ -347,8 +347,8 @@ def _ready(statuses: Subtree) -> dict[str, int]:
 
 
 def _incarnations(statuses: Subtree, of_launch: int) -> dict[str, int]:
-    """RolloutWorkers by name, with their incarnation; beyond the launch's own, which have successors, those that did
-    not leave.
+    """Return RolloutWorkers by name, with their incarnation. Joined workers, which have no successors, only if they
+    have not left.
     """
     found: dict[str, int] = {}
     for key, value in statuses.entries().items():

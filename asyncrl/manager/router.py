@@ -1,22 +1,21 @@
-"""The router, which chooses the generation server of each request and keeps count of what runs where.
+"""The router, which chooses the generation server of each request and counts what runs where.
 
-Mechanism
----------
-`Router.schedule` places a request on an eligible server (it takes requests, and its version is recent enough) and adds
-the request's load to the server's counts. Exactly one of these removes it again:
+Mechanism --------- `Router.schedule` places a request on an eligible server (it takes requests, and its version is
+recent enough) and adds the request's load to the server's counts. Exactly one of these removes it again:
 
 - `release` (the request is done), `release_rollout` (its rollout is over), `release_worker` (its worker is gone);
 - `schedule` of the same request id (it was aborted and continues elsewhere): the placement moves;
 - `remove` of the server: its placements are forgotten, and their owners schedule them again.
 
-All of them may be repeated or come in any order. A policy is told which server's counts changed, and picks a server; a
-new policy is one class and one entry in `POLICIES`. Placing or releasing a request takes time independent of the number
-of placed requests, and at most logarithmic in the number of servers, not counting those with too old a version.
+All of them may be repeated or come in any order. The router notifies its policy of each server whose counts changed,
+and the policy chooses a server. A new policy is one class and one entry in `POLICIES`. Placing or releasing a request
+takes time independent of the number of placed requests, and at most logarithmic in the number of servers, without those
+whose version is too old.
 
-While servers are `returning`, which means briefly out of service for an update, a server gets no more than its share of
-the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the first
-server back from an update would get all interrupted requests, and all that the new version admits, before the second
-one is back.
+While servers are `returning`, that is briefly out of service for an update, a server gets no more than its share of the
+load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the first server
+back from an update would get all interrupted requests, and all that the new version admits, before the second one is
+back.
 
 The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
 `prompt + n · max_new_tokens`. They count only requests that this router placed, not load from elsewhere.
@@ -34,15 +33,23 @@ from asyncrl.comm.recent_ids import RecentIds
 from asyncrl.manager.messages import RouteRequest
 
 SHARE = 1.25
-"""A server may have so many times the mean load while others return; with less, one late server would hold up the
-serving ones."""
+"""While others return, a server may have this many times the mean load. With less, one late server would hold up the
+serving ones.
+"""
 _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
 
 @dataclass(slots=True)
 class ServerView:
-    """A server as the router sees it: whether it takes requests (`routable`), and the policy version it serves."""
+    """A server as the router sees it.
+
+    Attributes:
+        version: policy version that it serves.
+        routable: it takes requests.
+        sequences: number of placed sequences.
+        tokens: number of their outstanding tokens.
+    """
 
     index: int
     url: str
@@ -68,8 +75,9 @@ class _Placement:
 class Policy(Protocol):
     """Chooses among the servers that take requests and have `min_version` or newer; None if there is none.
 
-    It is made with all servers, by index, and the number of `conversations` that it may remember, and is told of each
-    server whose counts, version or availability changed.
+    Args:
+        servers: all servers, by index.
+        conversations: number of conversations that the policy may remember.
     """
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
@@ -195,7 +203,8 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 class Router:
-    """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets.
+    """Places requests on servers and counts them, as the module's docstring describes. Pure state: no clock, no
+    sockets.
 
     Args:
         policy: its name in `POLICIES`.
@@ -256,8 +265,8 @@ class Router:
             self._policy.changed(view)
 
     def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
-        """Place `request` of `worker` on a server with `min_version` or newer, moving it if it is placed already; None
-        if no server may have it now.
+        """Place `request` of `worker` on a server with `min_version` or newer, and move it if it is placed already.
+        Return None if no server may have it now.
         """
         self.release(request.request_id)
         if (view := self._policy.choose(request, min_version)) is None:

@@ -12,7 +12,9 @@ from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.router import Router, ServerView
 
 LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
-"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
+"""Number of lost servers that are remembered, at least and per server: within a pause of a worker several processes of
+each server may end.
+"""
 
 
 class Routes:
@@ -74,24 +76,26 @@ class Routes:
             router.release_worker(worker)
 
     def server_lost(self, url: str) -> None:
-        """Requests at `url` may never be answered: tell their owners."""
+        """Report to the owners of requests at `url` that they may never be answered."""
         self.losses.add(url, sum(map(len, self._routers.values())))
 
 
 class LostServers:
-    """Servers that left service unexpectedly, numbered: each worker asks for those after the last that it was told.
+    """Servers that left service unexpectedly, numbered. Each worker asks for those after the last number that it knows.
 
-    `changed`: there is one more.
+    Attributes:
+        seq: number of the last loss.
+        changed: notified at each loss.
     """
 
     def __init__(self) -> None:
         self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
-        """Number of the last."""
+        """Number of the last loss."""
         self.changed = Notifier()
         self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
 
     def __len__(self) -> int:
-        """URLs that are remembered."""
+        """Number of URLs that are remembered."""
         return len(self._losses)
 
     def add(self, url: str, servers: int) -> None:
@@ -104,6 +108,6 @@ class LostServers:
         self.changed.notify()
 
     def since(self, after: int) -> list[str]:
-        """URLs of those with a number above `after`, in the order in which they were lost."""
+        """Return the URLs of losses with a number above `after`, in the order of the losses."""
         newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
         return [url for url, _ in newest_first][::-1]

@@ -1,15 +1,15 @@
 """The GserverManager's verbs over rollout state, admission, router and leases, without HTTP.
 
-The state that must not be lost is in `rollout_state`. A service begins with a roll call (`asyncrl.manager.rebuild`):
-its gate is shut until the master and the workers have reported. Its router begins empty: requests that run on the
-servers continue there, and count again from the rollout's next request on.
+The state that must not be lost is in `rollouts/`. A service begins with a roll call (`rollouts/rebuild.py`): its gate
+is shut until the master and the workers have reported. Its router begins empty: requests that run on the servers
+continue there, and count again from the rollout's next request on.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Verbs that may have to wait check again
 whenever something that they depend on has changed:
 
     open_session       a worker reports what it holds, before any other call
     report_run         the master reports what it knows, before `report_consumed`
-    allocate_rollout   waits for room at the gate, and answers with prompts to play (`asyncrl.manager.admission`)
+    allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/admission.py`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
@@ -29,15 +29,15 @@ from msgspec import structs
 
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager import messages as m
-from asyncrl.manager.admission import Admission
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.notifier import Notifier
-from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rebuild import Replaced, RollCall, rebuild
-from asyncrl.manager.rollout_state import RolloutState
+from asyncrl.manager.rollouts.admission import Admission
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
+from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.routes import Routes
-from asyncrl.manager.staleness_gate import StalenessGate
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
@@ -62,10 +62,10 @@ class ManagerService:
         pacing: limits how much of the gate's room is used now; None: no limit.
         clock: monotonic time in seconds.
         versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
-        launch: that this process belongs to; "" accepts workers of any.
-        curriculum: builds the curriculum from its state; None: there is none.
+        launch: launch that this process belongs to; "" accepts workers of any launch.
+        curriculum: builds the curriculum from its state; None if there is no curriculum.
         policies: names of the policies besides the run's own that agents may ask.
-        trained: those of them that are trained.
+        trained: names of those of them that are trained.
     """
 
     def __init__(
@@ -149,7 +149,9 @@ class ManagerService:
         return m.Session(self.number)
 
     async def report_run(self, request: m.RunReport) -> m.Session:
-        """Take in all that the master knows. Before the state is rebuilt the newest report counts, later none."""
+        """Take in all that the master knows. The newest report before the state is rebuilt counts; later ones are
+        ignored.
+        """
         if not self.begun:
             self.roll_call.run = request
             self._begin_if_complete()
@@ -161,7 +163,7 @@ class ManagerService:
         self._begin_if_complete()
 
     def await_workers(self, ready: Mapping[str, int]) -> None:
-        """Await the reports of these workers' processes, by incarnation; of none, once their leases are over."""
+        """Await the reports of these workers' processes, by incarnation; of no worker once the leases are over."""
         if not self.begun:
             self.roll_call.awaited = ready if self._clock() < self._roll_call_until else {}
             self._begin_if_complete()
@@ -227,10 +229,10 @@ class ManagerService:
         """Take in which rollouts were trained and dropped; return the counters and lines to record.
 
         Raises:
-            NotIntroduced: it is meant for another manager.
-            NotRebuilt: see there.
-            BadRequest: the report is of a version that cannot have been trained: what is admitted while version v is
-                served suffices for v + η + 1 steps.
+            NotIntroduced: the report is meant for another manager.
+            NotRebuilt: the state is not rebuilt yet.
+            BadRequest: the report is of a version that cannot have been trained: rollouts admitted while version v is
+                served suffice for v + η + 1 steps.
         """
         self._check_meant(request.manager)
         await self._until_begun()
@@ -276,7 +278,7 @@ class ManagerService:
         return m.LostServersReply(self.routes.losses.seq, [])
 
     async def close_gate(self, request: m.Empty) -> m.Done:
-        """No rollout starts from now on."""
+        """Start no rollout from now on."""
         await self._until_begun()
         self.gate.close()
         self.admission.tell_of_the_end()
@@ -295,12 +297,14 @@ class ManagerService:
         return self.gate.books()
 
     def gate_state(self) -> m.GateState:
-        """Counters of the gate, and for how long it let no rollout run."""
+        """Return the gate's counters, and the seconds in which it let no rollout run."""
         books = structs.asdict(self.gate.books())
         return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, idle_s=self.admission.idle_s)
 
     def routes_changed(self, served_version: int | None) -> None:
-        """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
+        """Note that the router's servers changed; `served_version` is the least among those that take requests, None if
+        none does.
+        """
         self._served = max(self._served, served_version or 0)
         if self.gate.advance(self._served):
             self.admission.admit()
@@ -329,11 +333,11 @@ class ManagerService:
         return max(self.roll_call.replaced.get(worker, 0), self.rollouts.incarnations.get(worker, 0))
 
     def worker_died(self, worker: str) -> None:
-        """The worker's process is gone: its running rollouts are dropped, their prompts wait for any worker."""
+        """Drop the running rollouts of a worker whose process is gone; their prompts wait for any worker."""
         self._end(worker)
 
     def _end(self, ended: str | Replaced) -> None:
-        """A worker's process is over; while the state is not rebuilt, that is noted for later."""
+        """Note that a worker's process is over; while the state is not rebuilt, it is applied later."""
         worker = ended if isinstance(ended, str) else ended.worker
         if isinstance(ended, Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
             return  # it has spoken before the state was rebuilt
@@ -393,7 +397,7 @@ class ManagerService:
         """Check that a call is meant for this manager.
 
         Raises:
-            NotIntroduced: it is not.
+            NotIntroduced: the call is meant for another one.
         """
         if manager != self.number:
             raise m.NotIntroduced(f"$.manager: {manager} was the manager before, {self.number} is there")
@@ -402,7 +406,7 @@ class ManagerService:
         """Check that no later process has replaced the worker.
 
         Raises:
-            BadRequest: one has.
+            BadRequest: a later process has.
         """
         if incarnation < (newest := self.newest_incarnation(worker)):
             raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
@@ -412,7 +416,7 @@ class ManagerService:
         return request.incarnation < self.newest_incarnation(request.worker)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
-        """A rollout ended: the trainer has it, or it is dropped."""
+        """Take in the end of a rollout: the trainer has it, or it is dropped."""
         self.routes.release_rollout(finished.rollout_id)
         if not self.begun:
             self.roll_call.finish(finished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
@@ -35,6 +36,8 @@ class PickVersion(StrEnum):
     """Any member of the pool, each with the same probability."""
     latest = auto()
     """The newest member."""
+    prioritised = auto()
+    """A member with a probability in proportion to (1 - w)², where w is how often the policy wins against it."""
 
 
 @dataclass
@@ -44,7 +47,9 @@ class VersionPoolConfig:
     every: int = setting(10, "each version that this number divides joins the pool", unit="versions", minimum=1)
     keep: int = setting(5, "newest members that stay in the pool; their weights stay on disk", minimum=1)
     pick: PickVersion = setting(
-        PickVersion.uniform, "how a server chooses its member: each as likely (uniform), or the newest (latest)"
+        PickVersion.uniform,
+        "how a server chooses its member: each as likely (uniform), the newest (latest), or those rather that the "
+        "policy wins against less often, by the agent's metric won/<name> (prioritised)",
     )
     hold: int = setting(
         1, "a server keeps the member that it chose for so many versions of the policy", unit="versions", minimum=1
@@ -56,22 +61,30 @@ class VersionPoolConfig:
 
     def needed(self, newest: int) -> set[int]:
         """Return the versions whose weights servers may read while `newest` is published."""
-        return {*self.members(newest), *self.members(self._chosen_at(newest))}
+        return {*self.members(newest), *self.members(self.chosen_at(newest))}
 
-    def choose(self, newest: int, seed: int, server: int) -> int | None:
+    def choose(self, newest: int, seed: int, server: int, win_rates: Mapping[int, float] | None = None) -> int | None:
         """Return the member that `server` plays once `newest` is published; None if the pool has no member yet.
 
-        The choice depends on the arguments alone, so a resumed run makes the same ones.
+        The choice depends on the arguments alone, so a resumed run makes the same ones. Prioritised choices follow
+        AlphaStar (Vinyals et al. 2019, prioritised fictitious self-play with f(w) = (1 - w)²).
+
+        Args:
+            win_rates: by member, how often the policy won against it when the choice was made, below 1; 1/2 if unknown.
         """
-        since = self._chosen_at(newest)
+        since = self.chosen_at(newest)
         members = self.members(since)
         if not members:
             return None
         if self.pick == PickVersion.latest:
             return members[-1]
-        return random.Random(f"{seed}/{server}/{since}").choice(members)
+        draw = random.Random(f"{seed}/{server}/{since}")
+        if self.pick == PickVersion.prioritised:
+            rates = win_rates or {}
+            return draw.choices(members, [(1.0 - rates.get(member, 0.5)) ** 2 for member in members])[0]
+        return draw.choice(members)
 
-    def _chosen_at(self, newest: int) -> int:
+    def chosen_at(self, newest: int) -> int:
         """Return the version at which servers made the choices that hold at `newest`."""
         return newest - newest % self.hold
 
@@ -99,6 +112,16 @@ class PolicyConfig:
     algorithm: dict[str, Any] = setting(
         help="of a trained one: settings of `algorithm` that differ from the run's", factory=dict
     )
+
+    @property
+    def is_pool(self) -> bool:
+        """True if it stands for older versions of the run's own policy."""
+        return self.path is None and not self.trained
+
+    @property
+    def is_prioritised(self) -> bool:
+        """True if it is a pool whose servers choose by win rates."""
+        return self.is_pool and self.versions.pick == PickVersion.prioritised
 
     def trains_at(self, version: int) -> bool:
         """True if the step from `version` trains it."""

@@ -25,11 +25,12 @@ WEIGHT = 0.5
 
 @dataclass(slots=True)
 class Lending:
-    """What is known of rollouts and switches, and the rule over it.
+    """Measured speeds of rollouts and switches, and the rule that follows from them.
 
     Attributes:
-        rate: r, rollouts a second that one server makes, a running mean over waits; None until measured.
-        wake_s: time until guests serve; `release_s`: time until they have left the devices.
+        rate: r, rollouts per second of one server, a running mean over waits; None until measured.
+        wake_s: seconds until guests serve.
+        release_s: seconds until they have left the devices.
     """
 
     rate: float | None = None

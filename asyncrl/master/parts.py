@@ -34,6 +34,7 @@ from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.turns import DeviceTurns
+from asyncrl.master.win_rates import WinRates
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
@@ -44,9 +45,12 @@ from asyncrl.weights.transports.base import weight_transport
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The other processes: ModelWorkers (`workers`) and RolloutWorkers (`rollouts`) by index.
+    """The other processes.
 
-    `placement` says which ModelWorkers host which role, and which take in trajectories.
+    Attributes:
+        workers: ModelWorkers by index.
+        placement: roles of the ModelWorkers, and those that receive trajectories.
+        rollouts: RolloutWorkers by index.
     """
 
     workers: Sequence[RequestClient]
@@ -61,8 +65,8 @@ class Parts:
     """All parts of a run's loop, and the version that the run is at.
 
     Attributes:
-        version: of the policy: complete steps.
-        stop: set when the run was asked to stop.
+        version: version of the policy: number of complete steps.
+        stop: set when the run is asked to stop.
     """
 
     config: ExperimentConfig
@@ -85,6 +89,7 @@ class Parts:
     reports: Reports
     publishing: Publishing
     turns: DeviceTurns
+    win_rates: WinRates
     version: int = 0
 
     def state(self) -> dict[str, Any]:
@@ -96,6 +101,7 @@ class Parts:
             "dropped": dict(self.reported.told.books.dropped),
             "curriculum": self.reported.curriculum.state(),
             "buffer_order": self.batches.order.state(),
+            "win_rates": self.win_rates.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -104,6 +110,7 @@ class Parts:
         self.buffer.restore(state["buffer"])
         self.buffer.expire(self.version)
         self.batches.order.restore(state.get("buffer_order"))
+        self.win_rates.restore(state.get("win_rates"))
         measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
         curriculum = make_curriculum(self.config.dataset.curriculum, measured)
         self.reported.restore(self.version * self.config.train_batch_size, state.get("dropped", {}), curriculum)
@@ -154,7 +161,7 @@ def assemble(
     """Make the parts of a run's loop.
 
     Args:
-        memory_checkpoint: where the state of each step is kept, and looked for at the start; None: nowhere.
+        memory_checkpoint: place where the state of each step is kept, and searched for at the start; None: nowhere.
         incarnation: number of earlier MasterWorkers, which died.
     """
     clock = clock or RunningClock()
@@ -162,7 +169,6 @@ def assemble(
     load_s = max(limit_s, LONGEST_STARTS * config.system.start_timeout_s)
     ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
     routes, grids = peers.placement.routing_table(), peers.placement.grids
-    moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
     heads = [peers.workers[worker] for worker in routes.data_workers]
     roles = [ACTOR, *config.trained_policies]  # of the actors
     actors = {role: [peers.workers[worker] for worker in grids[role].members] for role in roles}
@@ -172,14 +178,8 @@ def assemble(
     metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
     steps = MemoryCheckpointer(memory_checkpoint, ranks)
-
-    async def evaluate_version(name: str, version: int) -> EvaluationResult:
-        while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
-            await asyncio.sleep(LOOK_S)
-        return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
-
-    announce = peers.board.announce_version
-    announcer = VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)
+    win_rates = WinRates.of_run(config)
+    announcer = _announcer(config, peers, metrics_log, clock, win_rates)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
@@ -197,7 +197,7 @@ def assemble(
         stop=stop,
         clock=clock,
         ranks=ranks,
-        executor=Executor(graph, routes.placement, peers.workers, limit_s, moves),
+        executor=_executor(config, graph, peers),
         buffer=buffer,
         collector=collector,
         batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, turns, ahead),
@@ -211,4 +211,28 @@ def assemble(
         reports=reports,
         turns=turns,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),
+        win_rates=win_rates,
     )
+
+
+def _executor(config: ExperimentConfig, graph: Graph, peers: Peers) -> Executor:
+    """Make the part that runs the graph's calls on the ranks."""
+    moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
+    placed = peers.placement.routing_table().placement
+    return Executor(graph, placed, peers.workers, config.system.stall_timeout_s, moves)
+
+
+def _announcer(
+    config: ExperimentConfig, peers: Peers, metrics_log: MetricsLog, clock: RunningClock, win_rates: WinRates
+) -> VersionAnnouncer:
+    """Make the part that announces versions, and has those evaluated that are due."""
+
+    async def evaluate_version(name: str, version: int) -> EvaluationResult:
+        while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
+            await asyncio.sleep(LOOK_S)
+        return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
+
+    def announce(version: int, path: str) -> None:
+        peers.board.announce_version(version, path, win_rates.at(version))
+
+    return VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)

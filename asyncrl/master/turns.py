@@ -1,20 +1,20 @@
 """The trainer's turns on devices that it shares with generation servers (guests).
 
 The rule. The trainer gives the devices back before it waits for anything that servers do: rollouts for a batch, the end
-of rollouts that would expire, an evaluation. It takes them when it has a batch in hand. So
+of rollouts that would expire, an evaluation. It takes them when it has a batch. So
 
 - a turn never begins before a batch is sure: `take` is called with the batch that is trained next;
-- there is no deadlock: while the trainer waits for data it does not have the devices, and what it waits for while it
-  has them (ranks, files, the manager) needs no guest. A server rests while the buffer lacks B rollouts only until the
-  step under way has ended;
-- no switch is in vain: with B more rollouts in the buffer at the end of a step the next one follows in the same turn.
+- there is no deadlock: while the trainer waits for data it does not have the devices. While it has them, it waits only
+  for ranks, files and the manager, which need no guest. If the buffer lacks B rollouts, a server rests only until the
+  current step has ended;
+- no switch is in vain: with B more rollouts in the buffer at the end of a step the next step follows in the same turn.
   The gate admits at most η + 1 batches ahead, so guests never wait for more steps than that.
 
-With servers elsewhere guests are lent: the trainer gives the devices back only if that completes the batch earlier
-(`asyncrl.master.lending`), and asks again while it waits, so that guests serve as soon as nobody else does.
+If there are other servers too, guests are lent: the trainer gives the devices back only if that completes the batch
+earlier (`asyncrl.master.lending`). It asks again while it waits, so guests serve as soon as no other server does.
 
-An evaluation is made by the servers. Where all of them are guests a turn begins only when it is over, and is given back
-if one begins. `asyncrl.manager.fleet.turns` has the other side.
+Servers make an evaluation. If all of them are guests, a turn begins only when the evaluation is over, and is given back
+if one begins. `asyncrl.manager.fleet.turns` has the manager's side.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class TurnBoard(Protocol):
-    """Where turns are announced."""
+    """The place where turns are announced."""
 
     def trainer_turn(self) -> TrainerTurn | None:
         """The turn announced last."""

@@ -12,7 +12,9 @@ A processor that also takes videos cannot be made without torchvision; here it i
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +87,11 @@ class PictureProcessor:
         return dict(made), texts[0].count(self.placeholder)
 
     def _processed(self, image: Image.Image) -> tuple[Mapping[str, Any], list[str]]:
-        settings = self._processor._merge_kwargs(tokenizer_init_kwargs=self._processor.tokenizer.init_kwargs)
-        found: tuple[Mapping[str, Any], list[str]] = self._processor._process_images(
-            [image], **settings["images_kwargs"]
-        )
+        merged = self._processor._merge_kwargs(tokenizer_init_kwargs=self._processor.tokenizer.init_kwargs)
+        settings = merged["images_kwargs"]
+        if settings.get("return_tensors"):  # Pixtral's would return torch's
+            settings["return_tensors"] = "np"
+        found: tuple[Mapping[str, Any], list[str]] = self._processor._process_images([image], **settings)
         return found
 
 
@@ -119,9 +122,7 @@ def _processor_class(kind: str, folder: Path) -> Any:
     if name is None or place is None:
         raise PictureModelError(f"transformers has no processor for {kind!r} in {folder}")
     try:
-        module: Any = importlib.import_module(
-            f"transformers.{place}"
-        )  # past the stand-in that wants torchvision, for videos
+        module = _imported(f"transformers.{place}")  # past the stand-in that wants torchvision, for videos
     except ImportError as error:
         raise PictureModelError(
             f"pictures of {kind!r} are not supported: transformers' {name} is made of {error.name}, which asyncrl does "
@@ -130,6 +131,29 @@ def _processor_class(kind: str, folder: Path) -> Any:
     if hasattr(module, "num2words"):  # SmolVLM's names frames of videos with it, and asks for it in any case
         module.num2words = module.num2words or str
     return getattr(module, name)
+
+
+def _imported(name: str) -> Any:
+    """Import the module `name` of a processor.
+
+    Pixtral's takes a function of its image processor for torchvision: then that for Pillow stands in, which has it too.
+
+    Raises:
+        ImportError: it needs more of torchvision.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.rpartition(".")[0]
+        family = package.rpartition(".")[2]
+        theirs = f"{package}.image_processing_{family}"
+        if importlib.util.find_spec(f"{package}.image_processing_pil_{family}") is None or theirs in sys.modules:
+            raise
+        sys.modules[theirs] = importlib.import_module(f"{package}.image_processing_pil_{family}")
+        try:
+            return importlib.import_module(name)
+        finally:
+            del sys.modules[theirs]
 
 
 def _without_video(kind: Any, images: Any, tokenizer: Any, folder: Path) -> Any:

@@ -14,6 +14,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any, Final, Protocol
 
 ANSWER_S: Final = 120.0
 """Longest wait for an answer: the first one takes some seconds of imports, and many on a busy machine."""
+KNOWN_SIZES: Final = 1024
+"""Sizes whose texts are remembered: a large picture's has some 10 kB."""
 _CONFIG_FILE: Final = "config.json"
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
 """Fields of a config that may have the placeholder's id."""
@@ -49,7 +52,7 @@ class PictureRules:
         self._folder = folder
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
-        self._texts: dict[tuple[int, int], str] = {}
+        self._texts: OrderedDict[tuple[int, int], str] = OrderedDict()
         self._model: _Model | None = None
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
@@ -69,6 +72,9 @@ class PictureRules:
             text = self._texts.get(picture.size)
             if text is None:
                 text = self._texts[picture.size] = str(self._asked(picture.size)["text"])
+            self._texts.move_to_end(picture.size)
+            if len(self._texts) > KNOWN_SIZES:
+                self._texts.popitem(last=False)
         return text
 
     def rows(self, picture: Sized) -> int:

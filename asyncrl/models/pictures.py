@@ -40,7 +40,8 @@ from asyncrl.models.picture_processor import PictureProcessor
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.transformers_internals import text_part
 
-_ROPE_CACHE: Final = 4096
+_ROPE_CACHE: Final = 512
+"""Prompts whose positions are remembered: those of 2,000 tokens take 48 kB."""
 
 _IMAGE_TYPE: Final = 1
 """Transformers' number for a place of a picture in `mm_token_type_ids` and `token_type_ids`."""
@@ -72,6 +73,7 @@ class Pictures:
     Attributes:
         ids: of the rows.
         three_positions: True if a token has three positions (of time, height and width).
+        two_way: True if the tokens of a picture see each other in both directions, as Gemma 3's do.
         encoded: pictures that the vision tower has computed so far.
     """
 
@@ -93,6 +95,7 @@ class Pictures:
             ids = PictureIds(processor, wanted, first, weight.shape[1] * weight.element_size())
         self.ids = ids
         self.three_positions = hasattr(self._whole, "get_rope_index")
+        self.two_way = "token_type_ids" in inspect.signature(type(self._whole).forward).parameters
         self.encoded = 0
         self._lock = threading.Lock()
         self._rope: OrderedDict[tuple[tuple[int, str], ...], tuple[NDArray[np.int64], int]] = OrderedDict()
@@ -105,7 +108,7 @@ class Pictures:
 
     @classmethod
     def of(cls, model: PreTrainedModel, folder: Path, *, attach: bool = True) -> Pictures | None:
-        """The pictures of the model loaded from `folder`; None where it takes none.
+        """The pictures of the model loaded from `folder`; None if it takes none.
 
         Raises:
             PictureModelError: it takes some, and its folder lacks what reads them in.
@@ -242,8 +245,16 @@ class Pictures:
         return np.concatenate((known[:, :size], plain[:, size:] + delta), axis=1)
 
     def delta(self, ids: Sequence[int]) -> int:
-        """What is added to the place of a token after `ids` to give its position."""
-        return self._rope_of(self.ids.within(ids))[1] if self.three_positions else 0
+        """Return the difference between the position of a token after `ids` and its place.
+
+        Raises:
+            ValueError: a picture follows another at once, and the model would take them for one.
+        """
+        if not (self.three_positions or self.two_way):
+            return 0
+        within = self.ids.within(ids)
+        _check_apart(within)
+        return self._rope_of(within)[1] if self.three_positions else 0
 
     def _rope_of(self, within: Sequence[tuple[int, SeenPicture]]) -> tuple[NDArray[np.int64], int]:
         """Positions up to the last picture's end, and the delta behind it."""
@@ -254,9 +265,7 @@ class Pictures:
             found = self._rope.get(key)
         if found is not None:
             return found
-        for (at, before), (after, _) in pairwise(within):
-            if at + before.rows == after:  # transformers would take them for one
-                raise ValueError(f"the picture at {after} follows another without a token between them")
+        _check_apart(within)
         last, seen = within[-1]
         types = torch.zeros(1, last + seen.rows, dtype=torch.long)
         for at, each in within:
@@ -272,10 +281,33 @@ class Pictures:
                 self._rope.popitem(last=False)
         return found
 
+    # -- what sees what
+
+    def types(self, ids: Tensor) -> Tensor:
+        """Return transformers' `token_type_ids`, by which a model that is `two_way` draws its masks."""
+        return torch.where(ids >= self.ids.first, _IMAGE_TYPE, 0)
+
+    def blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor:
+        """Number the pictures of each row, [B, U]; -1 outside of them.
+
+        Args:
+            depths_BU: place of each token in its sequence, of which a row may have several.
+        """
+        is_row_BU = ids_BU >= self.ids.first
+        goes_on_BU = torch.zeros_like(is_row_BU)
+        goes_on_BU[:, 1:] = is_row_BU[:, :-1] & (depths_BU[:, 1:] == depths_BU[:, :-1] + 1)
+        return torch.where(is_row_BU, (is_row_BU & ~goes_on_BU).cumsum(1), -1)
+
+    def end_outside(self, ids: Sequence[int], end: int) -> int:
+        """Return the first place from `end` on at which `ids` may be cut without cutting a picture."""
+        while 0 < end < len(ids) and min(ids[end - 1], ids[end]) >= self.ids.first:
+            end += 1
+        return end
+
     # -- transformers' own way
 
     def plain_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What transformers' own forward takes of one sequence: placeholders and pictures, no positions."""
+        """Return the inputs of transformers' own forward for one sequence: placeholders and pictures, no positions."""
         parameters = inspect.signature(self._model.forward).parameters
         within = [seen for _, seen in self.ids.within(ids)]
         device = self._model.device
@@ -298,6 +330,12 @@ def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 def takes_pictures(model: PreTrainedModel) -> bool:
     """True if `model` reads pictures in: it has a vision tower, and a method that makes rows of pictures."""
     return hasattr(model.config, "vision_config") and hasattr(model.base_model, "get_image_features")
+
+
+def _check_apart(within: Sequence[tuple[int, SeenPicture]]) -> None:
+    for (at, before), (after, _) in pairwise(within):
+        if at + before.rows == after:
+            raise ValueError(f"the picture at {after} follows another without a token between them")
 
 
 def _flat(rows: Any) -> Tensor:

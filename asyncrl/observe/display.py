@@ -217,6 +217,8 @@ class LiveDisplay:
             self.note(remark)
         if "reward/mean" not in row:  # step 0: evaluations alone
             return
+        if not self._row:
+            self._standing = ()  # it is about the time before the first step
         self._row = row
         self._recent.append(row)
         self._rewards.append(row["reward/mean"])
@@ -234,8 +236,7 @@ class LiveDisplay:
 
     def _render(self) -> RenderableType:
         body: list[RenderableType] = [self._progress(), self._figures(self._row)]
-        standing = self._standing or ([] if self._row else ["no train step yet"])
-        body += [Text(line, style="dim") for line in standing]
+        body += [Text(line, style="dim") for line in self._standing]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 

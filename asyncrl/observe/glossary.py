@@ -452,15 +452,18 @@ METRICS: tuple[Metric, ...] = (
         "rank/mfu",
         "share",
         "Model FLOPs utilisation: `rank/tflops_per_s` as a share of the device's peak. That is the maker's figure for "
-        "bfloat16 where the GPU is known, else what torch's matrix product reached at the start. Mean of the ranks; "
-        "`mfu` of each is in `observed/`.",
+        "bfloat16 where the GPU is known, else what torch's matrix product reached at the start. Not counted: "
+        "attention between the patches of a picture, the states of recurrent layers. Mean of the ranks; `mfu` of each "
+        "is in `observed/`.",
         "Steady. 0.3 to 0.5 is good on GPUs with long micro-batches; small models and short ones reach less.",
     ),
     Metric(
         "rank/tflops_per_s",
         "TFLOP/s",
         "Floating point operations a second of a training rank in the calls of the step, mean of the ranks. It counts "
-        "the matrix products that its tokens need: not padding, and nothing that is computed a second time.",
+        "the matrix products that its tokens need: not padding, and nothing that is computed a second time. Not "
+        "counted are attention between the patches of a picture, and the states of recurrent layers (Mamba, linear "
+        "attention).",
         "Steady.",
     ),
     Metric(
@@ -571,6 +574,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("kl/reference", "nats", "Mean KL divergence of a token from the reference model.", "Grows slowly."),
     Metric(
+        "kl/teacher/<name>",
+        "nats",
+        "Mean log-ratio of the policy to this one of `algorithm.teachers` at a sampled token: the reverse KL "
+        "divergence from it.",
+        "Falls towards 0.",
+    ),
+    Metric(
         "kl/coef", "", "Coefficient of the KL term, which `kl_target` adapts.", "Steady once the target is reached."
     ),
     Metric(
@@ -642,6 +652,13 @@ METRICS: tuple[Metric, ...] = (
         "versions",
         f"The newest version of this policy that answered in a rollout. {_MEAN}",
         "As `opponent/<name>/version`.",
+    ),
+    Metric(
+        "rollout/generated/<policy>",
+        "tokens",
+        "With several trained policies: tokens that this one, `actor` for the run's own, generated in a rollout. "
+        f"{_MEAN}",
+        "Above 0.",
     ),
     Metric("agent/<name>", "", "Mean of a number that the agent gave its samples under this name.", _OWN),
     Metric("tool/<name>/calls", "calls", "Calls of this tool, a mean over the samples that used any tool.", _OWN),
@@ -786,6 +803,9 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("flops_total", "model_worker", "FLOP", "Operations of matrix products that the rank has done in them."),
     Figure("peak_flops", "model_worker", "FLOP/s", "Peak of the rank's device, of which `mfu` is a share."),
     Figure("mfu", "model_worker", "share", "Share of the peak that the rank reached in the calls of its newest step."),
+    Figure("encoded_total", "encoder_server", "clips", "Clips that the server has embedded."),
+    Figure("encoder_hits_total", "encoder_server", "clips", "Clips that it had in its cache when they were asked for."),
+    Figure("encoder_waiting", "encoder_server", "clips", "Clips that wait for the encoder."),
     Figure("rollouts", "rollout_worker", "rollouts", "Rollouts that the worker plays now."),
     Figure("places", "rollout_worker", "rollouts", "Rollouts that the worker may play at a time."),
     Figure("running", "generation_server", "samples", "Samples that the server generates now."),

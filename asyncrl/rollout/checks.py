@@ -56,6 +56,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         token_ids(sampling.allowed_token_ids)
     except ValueError as error:
         yield f"rollout.sampling.allowed_token_ids={sampling.allowed_token_ids!r}: {error}"
+    for version, most in sampling.max_new_tokens_from.items():
+        if version < 0 or not 1 <= most <= sampling.max_new_tokens:
+            yield (
+                f"rollout.sampling.max_new_tokens_from={dict(sampling.max_new_tokens_from)}: {version}: {most} is none "
+                f"of its entries; give a policy version, 0 or more, and 1 to max_new_tokens={sampling.max_new_tokens}"
+            )
     for number, name in enumerate(config.rollout.columns):
         if (wrong := check_name(name)) or name in config.rollout.columns[:number]:
             yield f"rollout.columns[{number}]: {wrong or f'{name!r} is there twice'}"

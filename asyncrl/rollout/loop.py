@@ -45,6 +45,7 @@ from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, metrics_of, shape
+from asyncrl.rollout.generated_tokens import GeneratedTokens
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
@@ -82,6 +83,10 @@ class _RolloutPolicy:
     """The user's code in which the rollout failed, if known."""
     met: dict[str, Counter[int]] = field(default_factory=dict)
     """Tokens of the opponents' answers, by policy and version."""
+    generated: GeneratedTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generated = GeneratedTokens(self.trained)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route = None
@@ -96,6 +101,7 @@ class _RolloutPolicy:
         if request.policy and request.policy not in self.trained:
             versions = self.met.setdefault(request.policy, Counter())
             versions.update(version for completion in result.completions for version in completion.versions)
+        self.generated.answered(request.policy, result.completions)
         return result
 
     def opponents(self) -> dict[str, float]:
@@ -199,7 +205,7 @@ class RolloutLoop:
         if granted.rests:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
         prompt = self._components.prompts.train(
-            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt)
+            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt), granted.version
         )
         samples, metrics = await self._episodes(prompt, policy)
         if not samples:
@@ -219,11 +225,13 @@ class RolloutLoop:
         try:
             with metered() as meter:
                 samples, counted = await components.play_to_train(prompt, policy, self._tries)
+            policy.generated.check(samples)
         except Exception as error:
             policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
             raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
-        return samples, metrics_of(samples) | counted | policy.opponents() | meter.metrics()
+        of_policies = policy.opponents() | policy.generated.metrics()
+        return samples, metrics_of(samples) | counted | of_policies | meter.metrics()
 
     async def _hand_over(self, trajectory: Trajectory) -> None:
         """Push the trajectory until a training rank has it, with the counts of episodes lost since the last push."""

@@ -14,7 +14,7 @@ from asyncrl.comm import names
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
-from asyncrl.comm.push_pull.grouping import group
+from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.same_code import how_found, loaded_sources
@@ -25,6 +25,7 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
+from asyncrl.rollout.embeddings import embedder_at
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
@@ -83,6 +84,7 @@ class RolloutWorker(AsyncWorker):
             async with (
                 self._components.runner,
                 self._components.tools,
+                embedder_at(self.resolver, self.config.rollout.encoder, self.http_security) as embedder,
                 RolloutClient(
                     manager,
                     security=self.http_security,
@@ -97,6 +99,7 @@ class RolloutWorker(AsyncWorker):
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):
+                self._components.embed_with(embedder)
                 await self._run(manager, client)
         finally:
             await self._components.conversations.endpoint.close()
@@ -262,7 +265,7 @@ class RolloutWorker(AsyncWorker):
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Keep sending to the training ranks that this worker is grouped with, while ranks and workers come and go.
 
-        Each worker computes the groups itself, from the registered workers (`grouping`).
+        Each worker computes the groups itself, from the registered workers (`group`).
         """
         await asyncio.to_thread(self._register_pusher)
         known: set[tuple[str, str]] = set()

@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
-from asyncrl.api.trajectory import policy_of
+from asyncrl.api.picture import Picture
+from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import with_code_of
@@ -41,6 +42,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, shape
+from asyncrl.rollout.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, named_failure
 from asyncrl.rollout.user_code_pool.timing import metered
@@ -61,12 +63,14 @@ class RehearsalOutcome:
         where: lines of the user's code in which it failed, the innermost last.
         lost: numbers of failed episodes in a group that did not fail, by the code that failed and how.
         untrained: trained policies without a sample in the group.
+        unrated: prioritised pools for which no sample says how the policy did against them.
     """
 
     error: str | None = None
     where: list[str] = field(default_factory=list)
     lost: dict[str, int] = field(default_factory=dict)
     untrained: list[str] = field(default_factory=list)
+    unrated: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write the result to `folder`, for `read`."""
@@ -80,18 +84,21 @@ class RehearsalOutcome:
 
 
 class MadeUpPolicy:
-    """Answers with up to eight tokens of the request itself, in random order, then the end token."""
+    """Answers with up to eight tokens of the request itself, in random order, then the end token; scores with -1."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
+        self.generated = GeneratedTokens(trained)
         self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
         self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Answer `request`, as version 0, after yielding to other tasks."""
         await asyncio.sleep(0)
-        return GenerationResult(
-            request.request_id, tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
-        )
+        if request.score_from is not None:
+            return GenerationResult(request.request_id, (), (-1.0,) * len(request.input_ids[request.score_from :]))
+        answers = tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
+        self.generated.answered(request.policy, answers)
+        return GenerationResult(request.request_id, answers)
 
     def _answer(self, request: GenerationRequest) -> Completion:
         most = min(_MOST_TOKENS, request.sampling.max_new_tokens)
@@ -101,6 +108,11 @@ class MadeUpPolicy:
         known = [token for token in request.input_ids if token not in self._left_out]
         tokens = [*(self._random.choices(known, k=self._random.randint(0, most)) if known else ()), self._end][:most]
         return _ended(tokens, self._end)
+
+
+async def _made_up_embeddings(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
+    """In place of the EncoderServers, which do not run yet."""
+    return [(float(number), 1.0) for number, _ in enumerate(episodes)]
 
 
 def _ended(tokens: list[int], end: int | None) -> Completion:
@@ -118,8 +130,9 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
             for kind, choices in (("filter", rollout.filters), ("shaping", rollout.shaping))
         )
         async with components.runner, components.tools:
+            components.embed_with(_made_up_embeddings if rollout.encoder.servers else None)
             prompt = next(_prompts(components), None)
-            policy = MadeUpPolicy(components.tokenizer, config.seed)
+            policy = MadeUpPolicy(components.tokenizer, config.seed, config.trained_policies)
             tries = RetryLimits(1, algorithm.least_episodes, rollout.rollout_timeout_s)
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
@@ -127,6 +140,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
                 if prompt is not None:
                     with metered():
                         samples, counted = await components.play_to_train(prompt, policy, tries)
+                    policy.generated.check(samples)
                     if samples:
                         judge(samples, filters)
                         shape(samples, shapings)
@@ -141,7 +155,11 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         return RehearsalOutcome(_told(error, config), _users_lines(error))
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
     made = {policy_of(sample.group, config.trained_policies) for sample in samples}
-    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made) if samples else [])
+    if not samples:
+        return RehearsalOutcome(lost=lost)
+    rated = {name.removeprefix(WON) for sample in samples for name in sample.metrics}
+    unrated = [policy.name for policy in config.policies if policy.is_prioritised and policy.name not in rated]
+    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made), unrated=unrated)
 
 
 def _prompts(components: UserComponents) -> Iterator[Prompt]:

@@ -26,6 +26,7 @@ from asyncrl.api.reward import is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
+from asyncrl.rollout.embeddings import Embedder, with_embeddings
 from asyncrl.rollout.user_code_pool.adapters import is_built_in
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
@@ -150,6 +151,8 @@ class Rewards:
         self._of_episodes = by_sees.get(RewardScope.episode, ())
         self._of_groups = by_sees.get(RewardScope.group, ())
         self._runner = runner
+        self.embedder: Embedder | None = None
+        """Embeds the frames of a group's episodes before its rewards are called; None: nothing does."""
 
     @property
     def after_the_rollout(self) -> bool:
@@ -199,6 +202,8 @@ class Rewards:
             UserCodeError: as for `answer`.
         """
         parts = self._for(self._of_groups, group[0].data)
+        if parts and self.embedder is not None and len({each.episode for each in group}) > 1:
+            group = await with_embeddings(group, self.embedder)
         by_part = await asyncio.gather(*(self._of_group(part, group) for part in parts))
         return [_summed([values[number] for values in by_part]) for number in range(len(group))]
 

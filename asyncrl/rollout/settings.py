@@ -7,6 +7,7 @@ from enum import StrEnum, auto
 from typing import Any, Optional
 
 from asyncrl.config.setting import ChoiceConfig, setting
+from asyncrl.encoder.settings import EncoderConfig
 from asyncrl.plugins.chat.settings import ChatConfig
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
@@ -18,6 +19,11 @@ class SamplingConfig:
     """Sampling of answers during training."""
 
     max_new_tokens: int = setting(112, "longest answer", unit="tokens", minimum=1)
+    max_new_tokens_from: dict[int, int] = setting(
+        help="a course of that limit: by policy version, the longest answer of rollouts that begin at it or later, for "
+        "example {0: 2048, 100: 4096}; none above max_new_tokens, which holds before the first and if there are none",
+        factory=dict,
+    )
     temperature: float = setting(1.0, "0 is greedy and gives groups without variance", minimum=0.0)
     top_p: float = setting(1.0, "nucleus mass kept", minimum=1e-6, maximum=1.0)
     top_k: int = setting(-1, "most likely tokens kept; -1: all", minimum=-1)
@@ -31,6 +37,11 @@ class SamplingConfig:
         help="texts that end an answer; it keeps its tokens up to and with the one that completes such a text",
         factory=list,
     )
+
+    def max_new_tokens_at(self, version: int) -> int:
+        """Return the longest answer of a rollout that begins at `version`."""
+        reached = max((at for at in self.max_new_tokens_from if at <= version), default=None)
+        return self.max_new_tokens if reached is None else self.max_new_tokens_from[reached]
 
 
 @dataclass
@@ -115,6 +126,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
     rehearse: bool = setting(
         True,
         "before anything starts, play the first row with made-up answers, to find mistakes in agent, environment, "

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.comm.name_resolve import NameBackend
-from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER
+from asyncrl.comm.names import ENCODER_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, not_a_choice
 from asyncrl.runtime.hosts.pod_names import name_faults
 from asyncrl.runtime.hosts.ray_requests import address_of
 from asyncrl.runtime.process.hardware import LOOPBACK, interface_of
-from asyncrl.runtime.settings import KUBERNETES, LOCAL, PLACED, RAY, HostConfig, SystemConfig, etcd_access
+from asyncrl.runtime.settings import KUBERNETES, LOCAL, PLACEABLE, PLACED, RAY, HostConfig, SystemConfig, etcd_access
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 
@@ -103,6 +103,7 @@ _NEEDS_FOLDER = {
     MASTER_WORKER: "keeps checkpoints' states, books, ledger and metrics",
     MODEL_WORKER: "writes checkpoints and weights",
     GSERVER_MANAGER: "keeps its log, and reads what is published,",
+    ENCODER_SERVER: "reads its encoder, and the settings",
 }
 
 
@@ -186,8 +187,8 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
         if not host.address and not _finds_address(host, system.launcher):
             yield f"{setting_name}.address='': the other hosts need one to reach {host.name or 'this host'} at"
         for kind in host.runs:
-            if kind not in PLACED:
-                yield not_a_choice(f"{setting_name}.runs", kind, PLACED)
+            if kind not in PLACEABLE:
+                yield not_a_choice(f"{setting_name}.runs", kind, PLACEABLE)
         yield from _gpus(setting_name, host)
         if not host.runs:
             yield f"{setting_name}.runs=[]: nothing runs on {host.name or 'this host'}; take it out, or name kinds"
@@ -201,6 +202,8 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
             "messages; leave it true, or confirm with system.unencrypted_network=true"
         )
     placed = [kind for host in system.hosts for kind in host.runs]
+    if config.rollout.encoder.servers and ENCODER_SERVER not in placed:
+        yield f"system.hosts: none runs {ENCODER_SERVER}, and rollout.encoder.servers is above 0; add it to one's runs"
     for kind in PLACED:
         if kind not in placed:
             yield f"system.hosts: none runs {kind}; add it to the runs of one"

@@ -51,6 +51,8 @@ _STATE = "state"
 _INVALID = "invalid"
 _OWNER = "owner"
 _REMOVAL_LIMIT_S = 60.0
+MOST_OF_A_STEP = 0.1
+"""Part of a step that its copy should take at most."""
 
 
 class _Owner(msgspec.Struct, frozen=True):
@@ -69,6 +71,20 @@ def uses_memory_checkpoint(config: ExperimentConfig) -> bool:
     stands in for the manager, and that part ends with it.
     """
     return config.checkpoint.in_memory and not config.samples.replay
+
+
+def price_line(state_bytes: int, bytes_per_s: float) -> str:
+    """Return what the in-memory checkpoint costs a rank that holds `state_bytes`, for its log.
+
+    A state that is older than the announced version is of no use, so there is one of every step or none. The line names
+    the length of a step of which the copy is a tenth.
+    """
+    seconds = state_bytes / bytes_per_s
+    return (
+        f"in-memory checkpoint: after each step {state_bytes / 1e9:.2f} GB are copied beside training in about "
+        f"{seconds:.2g} s ({bytes_per_s / 1e9:.1f} GB/s measured); /dev/shm holds them twice. If a step is shorter "
+        f"than {seconds / MOST_OF_A_STEP:.2g} s, that is more than a tenth of it: consider checkpoint.in_memory=false"
+    )
 
 
 def trains_elsewhere(config: ExperimentConfig) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from asyncrl.comm.names import (
+    ENCODER_SERVER,
     EVALUATION_MASTER,
     EVALUATION_WORKER,
     GENERATION_SERVER,
@@ -168,6 +169,22 @@ def _staging_servers(config: ExperimentConfig) -> int:
     return len(staging_hosts(config)) if _generation_servers(config) else 0
 
 
+def _encoder_servers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else config.rollout.encoder.servers
+
+
+def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """The GPUs after those of training ranks and generation servers; too few are shared in turn, from the last."""
+    gpus = config.rollout.encoder.gpus if here.gpus else 0
+    if not gpus:
+        return _on_cpu(config, index, here)
+    taken = here.ranks if config.trainer.device != Device.cpu else 0
+    if config.generation.device != Device.cpu:
+        taken += (_generation_servers(config) + _policy_servers(config)) * server_shape(config.generation).gpus
+    left = here.gpus[min(taken, len(here.gpus) - 1) :]
+    return Resources(gpus=_dealt(index, gpus, left), allocator=GPU_ALLOCATOR)
+
+
 def _rollout_workers(config: ExperimentConfig) -> int:
     return 0 if config.samples.replay else config.rollout.workers
 
@@ -216,6 +233,13 @@ PROCESS_KINDS = {
         serves=True,
         restart=Restart.alone,
         placed_as=GENERATION_SERVER,
+    ),
+    ENCODER_SERVER: ProcessKind(
+        "asyncrl.encoder.process:EncoderServer",
+        _encoder_servers,
+        _encoder_server,
+        serves=True,
+        restart=Restart.alone,
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     EVALUATION_WORKER: ProcessKind(

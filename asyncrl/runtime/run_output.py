@@ -81,9 +81,9 @@ class RunOutput:
     async def _show_standing(self) -> None:
         history: History | None = None
         while True:
-            await asyncio.sleep(STANDING_S)
             history = await asyncio.to_thread(_read_again, history, self._run_dir)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
+            await asyncio.sleep(STANDING_S)
 
     async def _rotate_logs(self) -> None:
         while True:

@@ -7,7 +7,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from asyncrl.comm.name_resolve import EtcdAccess, NameBackend
-from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
+from asyncrl.comm.names import (
+    ENCODER_SERVER,
+    GENERATION_SERVER,
+    GSERVER_MANAGER,
+    MASTER_WORKER,
+    MODEL_WORKER,
+    ROLLOUT_WORKER,
+)
 from asyncrl.config.setting import modules_in, setting
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
@@ -15,6 +22,8 @@ from asyncrl.config.setting import modules_in, setting
 _LAUNCHERS = Path(__file__).parent / "launchers"
 LOCAL, SSH, SLURM, RAY, KUBERNETES = "local", "ssh", "slurm", "ray", "kubernetes"
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
+"""Kinds of processes that every run has; of several hosts, at least one runs each."""
+PLACEABLE = (*PLACED, ENCODER_SERVER)
 """Kinds of processes that a host of several may run."""
 
 
@@ -43,7 +52,7 @@ class HostConfig:
         "its IPv4 address, or a name of it, on which the other hosts reach it; ray: of the node that it must be, empty "
         "for any that has its cpus and gpus free; kubernetes: leave it empty",
     )
-    runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACED)}", factory=list)
+    runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACEABLE)}", factory=list)
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
     cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
     memory: str = setting("", "kubernetes: memory of its pod, which it is ended beyond, e.g. 64Gi; empty: no limit")
@@ -173,7 +182,7 @@ class SystemConfig:
         minimum=1.0,
     )
     restarts_per_process: int = setting(
-        6,  # a prompt that kills its worker is found with three deaths (`manager/suspects.py`): room for two of them
+        6,  # a prompt that kills its worker is found with three deaths (`suspects.py`): room for two such prompts
         "restarts of each crashed process within restart_window_s: alone, or with the whole trainer (MasterWorker and "
         "ModelWorkers). One more crash restarts the whole run from its newest checkpoint, once; the next ends it. 0: "
         "the first crash ends the run",

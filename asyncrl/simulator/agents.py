@@ -139,7 +139,7 @@ class SimulatedCode:
         make_client: Any = _Client  # of chat it has nothing
         return await run_group(self.agent, lambda: _Scored(self._user_s), prompt, policy, make_client, tries)
 
-    def _train_prompt(self, ref: PromptRef) -> Prompt:
+    def _train_prompt(self, ref: PromptRef, version: int) -> Prompt:
         seed = prompt_seed(self._seed, ref.order, ref.attempt)
         number = ref.order if self._in_order else seed_from("prompt number", self._seed, ref.row)
         tokens = (number, *[1] * (self._prompt - 1))

@@ -23,7 +23,7 @@ class Deadlock(RuntimeError):
 
 
 class _Skip(selectors.SelectSelector):
-    """Waits by advancing its loop's time. It never reports a file descriptor, as there are none."""
+    """Waits by advancing its loop's time. Its loop has no file descriptors, so it never reports one."""
 
     loop: VirtualLoop
 
@@ -53,7 +53,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` in a new loop, from time 0. `time.monotonic` returns virtual time meanwhile.
 
     Raises:
-        Deadlock: see there.
+        Deadlock: all tasks wait, and no timer will wake one.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner, mock.patch("time.monotonic", runner.get_loop().time):
         return runner.run(main)

@@ -1,8 +1,8 @@
 """The cores of one host, shared by all computations on it.
 
 With one core per process no process slows another down. With fewer cores, they are shared by weight, and no computation
-gets more than one core: the part that one cannot use goes to the others. The shares change whenever a computation
-begins or ends, and those whose speed changes are told, so that they reschedule their next event. This is exact as long
+gets more than one core: the others share the part that it cannot use. The shares change whenever a computation begins
+or ends. Computations whose speed changes are notified, so that they reschedule their next event. This is exact as long
 as each computes with one thread.
 """
 

@@ -63,9 +63,14 @@ class EngineModel:
 
 @dataclass(slots=True)
 class Running:
-    """An answer under way. `done`: units generated when it last stopped running; `own_from`: units that it shares with
-    another answer of its group; `began_at`: while it runs, its start in the engine's count of steps; `own`: it runs in
-    its own row; `marks`: (units, version) at each change of the version.
+    """A running answer.
+
+    Attributes:
+        done: units generated when it last stopped running.
+        own_from: units that it shares with another answer of its group.
+        began_at: while it runs, its start in the engine's count of steps.
+        own: it runs in its own row.
+        marks: (units, version) at each change of the version.
     """
 
     rid: str

@@ -74,6 +74,9 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
     Raises:
         NotMeasured: there are too few readings of the servers, or no lengths of answers.
     """
+    if measured.takes_turns or measured.policy_servers:
+        setting = "generation.guests" if measured.takes_turns else "policies"
+        raise NotMeasured(f"the run has {setting}, which the simulation does not know; take a run without")
     assumed: list[str] = []
     settings = history.ledger.settings
     if settings is None:

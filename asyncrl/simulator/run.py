@@ -30,7 +30,7 @@ from asyncrl.manager.messages import (
     RunReport,
     StatusReply,
 )
-from asyncrl.manager.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
 from asyncrl.master.books.reports import decide
@@ -146,7 +146,8 @@ class Simulation:
         """Run all steps, bring the run to rest, and audit it.
 
         Raises:
-            Stalled, Deadlock: see there.
+            Stalled: a step took longer than allowed.
+            Deadlock: all tasks wait, and no timer will wake one.
         """
         setup, began = self.setup, time.process_time()
         self.fleet.start()
@@ -402,7 +403,8 @@ def simulate(setup: Setup) -> Outcome:
     """Run `setup` in virtual time.
 
     Raises:
-        Stalled, Deadlock: see there.
+        Stalled: a step took longer than allowed.
+        Deadlock: all tasks wait, and no timer will wake one.
     """
 
     async def main() -> Outcome:

@@ -105,10 +105,11 @@ def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
 
 
 def find_function(name: str) -> ModelFunction:
-    """The registered function `name`, or the one at the import path `name`; imports the one module that defines it.
+    """Return the registered function `name`, or the one at the import path `name`; import only the module that defines
+    it.
 
     Raises:
-        PluginError: there is none.
+        PluginError: there is no such function.
     """
     function: ModelFunction = resolve(MODEL_FUNCTION, name)
     return function

@@ -22,7 +22,7 @@ from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
-from asyncrl.trainer import policy_checks
+from asyncrl.trainer import policy_checks, teacher_checks
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
@@ -58,7 +58,8 @@ def _of_policy(config: ExperimentConfig) -> Iterator[str]:
     yield from _layouts(config)
     yield from _proximal(config)
     yield from _kl(config)
-    yield from _other_tokenizer(config)
+    yield from other_tokenizers(config)
+    yield from teacher_checks.check(config)
     yield from _warmup("optimizer", config.optimizer)
     yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
     unknown = list(_algorithms(config))
@@ -322,13 +323,13 @@ def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.selection='m2po': its ratios are those of the policy at the step's start, which algorithm.prox="
             f"{str(algorithm.prox)!r} does not compute; use algorithm.prox=recompute"
         )
-    taught = algorithm.kl_coef and algorithm.kl_in == KLPlace.advantage
-    if algorithm.advantage.name == "zero" and not taught and not algorithm.kl_coef and not algorithm.entropy_coef:
+    taught = algorithm.kl_coef or any(teacher.coef for teacher in algorithm.teachers)
+    if algorithm.advantage.name == "zero" and not taught and not algorithm.entropy_coef:
         yield (
-            "algorithm.advantage='zero': nothing would be learnt from; set algorithm.kl_in=advantage with kl_coef and "
-            "algorithm.reference.path, the teacher"
+            "algorithm.advantage='zero': nothing would be learnt from; name a teacher, for example "
+            "algorithm.teachers=[{name: big, path: FOLDER}]"
         )
-    if taught:
+    if algorithm.kl_coef and algorithm.kl_in == KLPlace.advantage:
         if algorithm.kl_estimator.name != "k1":
             yield (
                 f"algorithm.kl.name={algorithm.kl.name!r}: algorithm.kl_in=advantage needs the log-ratio itself, whose "
@@ -356,13 +357,17 @@ def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _other_tokenizer(config: ExperimentConfig) -> Iterator[str]:
-    """A reference or teacher to which the policy's token ids mean something else."""
-    policy, reference = config.model.path, config.algorithm.reference.path
-    if not config.algorithm.kl_coef or policy is None or reference is None:
-        return
-    if difference := vocabulary_difference(policy, reference):
-        yield f"algorithm.reference.path={reference!r}: {difference}"
+def other_tokenizers(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each model that scores the policy's answers and to which its token ids mean something
+    else. Nothing is known of a base model that is yet to be made.
+    """
+    algorithm, policy = config.algorithm, config.model.path
+    scoring = {f"algorithm.teachers[{number}].path": each.path for number, each in enumerate(algorithm.teachers)}
+    if algorithm.kl_coef:
+        scoring["algorithm.reference.path"] = algorithm.reference.path
+    for setting, path in scoring.items():
+        if policy is not None and path is not None and (difference := vocabulary_difference(policy, path)):
+            yield f"{setting}={path!r}: {difference}"
 
 
 def _algorithms(config: ExperimentConfig) -> Iterator[str]:

@@ -84,6 +84,8 @@ def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacem
         return "algorithm.critic", algorithm.critic
     if role == "ref":
         return "algorithm.reference", algorithm.reference
+    if (teacher := algorithm.teacher_of(role)) is not None:
+        return f"algorithm.teachers.{teacher.name}", teacher
     return f"algorithm.reward_models.{role}", algorithm.reward_models.get(role, RolePlacementConfig())
 
 

@@ -96,6 +96,7 @@ def _placed(algorithm: AlgorithmConfig) -> dict[str, RolePlacementConfig]:
     return {
         "algorithm.reference": algorithm.reference,
         "algorithm.critic": algorithm.critic,
+        **{f"algorithm.teachers.{each.name}": each for each in algorithm.teachers},
         **{f"algorithm.reward_models.{role}": each for role, each in algorithm.reward_models.items()},
     }
 

@@ -2,7 +2,7 @@
 
 There are two I/O threads and one that computes. The trajectory puller receives rollouts and acknowledges them once they
 are in the inbox. The request server answers quick requests at once (metadata, discards) and queues those that compute.
-The main thread runs the queued calls in order of arrival, so that collectives run in the same order on all ranks.
+The main thread answers these (`asyncrl.trainer.queued_requests`).
 
     RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──run_call──▶ engines ──publish──▶ weights/<role>/v<N>
                                     │ poll_buffer          ▲
@@ -14,14 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,47 +28,26 @@ from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.host_copies import copy_rate
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
-from asyncrl.trainer.batches.policy_parts import parts_of_policies
-from asyncrl.trainer.batches.reshard_batch import move_columns
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import CallContext, find_function, run_call
+from asyncrl.trainer.calls import find_function
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.messages import (
-    AttachMaster,
-    BeginStep,
-    CallStats,
-    CollectWeights,
     CommitCheckpoint,
     Discard,
-    EndedStep,
-    EndStep,
     FinishShare,
-    GridShare,
     IsStepRunning,
-    LoadCheckpoint,
-    LoadedCheckpoint,
-    LoadMemoryCheckpoint,
-    MoveColumns,
     PollBuffer,
-    Publish,
-    PublishedWeights,
-    RankState,
-    RunCall,
-    SaveCheckpoint,
-    ScoreAhead,
     SendWeights,
     StepRunning,
     WrittenShare,
@@ -80,58 +55,27 @@ from asyncrl.trainer.messages import (
 from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.varlen_attention import VARLEN
 from asyncrl.trainer.parallel.collectives import Collectives
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.profile import StepProfile
+from asyncrl.trainer.queued_requests import WAITING, QueuedRequests, checkpoint_path
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.sample_log import SampleLog
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
-from asyncrl.trainer.trajectories.scored import detach, scores_of
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 from asyncrl.trainer.utilisation import Utilisation, peak_flops
 from asyncrl.trainer.versions import Versions
 
-WAITING = "waits for the master"
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _MEET_LOOK_S = 0.1
 _CLOSE_S = 1.0  # how long the end waits for weights on their way
-
-
-_Request = TypeVar("_Request")
-_Reply = TypeVar("_Reply")
-
-
-@contextmanager
-def _doing(name: str, **about: Any) -> Iterator[None]:
-    """Report that this rank computes `name` within this block, and waits for the master afterwards."""
-    with observer.doing(f"computes {name}", name, **about):
-        yield
-    observer.stage(WAITING)
-
-
-def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Request], _Reply]:
-    """Wrap `answer` so that its duration is reported."""
-
-    def observed(request: _Request) -> _Reply:
-        with _doing(name):
-            return answer(request)
-
-    return observed
 
 
 def _gpu_memory(device: torch.device) -> dict[str, float]:
     """Return bytes of the GPU's memory: in use by all processes, in total, and the peak of this process."""
     free, total = torch.cuda.mem_get_info(device)
     return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
-
-
-def _most_memory(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: of the GPU, or resident memory without one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class ModelWorker(Worker):
@@ -147,10 +91,6 @@ class ModelWorker(Worker):
         super().__init__(spec)
         self._open = ExitStack()
         self._collectives = Collectives()
-        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
-        self._shares: dict[WorkerGrid, GridShare] = {}
-        self._master = 0
-        self._standing = RankState(in_step=False, master_state=None)
         self._memory_checkpoint = MemoryCheckpoint.of_rank(self.config, self.run_dir)
 
     def start(self) -> int:
@@ -187,10 +127,10 @@ class ModelWorker(Worker):
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         dtype = getattr(torch, config.model.dtype.on(device.type))
         self.log.info("%s", device_line(device, dtype, self._attention()))
+        if uses_memory_checkpoint(config):
+            self.log.info("%s", price_line(self._rank.state_bytes(), copy_rate(device)))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.memory_checkpoint.close)
-        self._policies = config.trained_policies
-        self._configs = {name: config_of_policy(config, name) for name in ("", *self._policies)}
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
         self._utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
@@ -256,6 +196,20 @@ class ModelWorker(Worker):
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
         self._receiver = self._open_receiver(head)
+        self._versions = Versions(self.config, self.run_dir, self._world, self._rank, self.http_security, self._device)
+        self._requests = QueuedRequests(
+            self.config,
+            self._world,
+            self._rank,
+            receiver=self._receiver,
+            versions=self._versions,
+            memory_checkpoint=self._memory_checkpoint,
+            functions=self._functions,
+            kept=self._kept,
+            utilisation=self._utilisation,
+            profile=self._profile,
+            device=self._device,
+        )
         self._server = RequestServer(
             system.host,
             self.security,
@@ -267,22 +221,9 @@ class ModelWorker(Worker):
                 FinishShare: self._finish_share,
                 CommitCheckpoint: self._commit_checkpoint,
             },
-            queued={
-                AttachMaster: self._attach_master,
-                ScoreAhead: _observed("score_ahead", self._score_ahead),
-                BeginStep: _observed("begin_step", self._begin_step),
-                RunCall: self._run_call,
-                MoveColumns: _observed("move_columns", self._move_columns),
-                EndStep: _observed("end_step", self._end_step),
-                Publish: _observed("publish", self._publish),
-                CollectWeights: self._collect_weights,
-                SaveCheckpoint: _observed("save_checkpoint", self._save_checkpoint),
-                LoadCheckpoint: _observed("load_checkpoint", self._load_checkpoint),
-                LoadMemoryCheckpoint: _observed("load_memory_checkpoint", self._load_memory_checkpoint),
-            },
+            queued=self._requests.handlers(),
         )
         self._open.callback(self._server.close)
-        self._versions = Versions(self.config, self.run_dir, self._world, self._rank, self.http_security, self._device)
         if self._world.publishes:
             self._open.callback(self._close_connections)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
@@ -331,7 +272,7 @@ class ModelWorker(Worker):
     # The request server's loop.
 
     async def _is_step_running(self, request: IsStepRunning) -> StepRunning:
-        return StepRunning(self._standing.in_step)
+        return StepRunning(self._requests.standing.in_step)
 
     async def _discard(self, request: Discard) -> Done:
         self._receiver.discard(request.rollout_ids)
@@ -342,7 +283,7 @@ class ModelWorker(Worker):
         return Done()
 
     async def _finish_share(self, request: FinishShare) -> WrittenShare:
-        share = self._rank.writer(request.in_memory).share(self._path(request))
+        share = self._rank.writer(request.in_memory).share(checkpoint_path(request, self._memory_checkpoint))
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
@@ -350,13 +291,8 @@ class ModelWorker(Worker):
             return Done()
         writer = self._rank.writer(request.in_memory)
         commit = partial(writer.commit, keep=request.keep, protected=request.protected)
-        await asyncio.to_thread(commit, self._path(request), request.files)
+        await asyncio.to_thread(commit, checkpoint_path(request, self._memory_checkpoint), request.files)
         return Done()
-
-    def _path(self, request: SaveCheckpoint | FinishShare | CommitCheckpoint) -> Path:
-        return self._memory_checkpoint.state_root / request.path if request.in_memory else Path(request.path)
-
-    # The main thread.
 
     def _close_connections(self) -> None:
         closing = asyncio.run_coroutine_threadsafe(self._versions.to_servers.close(), self._server.loop)
@@ -365,144 +301,6 @@ class ModelWorker(Worker):
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
-    def _attach_master(self, request: AttachMaster) -> RankState:
-        self._master = request.incarnation
-        self._receiver.inbox.tell_again()
-        return self._standing
-
-    def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
-        """Reject a request of a replaced master: the version it would write may belong to its successor."""
-        if request.master != self._master:
-            what = {BeginStep: "a step", Publish: "a version", SaveCheckpoint: "a checkpoint"}[type(request)]
-            raise RuntimeError(f"master {request.master} asks for {what}, which master {self._master} has followed")
-
-    def _score_ahead(self, request: ScoreAhead) -> Done:
-        """Score what the head of each copy received, and keep the scores there."""
-        place, standing = self._world.place(ACTOR), self._standing
-        if place.everyone.world > 1:  # a master that dies meanwhile may have asked some ranks only, who then wait
-            self._standing = RankState(in_step=True, master_state=None)
-        held = self._receiver.inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
-        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
-        batch = build_step_batch(
-            trajectories,
-            [0] * len(trajectories),
-            version=request.version,
-            num_minibatches=1,
-            own=self.config.rollout.columns,
-            device=self._device,
-        )
-        with self._utilisation.computing():
-            for call in request.calls:
-                run_call(self._functions[call.function], self._context(call), batch)
-            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
-        if place.copy.leads:
-            self._receiver.inbox.keep_scores(scores)
-        self._standing = standing
-        return Done()
-
-    def _begin_step(self, step: BeginStep) -> Done:
-        """Bring the samples to every grid's ranks. Each role processes all samples, dealt in the way of its grid."""
-        self._check_master(step)
-        self._standing = RankState(in_step=True, master_state=None)
-        self._profile.begin(step.version + 1)
-        held = self._receiver.inbox.get(step.leaving)
-        self._shares = {}
-        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
-            place = self._world.places.get(grid)
-            leaving = dict(zip(step.leaving, targets, strict=True))
-            expected = {}
-            if share is not None and place is not None and place.copy.leads:
-                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
-            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
-            if share is None or place is None:
-                continue
-            self._shares[grid] = share
-            trajectories, ahead = detach(hand_down(arrived, place.copy))
-            for part in parts_of_policies(trajectories, share.minibatches, self._policies):
-                batch = self._batches[part.policy, grid] = build_step_batch(
-                    part.trajectories,
-                    part.minibatches,
-                    version=step.version,
-                    num_minibatches=step.num_minibatches,
-                    min_version=step.min_version,
-                    own=self.config.rollout.columns,
-                    device=self._device,
-                )
-                batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
-                if grid == self._world.placement.actor and part.policy in self._kept:
-                    self._kept[part.policy].begin(part.trajectories, batch)
-        self._receiver.left(step.leaving)
-        return Done()
-
-    def _move_columns(self, request: MoveColumns) -> Done:
-        own = {grid: batch for (policy, grid), batch in self._batches.items() if not policy}
-        move_columns(request, self._world, self._shares, own)  # further policies' roles have the actor's layout
-        return Done()
-
-    def _run_call(self, call: RunCall) -> CallStats:
-        grid = self._world.placement.grid(call.role)
-        policy, _ = policy_and_role(self.config, call.role)
-        if (batch := self._batches.get((policy, grid))) is None:
-            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
-        with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
-            stats = run_call(self._functions[call.function], self._context(call), batch)
-        if grid == self._world.placement.actor and policy in self._kept:
-            self._kept[policy].called(call.writes, batch)
-        return CallStats(stats)
-
-    def _context(self, call: RunCall) -> CallContext:
-        policy, role = policy_and_role(self.config, call.role)
-        return CallContext(
-            name=call.name,
-            role=role,
-            reads=call.reads,
-            writes=call.writes,
-            args=call.args,
-            config=self._configs[policy],
-            engines=self._rank.engines_of(policy),
-            ranks=self._world.place(call.role).data,
-            state=self._rank.state_of(policy),
-        )
-
-    def _end_step(self, request: EndStep) -> EndedStep:
-        for policy, kept in self._kept.items():
-            if (batch := self._batches.get((policy, self._world.placement.actor))) is not None:
-                kept.end(batch)
-        self._batches.clear()
-        self._profile.end()
-        speed, mfu = self._utilisation.end_step() or (None, None)
-        return EndedStep(_most_memory(self._device), speed, mfu)
-
-    def _publish(self, request: Publish) -> PublishedWeights:
-        self._check_master(request)
-        return PublishedWeights(str(self._versions.publish(request)))
-
-    def _collect_weights(self, request: CollectWeights) -> Done:
-        self._versions.collect(request)
-        return Done()
-
-    def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
-        self._check_master(request)
-        self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(self._path(request))))
-        if request.in_memory:
-            self._standing = RankState(in_step=False, master_state=request.master_state)
-        return Done()
-
-    def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
-        return self._loaded(self._rank.load_checkpoint(Path(request.root)))
-
-    def _load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
-        return self._loaded(
-            self._rank.load_memory_checkpoint(
-                self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
-            )
-        )
-
-    def _loaded(self, state: Any) -> LoadedCheckpoint:
-        for kept in self._kept.values():
-            kept.forget_after(state["version"] if state else 0)
-        return LoadedCheckpoint(state)
-
     def _keep_samples(self) -> dict[str, SampleLog]:
         """Open the writers of this rank's samples, by policy; none if none are to be kept, or if the rank does not
         train the actor.
@@ -510,7 +308,7 @@ class ModelWorker(Worker):
         samples, place = self.config.samples, self._world.places.get(self._world.placement.actor)
         if not samples.every or place is None:
             return {}
-        ranks, policies = place.data, ("", *self._policies)
+        ranks, policies = place.data, ("", *self.config.trained_policies)
         decode = load_tokenizer(str(self.config.model.path)).decode
         max_bytes = int(samples.max_gb * 1e9 / ranks.world / len(policies))
         opened = {}

@@ -1,8 +1,8 @@
 """The roles of a training rank, built from the config and the graph: which models are loaded, which of them learn.
 
-`actor` and `critic` learn; `ref` is frozen or follows the actor. Any other role that a graph names is a reward model,
-loaded from the `path` in the arguments of one of its calls. Further trained policies have roles of their own
-(`asyncrl.config.trained_policies`), made by the same rules with the policy's settings.
+`actor` and `critic` learn; `ref` is frozen or follows the actor; teachers are frozen. Any other role that a graph names
+is a reward model, loaded from the `path` in the arguments of one of its calls. Further trained policies have roles of
+their own (`asyncrl.config.trained_policies`), made by the same rules with the policy's settings.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from asyncrl.config.trained_policies import SEPARATOR, config_of_policy, policy_
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
+from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
@@ -87,7 +88,7 @@ class TrainingRank:
     def memory_checkpoint(self) -> CheckpointWriter:
         """Writer of the in-memory checkpoint, independent of a checkpoint on disk that may be in progress."""
         hosts = self.folders if self.folders.spread else None
-        return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False, hosts=hosts)
+        return CheckpointWriter(self._changing(), self.changing, self.world.everyone, in_memory=True, hosts=hosts)
 
     def writer(self, in_memory: bool) -> CheckpointWriter:
         """Return the writer of in-memory checkpoints, or the one of checkpoints on disk."""
@@ -117,6 +118,14 @@ class TrainingRank:
     def _state_dict(self) -> dict[str, Any]:
         others = {name: state.state_dict() for name, state in self.states.items()}
         return self.state.state_dict() | ({"policies": others} if others else {})
+
+    def state_bytes(self) -> int:
+        """Return the bytes of this rank's part of the tensors that checkpoints hold."""
+        total = 0
+        for engine in self._changing().values():
+            with engine.on_device():
+                total += sum(local(tensor).nbytes for tensor in engine.state()[0].values())
+        return total
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
@@ -196,7 +205,7 @@ def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:
 
 
 def _load(role: str, config: ExperimentConfig, loader: EngineLoader) -> TrainingEngine | None:
-    """Load the model that the settings name for `role`; None of a reward model, which the graph names."""
+    """Load the model that the settings name for `role`; None for a reward model, which the graph names."""
     model, algorithm = config.model, config.algorithm
     if role == ACTOR:
         return loader.policy(_model_path(config), model.dtype, config.optimizer)
@@ -206,6 +215,8 @@ def _load(role: str, config: ExperimentConfig, loader: EngineLoader) -> Training
         # A moving average changes by less than bf16 resolves.
         dtype = Dtype.float32 if algorithm.reference.mode == ReferenceMode.ema else model.dtype
         return loader.policy(algorithm.reference.path or _model_path(config), dtype, None)
+    if (teacher := algorithm.teacher_of(role)) is not None and teacher.path is not None:
+        return loader.policy(teacher.path, model.dtype, None)
     return None
 
 

@@ -199,6 +199,11 @@ class TrainerConfig:
     gradient_checkpointing: bool = setting(
         False, "recompute each layer's activations in the backward pass: less memory, a third more work"
     )
+    compile: bool = setting(
+        False,
+        "compile the norms and the feed-forward of each layer with torch.compile, which takes some minutes at the "
+        "start: of use on GPUs; trainer.engine=flat only",
+    )
     offload: bool = setting(
         False,
         "keep each role (weights, moments) in host memory while another one works on the ranks that they share; of use "
@@ -286,6 +291,44 @@ class ReferenceModelConfig(RolePlacementConfig):
     path: Optional[str] = setting(None, "Hugging Face folder; null: the actor's model.path")
 
 
+@dataclass
+class TeacherConfig(RolePlacementConfig):
+    """A model that the policy is distilled from."""
+
+    name: str = setting("", "the name of its metric, kl/teacher/<name>, and of its role in the trainer, teacher_<name>")
+    path: Optional[str] = setting(
+        None, "Hugging Face folder with the policy's tokenizer; the training ranks score with it, as with the reference"
+    )
+    policy: Optional[str] = setting(
+        None, "in place of path: one of `policies` that stays as it is, whose GenerationServers score finished samples"
+    )
+    column: Optional[str] = setting(
+        None,
+        "in place of path: token/<name>, a column in which the agent gives the teacher's log-probabilities, such as "
+        "those after a prompt with a hint",
+    )
+    coef: float = setting(1.0, "factor of its log-ratio in the advantage of a token", minimum=0.0)
+    sources: list[str] = setting(
+        help="sources (column `source` of a row) whose samples it teaches; empty: all", factory=list
+    )
+
+    @property
+    def role(self) -> str:
+        """Its role in the trainer."""
+        return f"teacher_{self.name}"
+
+    @property
+    def logprobs(self) -> str:
+        """The key of its log-probabilities, [T], in a step's batch: a column of samples unless the ranks score."""
+        if self.path is not None:
+            return f"{self.role}_logprobs"
+        return self.column or f"token/{self.role}"
+
+
+SOURCE_NUMBER = "row/source_number"
+"""Column of samples where teachers are for some sources: the position of the row's in `taught_sources`, or -1."""
+
+
 _COMPARING = ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo")
 """Advantages that compare the episodes of a group, so that a group of one episode would have no advantage."""
 
@@ -341,6 +384,11 @@ class AlgorithmConfig:
     )
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
+    teachers: list[TeacherConfig] = setting(
+        help="models to distil from, each for its sources: coef (log pi - log pi_teacher) is taken from the advantage "
+        "of each token, after the estimator; each with name, path, policy or column, coef, sources, parallel and ranks",
+        factory=list,
+    )
     reward_models: dict[str, RolePlacementConfig] = setting(
         help="by role: parallel layout and ranks of the reward models that the graph names, as those of "
         "algorithm.critic, for example {judge: {parallel: t2, ranks: own}}",
@@ -353,6 +401,15 @@ class AlgorithmConfig:
         if self.kl.name != AUTO:
             return self.kl
         return ChoiceConfig("k3" if self.kl_in == KLPlace.loss else "k1", self.kl.params)
+
+    @property
+    def taught_sources(self) -> list[str]:
+        """The sources that teachers are named for, sorted; none if each teacher is for all."""
+        return sorted({source for teacher in self.teachers for source in teacher.sources})
+
+    def teacher_of(self, role: str) -> TeacherConfig | None:
+        """Return the teacher that is `role` in the trainer; None if none is."""
+        return next((teacher for teacher in self.teachers if teacher.role == role), None)
 
     @property
     def least_episodes(self) -> int:

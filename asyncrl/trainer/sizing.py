@@ -37,6 +37,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import EXPERTS_PARAMETER, language_model_for
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
+from asyncrl.trainer.model.attention_shape import AttentionShape
 from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
 from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
@@ -148,6 +149,8 @@ class Workload:
         tokens: T, tokens of a micro-batch.
         longest: the longest sequence, for the attention matrices of `eager`.
         moments_on_host: they pass through the device piece by piece.
+        shape: what attention gathers, where sequences are packed without a kernel of variable lengths.
+        varlen: `sdpa` has a kernel of variable lengths, as on GPUs in 16 bits; shared prefixes are gathered there too.
     """
 
     engine: str
@@ -156,6 +159,20 @@ class Workload:
     tokens: int
     longest: int
     moments_on_host: bool = False
+    shape: AttentionShape = AttentionShape()
+    varlen: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """True if attention gathers queries, keys and values into rows."""
+        if self.attention != AttentionImplementation.sdpa:
+            return False
+        return not self.varlen or self.shape != AttentionShape()
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks of shared prefixes in a micro-batch, which all layers share."""
+        return self.shape.masked_pairs * self.bytes if self.gathers else 0
 
     @property
     def bytes(self) -> int:
@@ -171,7 +188,7 @@ class MemoryNeed:
         gathered: weights that are temporarily whole.
         reducing: gradients that are whole while activations exist; `reduced_last`: at the end of the pass.
         checkpointed: activations with gradient checkpointing, without the layer that is being recomputed.
-        recomputed: activations of that layer, once the head is done.
+        recomputed: activations of that layer and what its backward pass has beside them, once the head is done.
         host: bytes in host memory, in addition to those on the device.
     """
 
@@ -245,9 +262,9 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         reducing,
         reduced_last,
         host=host,
-        activations=flight * (inputs + per_layer * layers) if trained else inputs + per_layer,
-        checkpointed=flight * inputs * (1 + layers) if trained else inputs,
-        recomputed=per_layer,
+        activations=flight * (inputs + work.mask_bytes + per_layer * layers) if trained else inputs + per_layer,
+        checkpointed=flight * (inputs * (1 + layers) + work.mask_bytes) if trained else inputs,
+        recomputed=per_layer + work.tokens * _gradient_bytes_per_token(model.sizes, layout.tensor, work),
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
 
@@ -266,17 +283,26 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     kept = 2 * sizes.hidden * (norm + value)  # two norms, each with the input of the projections after it
     if sizes.query_key_norm:
         kept += (queries + keys) * norm
-    if work.attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention):
+    if work.gathers:  # the output of the rows, and of it what is copied back into the stream
+        shape = work.shape
+        kept += round((2 * shape.queries + 1) * queries + 2 * shape.keys * keys) * value
+        kept += round(4 * heads * shape.queries)
+    elif work.attention == AttentionImplementation.eager:
+        kept += 4 * queries * value  # keys and values are repeated to all heads
+        kept += heads * work.longest * (4 if value == 4 else 4 + value)  # the softmax in fp32, and in the values' type
+    else:
         kept += (2 * queries + 2 * keys) * value + 4 * heads
-    else:  # the output is copied back into the packed stream
-        kept += (3 * queries + 2 * keys) * value + 4 * heads
-    if work.attention == AttentionImplementation.eager:
-        kept += heads * work.longest * (4 + value)  # the softmax, in fp32 and in the values' type
     kept += 4 * value * (sizes.feed_forward if not sizes.experts else sizes.shared_feed_forward) // tensor
     if sizes.experts:
         each = 2 * sizes.hidden + 4 * sizes.feed_forward
         kept += sizes.experts_per_token * each * value // tensor + 2 * 4 * sizes.experts
     return kept
+
+
+def _gradient_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int:
+    """Bytes per token of the gradients that exist at a time in a layer's backward pass: two of the feed-forward."""
+    width = sizes.feed_forward * (sizes.experts_per_token if sizes.experts else 1) + sizes.shared_feed_forward
+    return 2 * width * work.bytes // tensor
 
 
 def total(needs: Sequence[MemoryNeed], *, offload: bool = False) -> MemoryNeed:

@@ -36,6 +36,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
+from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Coordinates
@@ -62,6 +63,7 @@ class Variant:
     checkpointing: bool = False
     moments_on: MomentsOn = MomentsOn.device
     offload: bool = False
+    compiled: bool = False
     micro_batch: int = 8192
     sequences: int = 16
     length: int = 2048
@@ -102,6 +104,7 @@ VARIANTS = (
         attention=_FLEX,
         micro_batch=32768,
     ),
+    Variant("step of 16 x 2048, packed, compiled", compiled=True),
 )
 QUICK = (0, 5, 8)
 """Places of the variants that the small size runs: each way of the code once."""
@@ -125,6 +128,7 @@ def rank_of(bench: Bench, variant: Variant, folder: Path, dtype: Dtype | None = 
     config.model.path, config.model.dtype = bench.model, dtype or bench.dtype
     config.model.attn_implementation = variant.attention
     config.trainer.engine, config.trainer.gradient_checkpointing = variant.engine, variant.checkpointing
+    config.trainer.compile = variant.compiled
     config.trainer.offload, config.optimizer.moments_on = variant.offload, variant.moments_on
     config.trainer.tokens_per_micro_batch = bench.size(variant.micro_batch, 128)
     graph = load_graph(config)
@@ -202,6 +206,14 @@ def estimated(bench: Bench, variant: Variant, longest: int) -> int:
         bench.size(variant.micro_batch, 128),
         longest,
         moments_on_host=variant.moments_on == MomentsOn.host,
+        shape=packed_shape(
+            variant.shared(bench.tiny),
+            longest - variant.shared(bench.tiny),
+            GROUP if variant.prompt else 1,
+            bench.size(variant.micro_batch, 128),
+            share=variant.prompt > 0,
+        ),
+        varlen=bench.cuda and bench.dtype == Dtype.bfloat16,
     )
     of = need(count(bench.config.to_dict()), Layout(), Coordinates(0, 0, 0), work, trained=True)
     return of.total_checkpointed if variant.checkpointing else of.total

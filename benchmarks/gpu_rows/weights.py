@@ -20,12 +20,12 @@ from gpu_rows.bench import Bench, Figure, tried
 from gpu_rows.training import VARIANTS, rank_of
 
 SHARED_MEMORY = Path("/dev/shm")
-ROUNDS = 2
-"""The first writes into fresh memory and files."""
+ROUNDS = 3
+"""The first two write into fresh memory and files."""
 
 
 def weights(bench: Bench) -> Iterator[Figure]:
-    """Seconds by phase, of the second of two rounds."""
+    """Seconds by phase, of the last round."""
     with rank_of(bench, VARIANTS[0], bench.folder) as rank:
         policy = rank.policy("actor")
         bytes_ = sum(spec.nbytes for spec in policy.published_specs())
@@ -60,12 +60,14 @@ def _checkpoint(bench: Bench, rank: TrainingRank, name: str, root: Path) -> Iter
                 bench.synchronise()
                 begun = time.perf_counter()
                 rank.save_checkpoint(SaveCheckpoint(str(path), version, {}, in_memory=in_memory))
+                begins = time.perf_counter()
                 bench.synchronise()
                 copied = time.perf_counter()
                 files = writer.share(path).result()
                 writer.commit(path, files, keep=1, protected=())
                 ended = time.perf_counter()
-        yield Figure(name, "training waits", copied - begun, "s")
+        yield Figure(name, "training waits", begins - begun, "s")
+        yield Figure(name, "copied beside training", copied - begun, "s")
         yield Figure(name, "written after that", ended - copied, "s")
         begun = time.perf_counter()
         rank.load_checkpoint(folder)

@@ -262,3 +262,12 @@ def _strided(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None 
 @_kernel("view")
 def _view(tensor: Tensor, size: Any) -> Tensor:
     return _pretend(_real(tensor).view(size))
+
+
+@_kernel("_fused_rms_norm")
+def _fused_rms_norm(tensor: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """One operator, as on a GPU. Without gradients: on a CPU build torch has no backward pass of it."""
+    if _watch is not None:
+        _watch.operators["_fused_rms_norm"] += 1
+    out, scale = torch.ops.aten._fused_rms_norm(_real(tensor), shape, None if weight is None else _real(weight), eps)
+    return _pretend(out), _pretend(scale)

@@ -189,3 +189,19 @@ def test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_twice_
         written.append([output.output_ids for each in jobs for output in each.future.result(timeout=0)])
     assert written[0] == written[1]
     assert sum(watch.waits.values()) <= 2 * 4, watch.lines()
+
+
+def test_a_token_of_the_embedded_engine_takes_thirty_operators_a_layer() -> None:
+    """On a GPU each is a launch: the figure is in docs/gpu.md."""
+    found = []
+    for layers in (2, 4):
+        engine = engine_on(DEVICE, layers)
+        for number in range(3):
+            engine.submit(job(number, range(5 + number, 25), 20))
+        for _ in range(8):  # as above
+            engine.step()
+        with pretended.watched() as watch:
+            for _ in range(4):
+                engine.step()
+        found.append(sum(watch.operators.values()))
+    assert (found[1] - found[0]) / 2 / 4 <= 30

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,27 @@ def test_async_ppo_critic_trains_the_critic_alone_at_first(start_run: Any) -> No
 def test_sync_ppo_is_on_policy(start_run: Any) -> None:
     rows = finished(start_run, "sync_ppo").rows()
     assert {row["staleness/max"] for row in rows} == {0.0}
+
+
+def test_teachers_are_roles_servers_or_the_policy_itself_with_a_hint(start_run: Any, tiny_model: Path) -> None:
+    """One model as a role of the trainer, on ranks of its own, and on a server: they say the same of an answer."""
+    teachers = (
+        f"[{{name: role, path: {tiny_model}, ranks: own}}, {{name: server, policy: big, coef: 0.5}}, "
+        "{name: hinted, column: token/hinted}]"
+    )
+    run = finished(
+        start_run,
+        "self_distill",
+        algorithm__teachers=teachers,
+        policies=f"[{{name: big, path: {tiny_model}}}]",
+        optimizer__lr=1e-2,
+        max_head_offpolicyness=0,
+    )
+    rows = run.rows()
+    for row in rows:
+        assert row["kl/teacher/role"] == pytest.approx(row["kl/teacher/server"], abs=1e-5)
+        assert row["kl/teacher/hinted"] != row["kl/teacher/server"]
+    assert abs(rows[0]["kl/teacher/role"]) < abs(rows[-1]["kl/teacher/role"]), "the policy has left where it began"
 
 
 def test_custom_graph_runs_its_own_calls_and_a_second_reward_model(
@@ -469,6 +491,8 @@ def test_roles_are_compared_with_their_own_past(start_run: Any, command: Any, tm
 
 
 OWN_MATCH = """
+from dataclasses import replace
+
 from asyncrl.api import GenerationRequest
 
 
@@ -481,7 +505,8 @@ async def run(prompt, env, client):
     past = await said(client.policy("past"), prompt.input_ids)
     judge = await said(client.policy("judge"), prompt.input_ids)
     assert {past.policy, judge.policy} == {"past", "judge"} and len(set(past.versions)) <= 1
-    return float(len(mine.token_ids) > len(past.token_ids))
+    won = float(len(mine.token_ids) > len(past.token_ids))
+    return [replace(sample, metrics={"won/past": won}) for sample in client.samples(won)]
 """
 
 
@@ -492,7 +517,8 @@ def test_a_policy_plays_against_opponents_of_older_versions_over_a_death_and_a_r
     settings = {
         "experiment_name": "async_grpo",
         "agent__path": f"{tmp_path / 'mine.py'}:run",
-        "policies": f"[{{name: past, versions: {{every: 2, keep: 2}}}}, {{name: judge, path: {tiny_model}}}]",
+        "policies": "[{name: past, versions: {every: 2, keep: 2, pick: prioritised}}, "
+        f"{{name: judge, path: {tiny_model}}}]",
         "rollout__sampling__max_new_tokens": 12,
     }
     first = start_run("async_grpo", **settings, total_train_steps=6)
@@ -516,6 +542,10 @@ def test_a_policy_plays_against_opponents_of_older_versions_over_a_death_and_a_r
     versions = {version for line in trained for version in line["opponents"]["past"]}
     assert versions <= {0, 2, 4, 6, 8}
     assert len(versions) > 1
+    (state,) = (second.run_dir / "checkpoints" / "v9").glob("state.json")
+    games = json.loads(state.read_text())["master_state"]["win_rates"]["games"]["past"]
+    met_one = Counter(line["opponents"]["past"][0] for line in trained if len({*line["opponents"]["past"]}) == 1)
+    assert {member: count for member, _, count in games} == {each: met_one[each] for each in (0, 6, 8) if met_one[each]}
     kept = {folder.name for folder in (second.run_dir / "weights" / "actor").iterdir()}
     assert {"v6", "v8"} <= kept
     assert not {"v1", "v2", "v3", "v5"} & kept

@@ -11,17 +11,47 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from asyncrl import launch
 from asyncrl.commands import show
 from asyncrl.commands.audit import audit
 from asyncrl.observe.samples import read_samples, sample_files
+from tests.unit.test_documented_snippets import commands_that_read
 
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH = 4, 4
 
 
+def read_as_documented(
+    run_dir: Path,
+    command: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Execute each command of the pages that reads a run, on this one; export, which imports torch, in a process."""
+    monkeypatch.chdir(folder)
+    (folder / "launchers").mkdir()  # where a page keeps the dashboard's token
+    documented = commands_that_read(run_dir, STEPS)
+    assert len(documented) > 8
+    for number, words in enumerate(documented):
+        if words[0] == "export":
+            ended = command(*words[:-1], folder / f"exported{number}")
+            assert ended.code == 0, ended.output
+            assert (folder / f"exported{number}" / "config.json").is_file()
+        else:
+            code = launch.main(words)
+            told = capsys.readouterr()
+            assert code == 0 or (words[0] == "doctor" and code == 1), (words, told.err)
+            assert told.out or told.err or "--report" in words, words
+
+
 def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
-    start_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start_run: Any,
+    command: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = {"total_train_steps": STEPS, "eval__interval": 0, "algorithm__reference__mode": "frozen"}
     settings |= {"algorithm__kl_coef": 0.01, "trainer__parallel": "d2"}
@@ -53,6 +83,8 @@ def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained
             assert row[name] == pytest.approx(row["behave_logprobs"], abs=1e-3)
     assert show.main([str(first.run_dir), "-n", "2"], "asyncrl") == 0
     assert capsys.readouterr().out.count("log-probabilities: behaviour") == 2
+
+    read_as_documented(first.run_dir, command, monkeypatch, tmp_path, capsys)
 
     second = start_run(f"replay async_ppo samples={first.run_dir}", trial_name="again", **settings)
     assert second.wait() == 0, second.output + second.logs()

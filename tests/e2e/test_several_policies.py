@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
         total_train_steps=STEPS,
         eval__interval=0,
         checkpoint__interval=0,
+        samples__every=1,
     )
     for step, worker in ((2, "policy_server/0"), (4, "model_worker/1")):
         run.wait_for_step(step)
@@ -116,6 +118,9 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
     np.testing.assert_allclose(list(trained.values()), judged, rtol=0, atol=TOLERANCE)
     assert np.abs(judged).max() > 1000 * TOLERANCE
     assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
+    spans = map(json.loads, (run.run_dir / "observed" / "gserver_manager-0.jsonl").read_text().splitlines())
+    updated = {span["lane"] for span in spans if span.get("span") == "update"}
+    assert updated == {"generation_server/0", "policy_server/0"}
     assert command("audit", run.run_dir).code == 0
     assert command("export", run.run_dir, "--policy", "judge", tmp_path / "judge").code == 0
     exported, published = (

@@ -1,39 +1,58 @@
-"""A whole run of the vision-language demo, with a RolloutWorker killed on the way."""
+"""A whole run of the vision-language demo, in which a process of every kind is killed, and then the launcher."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from asyncrl.commands import show
 from asyncrl.commands.audit import audit
+from asyncrl.observe.samples import read_samples, sample_files
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
+STEPS, BATCH, GROUP = 14, 8, 8
+KILLED = ("rollout_worker", "generation_server", "gserver_manager", "master_worker")
+"""One after the other, each once the one before went on."""
 
 
-def test_the_demo_trains_on_its_pictures_and_survives_a_killed_rollout_worker(start_run: Any) -> None:
-    run = start_run(
-        "vlm_shapes",
+def test_the_demo_trains_on_its_pictures_whatever_process_is_killed(
+    start_run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = dict(
         experiment_name="vlm_shapes",
         model__path=None,
         reward__path=None,
         dataset__max_prompt_tokens=None,
         rollout__sampling__max_new_tokens=None,
         total_train_steps=STEPS,
-        train_batch_size=8,
+        train_batch_size=BATCH,
+        group_size=GROUP,
         eval__interval=STEPS,
         eval__size=64,
-        checkpoint__interval=STEPS,
+        checkpoint__interval=2,
+        samples__every=1,
     )
-    run.wait_for_step(2)
-    run.worker("rollout_worker/0").kill()
-    run.wait_for_line("rollout_worker/0 went on after")
-    assert run.wait() == 0, run.output + run.logs()
-    rows = run.rows()
+    run = start_run("vlm_shapes", **settings)
+    for step, kind in enumerate(KILLED, start=2):
+        run.wait_for_step(step)
+        run.worker(f"{kind}/0").kill()
+        run.wait_for_line(f"{kind}/0 went on after")
+    run.wait_for_step(2 + len(KILLED))
+    run.worker("model_worker/0").kill()
+    run.wait_for_line("the trainer went on after")
+    run.process.kill()
+    again = start_run("vlm_shapes", **settings)
+    assert again.wait() == 0, again.output + again.logs()
+    rows = again.rows()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert run.summary()["restarts"] == {"rollout_worker/0": 1}
     assert 0 < max(row["ppo/engine_gap_max"] for row in rows) < 1e-3, "server and trainer see the same pictures"
-    assert run.summary()["eval"]["held_out"]["accuracy"] > 0.25, "blind guesses are right once in six"
-    assert audit(run.run_dir).findings == ()
+    assert again.summary()["eval"]["held_out"]["accuracy"] > 0.25, "blind guesses are right once in six"
+    assert audit(again.run_dir).findings == ()
+    kept = list(read_samples(sample_files(again.run_dir / "samples")))
+    assert Counter(row["step"] for row in kept) == {step: BATCH * GROUP for step in range(1, STEPS + 1)}
+    assert {len(row["pictures"]) for row in kept} == {1}
+    assert show.main([str(again.run_dir), "-n", "1"], "asyncrl") == 0
+    assert "[picture 16x16 " in capsys.readouterr().out

@@ -23,7 +23,27 @@ LEARNED = 0.9
 """Mean reward of the last steps from which a run has learned to write even digits: the share of them in its answers. It
 begins at 0.3 to 0.4; without any fault seeds 1 to 3 come to 0.97 and more."""
 LAST = 5
-KINDS = {"generation_server", "rollout_worker", "gserver_manager", "master_worker", "model_worker", "launcher"}
+SERVERS = {"generation_server", "policy_server"}
+KINDS = {*SERVERS, "rollout_worker", "gserver_manager", "master_worker", "model_worker", "launcher"}
+AGENT = """
+from asyncrl.api import Agent, GenerationRequest
+
+
+class Match(Agent):
+    def __init__(self, tokenizer):
+        self._decode = tokenizer.decode
+
+    async def run(self, prompt, env, client):
+        "Two trained policies write even digits, and an older version of the first is asked too."
+        samples = []
+        for player in (client, client.policy("judge"), client.policy("past")):
+            request = GenerationRequest(prompt.prompt_id, prompt.input_ids, 1, prompt.sampling)
+            answer = self._decode((await player.generate(request)).completions[0].token_ids)
+            if player is not client.policy("past"):
+                samples += player.samples(sum(each in "02468" for each in answer) / max(len(answer), 1))
+        return samples
+"""
+POLICIES = "[{name: judge, trained: true}, {name: past, versions: {every: 3, keep: 2}}]"
 
 
 @dataclass
@@ -42,6 +62,8 @@ class RunChaos:
         self._root = root
         self._command = command
         (root / "rewards.py").write_text(REWARD)
+        self.agent = root / "match.py"
+        self.agent.write_text(AGENT)
         reward = f"{root / 'rewards.py'}:even_digits"
         self._settings = SETTINGS | {"fileroot": root, "model.path": model, "reward.path": reward}
         self._settings |= {"group_size": 4, "optimizer.lr": 1e-2, "eval.interval": 13, "seed": 1}
@@ -90,12 +112,15 @@ def logs(run_dir: Path) -> str:
 
 
 def test_a_run_survives_ten_kills_of_any_process(run_chaos: RunChaos) -> None:
-    """At least one process of each of the six kinds is killed. `tests/integration/master/test_any_death.py` covers
-    deaths at every message in virtual time, `test_restart.py` those of a run's only rank.
+    """Two policies are trained, a third one is a pool of older versions; at least one process of each kind is killed.
+
+    `tests/integration/master/test_any_death.py` covers deaths at every message in virtual time, `test_restart.py` those
+    of a run's only rank.
     """
     options = ["--kills=10", "--every=2", "--seed=3", "--pauses=0", "--cuts=0", "--delays=0", "--full-disks=0"]
+    several = {"agent__path": f"{run_chaos.agent}:Match", "policies": POLICIES}
     ended = run_chaos(
-        *options, total_train_steps=STEPS, trainer__parallel="d2", generation__servers=2, rollout__workers=2
+        *options, total_train_steps=STEPS, trainer__parallel="d2", generation__servers=2, rollout__workers=2, **several
     )
     summary = check(ended, 10)
     killed = [fault["fault"]["target"].partition("/")[0] for fault in ended.told["faults"]]

@@ -26,7 +26,7 @@ class FakeGenerationServer:
 
     - `hold_after`: samples stop after so many tokens of a call until `release()`, an abort or a pause.
     - `early_stop_after`: samples with stop strings end after so many tokens of a call, as if one were there.
-    - `busy`: new requests wait in the queue instead of running.
+    - `busy`: new requests wait in the queue instead of running; those for scores are aborted there.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
     - `flushed`: whether each update emptied the cache.
@@ -175,6 +175,9 @@ class FakeGenerationServer:
     async def _score(self, body: dict[str, Any]) -> web.Response:
         async with self._changed:
             await self._changed.wait_for(lambda: not self.paused)
+        if self.busy:
+            finish = {"type": "abort", "message": "Abort in waiting queue"}
+            return web.json_response({"output_ids": [], "meta_info": {"finish_reason": finish}})
         prompt, start = body["input_ids"], body["logprob_start_len"]
         logprobs = self.logprobs[self.stale or self.version]
         triples = [[logprob, token, None] for logprob, token in zip(logprobs, prompt, strict=True)][start:]

@@ -1,26 +1,32 @@
-"""The dashboard in a real browser: every page of runs that go on, have ended, have died and have not begun."""
+"""The dashboard in a real browser: every tab of a live, a finished and a crashed run and of a report, on a desk and on
+a phone, light and dark, with hostile text in whatever a run's files say.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import page_data
 from asyncrl.observe.dashboard.server import Dashboard
 from asyncrl.observe.history import History
+from asyncrl.observe.samples import rows_of, write_samples
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
@@ -29,7 +35,16 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromiu
 
 LIMIT_MS = 60_000
 PAGES = ("Overview", "Learning", "Speed", "Samples", "Health")
+PHONE = {"viewport": {"width": 390, "height": 800}}
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {},
+    "dark": {"color_scheme": "dark"},
+    "phone": PHONE,
+    "dark phone": {"color_scheme": "dark"} | PHONE,
+}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"></script>"
+NAME = "<img src=x onerror=document.title=0>"
+"""As hostile, and a name that a folder may have."""
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +57,50 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "mine" / "trial0"
+    """A finished run in whose files everything that a stranger may have written is hostile."""
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / NAME / "trial0"
     VirtualRun(Knobs(steps=12, eval_samples=50), folder).play()
     (folder / "logs").mkdir()
     (folder / "logs" / "master_worker-0.log").write_text(HOSTILE)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    drop = {"kind": "dropped", "reason": f"failed: reward {HOSTILE}", "at": 1.0}
+    ledger = (folder / "ledger" / "000001.jsonl").read_text().replace("rollout_worker/0", NAME).splitlines()
+    drops = [json.dumps(drop | {"rollout": f"r{number}"}) for number in range(9)]
+    files = {
+        "metrics.jsonl": [json.dumps(row | {f"reward/{HOSTILE}": 0.5}) for row in rows],
+        "restarts.jsonl": [json.dumps({"time": 2.0, "restarted": "model_worker/0", "reason": HOSTILE})],
+        "remarks.jsonl": [json.dumps({"remark": HOSTILE})],
+        "config.yaml": [json.dumps(json.loads((folder / "config.yaml").read_text()) | {"note": HOSTILE})],
+        "ledger/000001.jsonl": [ledger[0], *drops, *ledger[1:]],
+    }
+    for name, lines in files.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    tokens = np.frombuffer(HOSTILE.encode(), np.uint8).astype(np.int32)
+    generated = np.arange(len(tokens)) % 2
+    sample = Sample(
+        tokens, generated.astype(np.uint8), np.full(len(tokens), -0.5, np.float32), generated.astype(np.int32) - 1, 0.5,
+        reward_parts={HOSTILE: 0.5},
+    )  # fmt: skip
+    kept = rows_of(Trajectory("r1", HOSTILE, 1, [sample], {}), 3, lambda ids: bytes(ids).decode(), {})
+    write_samples(folder / "samples", 3, "head-0", kept, 1 << 30)
     return folder
+
+
+@contextmanager
+def in_state(run: Path, state: str) -> Iterator[None]:
+    """The run's files as they are while it is `live`, or once it has `finished` or `crashed`."""
+    if state != "finished":
+        (run / "summary.json").unlink()
+    if state != "live":
+        yield
+        return
+    holder = names.TrialHolder("x", socket.gethostname(), "m", os.getpid(), 1, "now", str(run))
+    (run / "lock").write_text(holder.encode())
+    lock = os.open(run / "lock", os.O_RDWR)
+    assert take_lock(lock)
+    yield
+    os.close(lock)
 
 
 @contextmanager
@@ -68,12 +122,14 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
 
 
 def look_through(page: Any) -> dict[str, str]:
-    """The text of each page, by its key on the keyboard."""
+    """The text of each tab, chosen by its key; nothing of a run is an element in it, and it fits the screen."""
     texts = {}
     for key, name in enumerate(PAGES, 1):
         page.keyboard.press(str(key))
         page.wait_for_function("name => document.querySelector('[aria-selected=true]').textContent === name", arg=name)
         texts[name] = page.inner_text("main")
+        assert page.locator("img[src=x]").count() == 0, name
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
     return texts
 
 
@@ -106,38 +162,45 @@ def served(run: Path) -> Iterator[str]:
         thread.join()
 
 
+STATES = {"live": "running", "finished": "finished", "crashed": "died"}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}],
-    ids=["light", "dark", "phone"],
+    ("state", "source", "look"),
+    [
+        *((state, "server", look) for state in STATES for look in ("light", "dark phone")),
+        *(("crashed", "report", look) for look in LOOKS),
+        ("live", "report", "light"),
+    ],
 )
-def test_every_page_of_a_report_is_drawn(browser: Any, run: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    with opened(browser, report(tmp_path, run), **options) as page:
+def test_every_tab_shows_what_the_files_say_and_parses_none_of_it(
+    browser: Any, run: Path, tmp_path: Path, state: str, source: str, look: str
+) -> None:
+    from_server = source == "server"
+    with (
+        in_state(run, state),
+        served(run) if from_server else nullcontext(report(tmp_path, run)) as url,
+        opened(browser, url, **LOOKS[look]) as page,
+    ):
+        page.wait_for_selector(f"#state >> text={'live' if from_server else 'report'}")
+        assert f"{NAME}/trial0 {STATES[state]}" in page.inner_text("#runs")
         texts = look_through(page)
-        wide = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert "12 of 12, finished" in texts["Overview"].replace("\n", " ")
+    assert f"12 of 12, {STATES[state]}" in texts["Overview"].replace("\n", " ")
+    assert "The run ended without a summary" in texts["Overview"] or state != "crashed"
     assert "Gradient norm" in texts["Learning"]
+    assert f"reward/{HOSTILE}" in texts["Learning"]
     assert "Timeline" in texts["Speed"]
-    assert "no samples were kept" in texts["Samples"]
-    assert HOSTILE in texts["Health"]
-    assert wide
+    assert texts["Samples"].count(HOSTILE) == 3, "its prompt, a part of its reward, its text"
+    assert texts["Health"].count(HOSTILE) >= 3, "a restart, a remark, a log"
 
 
 def test_a_live_run_is_followed(browser: Any, run: Path) -> None:
-    (run / "summary.json").unlink()
-    holder = names.TrialHolder("x", socket.gethostname(), "m", os.getpid(), 1, "now", str(run))
-    (run / "lock").write_text(holder.encode())
-    lock = os.open(run / "lock", os.O_RDWR)
-    assert take_lock(lock)
-    with served(run) as url, opened(browser, url) as page:
+    with in_state(run, "live"), served(run) as url, opened(browser, url) as page:
         page.wait_for_selector("text=live")
-        assert "running" in page.inner_text("#runs")
-        look_through(page)
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 13, "time/step_s": 1.0, "reward/mean": 0.5, "brand/new": 7.0}\n')
         page.keyboard.press("2")
         page.wait_for_selector("text=brand/new")
-    os.close(lock)
 
 
 def test_a_wrong_token_is_told(browser: Any, run: Path) -> None:
@@ -149,15 +212,14 @@ def test_a_wrong_token_is_told(browser: Any, run: Path) -> None:
         context.close()
 
 
-def test_a_run_that_died_and_one_without_a_step_are_shown(browser: Any, run: Path, tmp_path: Path) -> None:
-    (run / "summary.json").unlink()
-    with opened(browser, report(tmp_path, run)) as page:
-        assert "The run ended without a summary" in look_through(page)["Overview"]
+def test_a_run_without_a_step_is_shown(browser: Any, tmp_path: Path) -> None:
     empty = tmp_path / "other" / "trial0"
     VirtualRun(Knobs(steps=0), empty).play()
     (empty / "summary.json").unlink()
     with opened(browser, report(tmp_path, empty)) as page:
-        assert "No complete step yet" in look_through(page)["Overview"]
+        texts = look_through(page)
+    assert "No complete step yet" in texts["Overview"]
+    assert "no samples were kept" in texts["Samples"]
 
 
 def test_several_runs_are_laid_over_and_their_settings_compared(browser: Any, run: Path, tmp_path: Path) -> None:

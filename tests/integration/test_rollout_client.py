@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
 from asyncrl.inference.client import GenerateItem
@@ -546,6 +546,32 @@ def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have(
     routing = partial.completion(prompt_tokens=3).routing
     assert routing is not None
     assert routing[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+async def test_scores_of_an_answer_are_the_log_probabilities_that_it_came_with(start_fake_server: Any) -> None:
+    """The first server ends the request without them, as one does that is updated."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    engine = GenerationEngine(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=32)).eval())
+    engine.start()
+    server = await serve(engine)
+    updated = await start_fake_server()
+    updated.busy = True
+    manager = FixedManager(TiedServer(server.url), updated, TiedServer(server.url))
+    try:
+        async with client_of(manager) as client:
+            (answer,) = (await client.generate(request_of(n=1))).completions
+            asked = GenerationRequest("s", (1, 2, 3, *answer.token_ids), 1, SamplingParams(), score_from=3)
+            result = await client.generate(asked)
+            with pytest.raises(ValueError, match="score_from=0"):
+                await client.generate(replace(asked, score_from=0))
+    finally:
+        await server.close()
+        engine.close()
+    assert result.completions == ()
+    assert result.scores == pytest.approx(answer.logprobs, abs=1e-5)
+    assert len(manager.scheduled) == 3
+    assert len(manager.released) == 2
 
 
 async def test_experts_are_told_once_for_every_token_of_an_answer_in_rounds(tmp_path: Path) -> None:

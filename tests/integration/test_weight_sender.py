@@ -23,6 +23,8 @@ from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
 from asyncrl.weights.transports.tensor import TensorTransport
 
+from ..late_stream import LateStream
+
 LIMIT_S = 60.0
 
 
@@ -35,12 +37,21 @@ def test_a_held_version_is_a_copy_and_is_forgotten_when_nobody_wants_it() -> Non
     for version in (1, 2, 3):
         held.hold(version, [("w", weight)])
         weight += 1
-    ((name, kept),) = held.held(2)
+    ((name, kept),) = held.held(2).ready()
     assert (name, kept.tolist()) == ("w", [2.0, 2.0])
     held.keep([3, 7])
     with pytest.raises(NotHeld, match=r"v2 is not held in memory \(held: \[3\]\)"):
         held.held(2)
     assert kept.tolist() == [2.0, 2.0]  # what a send under way has of it
+
+
+def test_a_version_is_held_beside_training_and_copied_before_its_tensors_change() -> None:
+    end, stream, weight = trainer_end(TensorTransport("tensor")), LateStream(), torch.empty(2)
+    end._copies = stream.copies()
+    end.hold(1, ((name, weight.fill_(value)) for name, value in (("a", 1.0), ("b", 2.0))))  # gathered into one buffer
+    weight.fill_(7.0)
+    assert [(name, kept.tolist()) for name, kept in end.held(1).ready()] == [("a", [1.0] * 2), ("b", [2.0] * 2)]
+    assert "device" in stream.waits
 
 
 class Connection(ServerConnection):

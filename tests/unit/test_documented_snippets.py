@@ -1,8 +1,10 @@
 """Commands and snippets of the README and of the pages: each is parsed, loaded or executed in this process.
 
-Start commands go through their own parser, and their settings are loaded. Python blocks are compiled and executed, YAML
-blocks are merged into the schema, JSON blocks are read, `pycon` blocks are run as doctests. `EXCEPTIONS` lists blocks
-that cannot be executed here. Experiments of the tutorials pass `doctor EXPERIMENT`, which plays their first row.
+Start commands go through their own parser, their settings are loaded, and with `--dry-run` they pass the checks that
+need no process; commands that read a run are executed on one by `tests/e2e/test_kept_samples.py`. Python blocks are
+compiled and executed, YAML blocks are merged into the schema, JSON blocks are read, `pycon` blocks are run as doctests.
+`EXCEPTIONS` lists blocks that cannot be executed here. Experiments of the tutorials pass `doctor EXPERIMENT`, which
+plays their first row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +50,14 @@ EXCEPTIONS = {
     "request = GenerationRequest(": "two lines out of an agent's method",
 }
 """Python blocks that are only compiled, by a text that is in them, and the reason."""
+
+
+READERS = ("show", "doctor", "trace", "dashboard", "audit", "export")
+"""Commands that read a run."""
+OF_A_RUN = re.compile(r"RUN|~/.*|\w+\.run")
+"""Stands for the folder of a run of the reader's."""
+ELSEWHERE = ("--plan", "--eval")
+"""Options of these that other tests cover, as they take seconds or other runs."""
 
 
 class Parsed(Exception):
@@ -90,6 +101,22 @@ def commands_of(page: Path) -> list[list[str]]:
         taken = itertools.takewhile(lambda word: not END.match(word), shlex.split(words, comments=True))
         found.append([PLACEHOLDERS.get(word, word) for word in taken if word != "..."])
     return found
+
+
+def commands_that_read(run: Path, steps: int) -> list[list[str]]:
+    """Commands of all pages that read a run, made to read `run`, whose steps are 1 to `steps`, and to serve nothing."""
+    found = set()
+    for words in itertools.chain.from_iterable(map(commands_of, PAGES)):
+        if words[0] not in READERS or not any(map(OF_A_RUN.fullmatch, words)) or {*words} & {*ELSEWHERE}:
+            continue
+        made = [str(run) if OF_A_RUN.fullmatch(word) else word for word in words]
+        for place, option in enumerate(made):
+            if option in ("--step", "--steps"):
+                made[place + 1] = re.sub(r"\d+", str(steps), made[place + 1])
+        if words[0] == "dashboard" and "--report" not in words:
+            made += ["--report", "report.html"]
+        found.add(tuple(made))
+    return [list(each) for each in sorted(found)]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +169,44 @@ def test_commands_are_parsed_and_their_settings_loaded(
         overrides = getattr(arguments, "overrides", [])
         if experiment and words[0] != "replay":
             loaded(experiment, tuple(overrides), project)
+
+
+OWN_FILES = {
+    "my_data.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
+    "my_test.jsonl": '{"prompt": "1+2=", "answer": "3"}\n',
+    "my_rewards.py": "def score(data, completion):\n    return float(data['answer'] in completion)\n",
+    "my_agent.py": "def MyAgent(prompt, env, client):\n    return 1.0\n",
+    "my_env.py": "from asyncrl.api import Environment\n\n\nclass MyEnv(Environment):\n"
+    "    def __init__(self, reward): ...\n    def reset(self, **options): ...\n    def step(self, action): ...\n",
+}
+"""What readers bring, in commands that say `my_...`."""
+NOT_HERE = re.compile(r"NVIDIA GPU|\.venv-sglang/bin/python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_start_a_run_pass_the_checks_that_need_no_process(
+    page: Path, project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of the reader's is replaced by one that is here; a GPU or SGLang that is not may be what is refused."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    for name, text in OWN_FILES.items():
+        (project / name).write_text(text)
+    if not (project / "model").exists():
+        shutil.copytree(tiny_model, project / "model")
+        config = json.loads((project / "model" / "config.json").read_text())
+        (project / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
+    for words in commands_of(page):
+        if not words or words[0] in COMMANDS or {*words} & {"--help", "--show-allocation"}:
+            continue
+        if page in TUTORIALS:  # which make their data
+            for block in blocks_of(page, "python"):
+                exec(block, {"__name__": "script"})
+        made = ["model.path=model" if word.startswith("model.path=") else word for word in words]
+        code = launch.main([*made, "--dry-run"])
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert [line for line in errors if not NOT_HERE.search(line)] == [], words
+        assert code == (2 if errors else 0), words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -201,6 +266,7 @@ def test_sessions_print_what_is_shown(page: Path, project: Path, monkeypatch: py
 
 def test_every_kind_of_snippet_is_found_and_every_exception_is_used() -> None:
     assert sum(len(commands_of(page)) for page in PAGES) > 40
+    assert {words[0] for words in commands_that_read(ROOT, 4)} == {*READERS}
     for language in ("python", "yaml", "json", "pycon"):
         assert any(blocks_of(page, language) for page in PAGES), language
     python = [block for page in PAGES for block in blocks_of(page, "python")]

@@ -90,7 +90,7 @@ def retry_write_blocking(write: Callable[[], _T], what: str, log: logging.Logger
     """As `retry_write`, for threads.
 
     Raises:
-        OSError: see there.
+        OSError: another failure, or the disk refused writes for `LIMIT_S`.
     """
     patience = _Patience(what, log)
     while True:

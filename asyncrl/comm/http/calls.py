@@ -66,7 +66,7 @@ class JsonHttp:
     """A pool of connections that all calls of one client share. Make it and close it in the loop that uses it.
 
     Args:
-        security: the run's token and certificate; None where it has no secret, and for servers that are not the run's.
+        security: the run's token and certificate; None if it has no secret, and for servers that are not the run's.
         key: a bearer token for servers that are not the run's; these are verified by their own certificates.
     """
 
@@ -89,7 +89,10 @@ class JsonHttp:
         Without a type the reply is returned parsed if it is JSON, and None otherwise.
 
         Raises:
-            HttpUnreachable, HttpTimeout, HttpRefused, HttpMalformed: see there.
+            HttpUnreachable: no connection, or it broke before the whole reply had arrived.
+            HttpTimeout: the whole reply did not arrive in time.
+            HttpRefused: the status is not 2xx.
+            HttpMalformed: the body is not of the type `reply`.
         """
         data = None if body is None else _encoder.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
@@ -112,15 +115,15 @@ class JsonHttp:
     async def pieces(
         self, url: str, *, silence_s: float, begin: int = 0, end: int | None = None
     ) -> AsyncGenerator[bytes]:
-        """The body of `url`, which may be of any length, piece by piece as it comes; close it if it is not read out.
+        """Yield the body of `url`, of any length, piece by piece as it arrives. Close it if it is not read to its end.
 
         Args:
-            begin, end: the range of bytes that is asked for; None: to the last.
+            begin, end: range of bytes; None: to the last one.
 
         Raises:
-            HttpUnreachable: no connection, or it broke before the whole body was there.
-            HttpTimeout: nothing came for `silence_s`.
-            HttpRefused: see there.
+            HttpUnreachable: no connection, or it broke before the whole body had arrived.
+            HttpTimeout: nothing arrived for `silence_s`.
+            HttpRefused: the status is not 2xx.
         """
         limits = aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT_S, silence_s), sock_read=silence_s)
         tls, proofs = self._proofs(url)

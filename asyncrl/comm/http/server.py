@@ -1,10 +1,10 @@
 """The HTTP server under GserverManager and embedded engine: routes, token, TLS, and limits on what a caller may cost.
 
-A caller without the run's token is refused with 401 after the header. If a request is refused before its body was read
-whole, the connection is closed and no more of it is read. A caller with the token may still be faulty, so all it can
-take up is bounded: the body has a limit per route, enforced while it is read; the handshake, the header and the body
-have a time limit each; compressed bodies are not unpacked. Refused requests are counted by reason, shown under
-`/metrics`, and logged once per address.
+A caller without the run's token is refused with 401 after the header. If a request is refused before its whole body was
+read, the connection is closed and no more of it is read. A caller with the token may still be faulty, so its cost is
+bounded. The body has a limit per route, enforced while it is read. The handshake, the header and the body have a time
+limit each. Compressed bodies are not unpacked. Refused requests are counted by reason, shown under `/metrics`, and
+logged once per address.
 
 aiohttp's low-level server is used without its router and middleware: at thousands of calls per second on one core they
 cost a fifth.
@@ -73,7 +73,7 @@ class HttpServer:
     """Serves `routes`, by path. A handler refuses with `Refused`.
 
     Args:
-        token: bearer token of every route that is not open; None where there is none.
+        token: bearer token of every route that is not open; None if there is none.
         tls: makes it https.
         registry: gets the counter of refusals.
     """

@@ -204,7 +204,7 @@ class NameResolver(ABC):
         """Remove the entry, of any owner.
 
         Raises:
-            NameEntryNotFound: there is none.
+            NameEntryNotFound: there is no such entry.
         """
         self._renewer.forget(check_name(name))
         if not self._patiently("delete", self._remove, name):

@@ -1,18 +1,18 @@
-"""The connection to an etcd cluster: to one member at a time, to the next after whatever fails.
+"""The connection to an etcd cluster: to one member at a time, and to the next one after any failure.
 
-The client is etcd3, of which its messages and stubs are used and not its classes for clients and watches: version 0.12,
-the last one, keeps to one server, throws the server's words away, does not authenticate again when a token is no longer
-valid, and a watch of it whose connection broke tells that once and is then silent for ever. Nor does etcd's JSON
-gateway, which needs no gRPC, do: it accepts no login by client certificate (etcd pull request 10366). Instead:
+Of the client etcd3, only messages and stubs are used. Its classes for clients and watches, in the last version 0.12,
+keep to one server, drop the server's error messages, and do not authenticate again when a token is no longer valid. A
+watch whose connection broke reports that once and is silent afterwards. etcd's JSON gateway, which needs no gRPC,
+accepts no login by client certificate (etcd pull request 10366). Instead:
 
-- A call that fails closes the channel; the next one opens a new one, to the next member, and authenticates there. So an
+- A call that fails closes the channel. The next call opens a new one to the next member, and authenticates there. So an
   old token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
 - Keep-alives of HTTP/2 find a peer that went silent under an open watch within KEEPALIVE_S + KEEPALIVE_LIMIT_S.
 
-etcd3 was generated for protobuf 3. Later ones (4 to 7) load it in their implementation in Python alone, which protobuf
-chooses once, when it is first imported: so it is chosen here, before etcd3 imports protobuf. The launcher comes here
-before it starts a process, and its environment is inherited, so the choice holds in a process of the run from its
-beginning. The price is nothing to names: 1,250 puts and 2,180 gets a second.
+etcd3 was generated for protobuf 3. Later versions (4 to 7) load it only in their pure Python implementation. protobuf
+chooses its implementation once, when it is first imported, so it is chosen here, before etcd3 imports protobuf. The
+launcher imports this module before it starts a process, and its environment is inherited, so the choice holds in every
+process of the run. For names the cost does not matter: 1,250 puts and 2,180 gets per second.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LeaseGone(NameResolveUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Stubs:
-    """One channel to one member, and what is asked through it; `options` go with each call but a watch."""
+    """One channel to one member, and the stubs for calls through it; `options` belong to each call but a watch."""
 
     member: str
     channel: Any
@@ -150,15 +150,15 @@ class EtcdLink:
                 self.trouble()
 
     def trouble(self) -> None:
-        """Leases may have run out while this process did not call."""
+        """Note that leases may have expired while this process did not call."""
         self._slow_until = time.monotonic() + GRACE_S
 
     @property
     def is_troubled(self) -> bool:
         """True if etcd hangs, or did until a moment ago. An owner that could not renew its lease has then lost it.
 
-        A lease lapses where its owner could not renew it for two thirds of it; every process that has one renews it
-        each third, so a call of this process has been under way, or failing, by then; or it stood still itself.
+        A lease expires if its owner could not renew it for two thirds of it. Every process that has a lease renews it
+        each third. So by then a call of this process has been running or failing, or this process stood still itself.
         """
         now = time.monotonic()
         return now < self._slow_until or any(now > began + _SLOW_CALL_S for began in list(self._under_way.values()))
@@ -181,11 +181,11 @@ class EtcdLink:
         return NameResolveUnavailable(f"etcd at {member} failed: {said}; check {ADDRESS}")
 
     def hurry(self) -> None:
-        """Calls have `LAST_CALL_LIMIT_S` only from now on."""
+        """Limit later calls to `LAST_CALL_LIMIT_S`."""
         self._limit_s = LAST_CALL_LIMIT_S
 
     def close(self) -> None:
-        """Disconnect; calls and watches under way fail."""
+        """Disconnect; running calls and watches fail."""
         self._closed = True
         self._drop(self._stubs)
 
@@ -222,7 +222,7 @@ class EtcdLink:
         return Stubs(member, channel, *stubs, metadata=(("token", token),), limit_s=lambda: self._limit_s)
 
     def _drop(self, stubs: Stubs | None) -> None:
-        """Use the connection no more; nothing where another one is used by now."""
+        """Close the connection, unless another one is used by now."""
         with self._lock:
             if stubs is None or stubs is not self._stubs:
                 return

@@ -299,3 +299,31 @@ class TrajectoryPusher:
                 accepted.set_exception(TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}"))
             else:
                 accepted.set_result(None)
+
+
+Groups = dict[str, tuple[str, ...]]
+"""Pusher to its pullers, sorted."""
+
+
+def group(pushers: Iterable[str], pullers: Iterable[str]) -> Groups:
+    """Assign pushers to pullers, for any number of either; without pullers every pusher has none.
+
+    The larger side is dealt out over the smaller in turn. With at least as many pushers as pullers, every pusher has
+    one puller, and the pullers' loads differ by at most one. With fewer, every puller has one pusher, and the pushers'
+    shares differ by at most one. So no puller is left without data.
+
+        group(["a", "b", "c"], ["P"])         {"a": ("P",), "b": ("P",), "c": ("P",)}
+        group(["a", "b", "c"], ["P", "Q"])    {"a": ("P",), "b": ("Q",), "c": ("P",)}
+        group(["a"], ["P", "Q"])              {"a": ("P", "Q")}
+
+    The result depends only on the present members, so every pusher computes its own share and all agree. To keep more
+    of the previous assignment when a member comes or goes, the pushers would have to agree on that assignment: two that
+    saw the others arrive in different orders could leave a puller without any.
+    """
+    pushers, pullers = sorted(set(pushers)), sorted(set(pullers))
+    if not pushers or not pullers:
+        return dict.fromkeys(pushers, ())
+    dealt: dict[str, list[str]] = {pusher: [] for pusher in pushers}
+    for turn in range(max(len(pushers), len(pullers))):
+        dealt[pushers[turn % len(pushers)]].append(pullers[turn % len(pullers)])
+    return {pusher: tuple(targets) for pusher, targets in dealt.items()}

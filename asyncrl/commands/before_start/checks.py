@@ -16,6 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, settings
 from asyncrl.config.setting import ConfigError, not_a_choice
 from asyncrl.config.trained_policies import config_of_policy
+from asyncrl.encoder import checks as encoder
 from asyncrl.inference import checks as inference
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
@@ -31,6 +32,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROOMS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
     master.check,
     rollout.check,
+    encoder.check,
     tools.check,
     chat.check,
     trainer.check,

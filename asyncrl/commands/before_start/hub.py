@@ -67,6 +67,8 @@ def _settings(config: Config) -> Iterator[_Named]:
     if isinstance(config, ExperimentConfig):
         yield from named("algorithm.critic.path", "model", config.algorithm.critic)
         yield from named("algorithm.reference.path", "model", config.algorithm.reference)
+        for number, teacher in enumerate(config.algorithm.teachers):
+            yield from named(f"algorithm.teachers[{number}].path", "model", teacher)
         for number, each in enumerate(config.eval.sets):
             yield from named(f"eval.sets[{number}].path", "dataset", each)
         for number, source in enumerate(config.dataset.sources):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from asyncrl.api.trajectory import WON
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
@@ -83,4 +84,9 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
         f"client.policy({policy!r}).samples(reward) returns"
         for policy in outcome.untrained
     ]
-    return lost + untrained
+    unrated = [
+        f"rehearsal: no sample of the first row has the metric {WON}{pool}, the result against policy {pool!r} from "
+        "0 to 1, by which versions.pick=prioritised chooses; without it each member is as likely"
+        for pool in outcome.unrated
+    ]
+    return lost + untrained + unrated

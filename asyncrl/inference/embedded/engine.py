@@ -1,16 +1,17 @@
-"""The engine: the batch on a thread of its own, and what other threads may ask of it.
+"""The engine: a batch on a thread of its own, and the requests of other threads to it.
 
-Every request from outside is a command that the engine's thread runs between two steps, so nothing in the batch needs a
-lock. With neither commands nor runnable samples the thread sleeps on a condition.
+Every request is a command that the engine's thread runs between two steps, so nothing in the batch needs a lock.
+Without commands and runnable samples the thread sleeps on a condition.
 
-Pausing stops the steps: `abort` ends what is in flight with its partial output, `retract` sends it back to the queue to
-be prefilled again (under new weights, then), `in_place` freezes it with its cache. What arrives meanwhile is held.
+A pause stops the steps. `abort` ends running samples with their partial output. `retract` sends them back to the queue,
+to be prefilled again under the weights in force then. `in_place` freezes them with their cache. Later requests are
+held.
 
-A paused engine that runs nothing may give the memory of its weights and cache back (`release_memory`); before it goes
-on it takes the memory again (`resume_memory`) and has its weights updated.
+A paused engine that runs nothing may release the memory of its weights and cache (`release_memory`). Before it
+continues it allocates the memory again (`resume_memory`), and its weights are updated.
 
-A weight update takes effect between two steps. Paused, at once; otherwise it waits until the samples that were there
-before it have finished, while later ones are held, unless it is told to abort them.
+A weight update takes effect between two steps. A paused engine applies it at once. Otherwise it waits until the samples
+that were there before it have finished, while later ones are held; or it aborts them, if asked to.
 """
 
 from __future__ import annotations
@@ -22,50 +23,46 @@ from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
-from asyncrl.inference.embedded.limits import RequestLimits
+from asyncrl.inference.embedded.limits import RequestLimits, shown_prompts
 from asyncrl.inference.embedded.model.engine_parity import check_parity, refuse_unserved
 from asyncrl.inference.embedded.model.memory import EngineMemory
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.served_weights import ServedWeights
 from asyncrl.inference.embedded.serving.commands import Command, Mailbox
 from asyncrl.inference.embedded.throughput import WorkMeter
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
-    GenerationInput,
     GenerationOutput,
     Job,
     MemoryStateError,
-    RequestError,
-    ShownPrompt,
 )
 from asyncrl.inference.messages import MemoryTag, PauseMode
+from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import context_limit
-from asyncrl.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
-from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
+from asyncrl.weights.model_files.loading import WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
 CHUNKED_PREFILL_SIZE = 512
 """Default of `generation.chunked_prefill_size`."""
 COMMAND_TIMEOUT_S = 60.0
-"""Longest a caller waits for a command to get its turn between two steps."""
+"""Longest time in seconds that a caller waits for a command to be run between two steps."""
 
 
 @dataclass(slots=True)
 class _Drain:
-    """A change that waits for the samples which arrived before it."""
+    """A change that waits for the samples that arrived before it."""
 
     barrier: int
     change: Command[Any]
@@ -75,21 +72,22 @@ class GenerationEngine:
     """Continuous batching over a transformers causal LM.
 
     Args:
-        model: any causal LM that keeps keys, values and recurrent states in transformers' cache; proven here.
-        max_running_requests: most samples decoded together.
-        max_model_len: longest prompt + output in tokens; default the model's own limit.
-        max_total_tokens: bound of the KV cache in positions: of running samples (rows x longest sample), and of what is
-            kept of earlier requests in the rest; default: of all rows at their longest.
-        weight_version: label of the weights that the model has now.
-        model_path: their folder; the base of adapters that come later.
+        model: a causal LM that keeps keys, values and recurrent states in transformers' cache; its results are compared
+            with transformers' own here.
+        max_running_requests: largest number of samples that are decoded together.
+        max_model_len: longest prompt + output in tokens; default: the model's own limit.
+        max_total_tokens: limit of the KV cache in positions, for running samples (rows x longest sample) and for what
+            is kept of earlier requests. Default: all rows at their longest.
+        weight_version: label of the model's weights.
+        model_path: folder of the model's weights, the base of later adapters.
         detokenize: token ids to text; needed for stop strings.
-        record_routing: whether requests may ask for the experts that each token went through.
-        pictures: of `model`; None: it is served text alone.
+        record_routing: requests may ask for the experts that each token went through.
+        pictures: pictures of `model`; None if it serves text alone.
         chunked_prefill_size: most tokens of one prompt that are computed between two decode steps.
         saves_memory: the memory of the weights may be released.
 
     Raises:
-        UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
+        UnsupportedModelError: the engine would not compute what transformers does; the message says what to use.
         ValueError: a limit is out of range.
 
     Attributes:
@@ -115,34 +113,24 @@ class GenerationEngine:
             own_storage(model)
         self._saves_memory = saves_memory
         self._pictures, self.takes_pictures = pictures, pictures is not None
-        limit = context_limit(model.config)
-        longest = limit if max_model_len is None else max_model_len
-        if longest is None:
-            raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
-        self.max_model_len = longest
-        refuse_unserved(model, longest)
+        self.max_model_len = _longest(model, max_model_len)
         for name, value in (
             ("max_running_requests", max_running_requests),
-            ("max_model_len", self.max_model_len),
             ("chunked_prefill_size", chunked_prefill_size),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        if limit is not None and self.max_model_len > limit:
-            raise ValueError(
-                f"max_model_len is {self.max_model_len}, but the model's positions end at {limit}; lower it"
-            )
         full = max_running_requests * self.max_model_len
         self.max_total_tokens = full if max_total_tokens is None else min(max_total_tokens, full)
         self.max_running_requests = max_running_requests
-        self.model_path = self._base_path = model_path
         self.model = model
-        self._weights = load_targets(model)
-        self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
+        self._weights = ServedWeights(model, model_path)
+        if model.device.type != "cpu":
+            fuse_norms(model, gradients=False)
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)
-        check_parity(runner, longest)
+        check_parity(runner, self.max_model_len)
         if pictures is not None:
-            pictures.encoded = 0  # those of the check are nobody's
+            pictures.encoded = 0  # without those of the check
         self._limits = RequestLimits(
             runner.vocab_size,
             self.max_model_len,
@@ -156,7 +144,7 @@ class GenerationEngine:
         room = full if max_total_tokens is None else max_total_tokens
         self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
-        self._prefilled_before = runner.prefilled_tokens  # those of the check are nobody's
+        self._prefilled_before = runner.prefilled_tokens  # by the check
         self._memory = EngineMemory(runner)
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
@@ -174,7 +162,7 @@ class GenerationEngine:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the thread and fail what is unfinished.
+        """Stop the thread, and fail unfinished jobs.
 
         Raises:
             TimeoutError: a step takes longer than `timeout_s`.
@@ -198,6 +186,11 @@ class GenerationEngine:
         return self._paused is not None
 
     @property
+    def model_path(self) -> str:
+        """Folder of the weights in force."""
+        return self._weights.path
+
+    @property
     def weight_version(self) -> str:
         """Label of the weights in force."""
         return self._batch.version
@@ -207,35 +200,16 @@ class GenerationEngine:
         return self._stats
 
     def prepare(self, job: Job) -> None:
-        """Prepare the pictures of `job`, which takes some milliseconds for each new one; else `submit` does.
+        """Prepare the pictures of `job`, some milliseconds for each new one. Without this call `submit` does it.
 
         Raises:
-            RequestError: one is damaged, or its placeholders are not those of the model.
+            RequestError: a picture is damaged, or its placeholders are not those of the model.
         """
-        if self._pictures is None or job.shown:
-            return
-        made: dict[tuple[Any, ...], ShownPrompt] = {}
-        for number, request in enumerate(job.inputs):
-            key = (request.input_ids, request.pictures)
-            if key not in made:
-                made[key] = self._shown(request, number)
-        job.shown = tuple(made[request.input_ids, request.pictures] for request in job.inputs)
-
-    def _shown(self, request: GenerationInput, number: int) -> ShownPrompt:
-        assert self._pictures is not None
-        if not request.pictures:
-            return ShownPrompt(request.input_ids)
-        try:
-            ids, held = self._pictures.ids.shown(request.input_ids, request.pictures)
-            delta = self._pictures.delta(ids)
-        except (ValueError, IndexError) as error:
-            raise RequestError(f"pictures of prompt {number}: {error}") from error
-        if ids[-1] >= self._pictures.ids.first:
-            raise RequestError(f"prompt {number} ends with a picture; let at least one token follow it")
-        return ShownPrompt(tuple(ids), delta, tuple(held))
+        if self._pictures is not None and not job.shown:
+            job.shown = shown_prompts(self._pictures, job)
 
     def submit(self, job: Job) -> Future[list[GenerationOutput]]:
-        """Queue a job's samples; the future yields their outputs in order.
+        """Queue the samples of a job. The future has their outputs, in order.
 
         Raises:
             RequestError: a prompt is empty, too long or outside the vocabulary, or a rid is in use.
@@ -253,15 +227,15 @@ class GenerationEngine:
         return job.future
 
     def abort(self, rid: str = "", abort_all: bool = False) -> Future[int]:
-        """End samples whose rid starts with `rid` (or all); yields their number."""
+        """End samples whose rid starts with `rid`, or all. The future has their number."""
         return self._mailbox.post(lambda: self._batch.abort(lambda s: abort_all or s.request.rid.startswith(rid)))
 
     def abort_job(self, job: Job) -> Future[int]:
-        """End the samples of one job, as when its client has gone."""
+        """End the samples of one job, for example because its client has gone. The future has their number."""
         return self._mailbox.post(lambda: self._batch.abort(lambda sequence: sequence.job is job))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop generating; the result comes when no further token will be produced."""
+        """Stop generating. The future is done once no further token will be produced."""
         return self._mailbox.post(lambda: self._set_paused(mode))
 
     def resume(self) -> Future[None]:
@@ -269,7 +243,7 @@ class GenerationEngine:
         return self._mailbox.post(lambda: self._set_paused(None))
 
     def release_memory(self, tags: Collection[MemoryTag]) -> Future[int]:
-        """Give the memory of these kinds back, while the engine is paused and runs nothing; yields its bytes.
+        """Release the memory of these kinds while the engine is paused and runs nothing. The future has its bytes.
 
         Raises:
             MemoryStateError: (from the future) it is not paused, samples are frozen, or it does not save memory.
@@ -277,7 +251,7 @@ class GenerationEngine:
         return self._mailbox.post(lambda: self._release_memory(tags))
 
     def resume_memory(self, tags: Collection[MemoryTag]) -> Future[None]:
-        """Take the memory of these kinds again; released weights have no values before they are updated."""
+        """Allocate the memory of these kinds again. Released weights have no values before they are updated."""
         return self._mailbox.post(lambda: self._memory.resume(tags))
 
     def _release_memory(self, tags: Collection[MemoryTag]) -> int:
@@ -286,7 +260,7 @@ class GenerationEngine:
         if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
             raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
         if MemoryTag.weights in tags:
-            self._replaced = None  # an update brings all of them
+            self._weights.lose()
         if MemoryTag.kv_cache in tags:
             self._batch.prefills.forget()
         freed = self._memory.release(tags)
@@ -296,32 +270,31 @@ class GenerationEngine:
     def update_weights(
         self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
     ) -> Future[int]:
-        """Load the checkpoint in `path` into the model between two steps; of adapters, merged with the base.
+        """Load the checkpoint in `path`, or the adapters merged with the base, between two steps.
 
-        The caller's thread reads and checks the files, then the future yields the number of samples that were frozen.
+        The caller's thread reads and checks the files.
+
+        Returns:
+            Future with the number of samples that were frozen.
 
         Raises:
-            WeightUpdateError: (from here or from the future) refused; the old weights keep serving.
+            WeightUpdateError: (from here or from the future) the files are refused; the old weights keep serving.
         """
         if MemoryTag.weights in self._memory.released:
             raise WeightUpdateError("the weights' memory is released; resume it first. The weights were not changed.")
-        before = self._replaced
-        staged, replaced = self._stage(Path(path))
+        staged = self._weights.read(path)
 
         def apply() -> int:
-            if replaced is not None and self._replaced != before:
-                raise WeightUpdateError("other weights were loaded while these adapters were read; load them again")
+            self._weights.check_current(staged)
             frozen = len(self._batch.samples.running)
             if frozen and flush_cache:
                 raise WeightUpdateError(
                     f"Flush cache failed: {frozen} requests are frozen by pause mode 'in_place'; pass "
                     "flush_cache=false to keep their cache. The weights were not changed."
                 )
-            apply_weights(staged)
+            self._weights.apply(staged)
             self._memory.has_values = True
-            self._replaced = replaced
             self._batch.weights_changed(keep_cache=not flush_cache)
-            self.model_path = path
             if version is not None:
                 self._batch.relabel(version)
             return frozen
@@ -336,23 +309,12 @@ class GenerationEngine:
         self._mailbox.post(request)
         return change.future
 
-    def _stage(self, folder: Path) -> tuple[list[tuple[Tensor, Tensor]], frozenset[str] | None]:
-        """Return the tensors that the weights in `folder` replace, and the names of those that then differ from the
-        base.
-        """
-        if not are_adapters(folder):
-            return stage_weights(self._weights, folder), None
-        adapters = read_adapters(folder)
-        if Path(adapters.base or "") != Path(self._base_path):
-            raise WeightUpdateError(
-                f"{str(folder)!r} has adapters of {adapters.base!r}, this server started with {self._base_path!r}"
-            )
-        staged = stage_adapters(self._weights, adapters, Path(self._base_path), self._replaced)
-        return staged, frozenset(adapters.layers)
-
     def step(self) -> bool:
-        """Run commands and one step on the caller's thread, for use without `start`; False when there was nothing to
-        do."""
+        """Run commands and one step on the caller's thread, for use without `start`.
+
+        Returns:
+            False if nothing could run.
+        """
         self._run_commands()
         self._apply_drains()
         if not self._runnable():
@@ -378,7 +340,7 @@ class GenerationEngine:
             self._fail_all(failure)
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do; False when the engine is to stop."""
+        """Sleep until there is something to do; return False if the engine is to stop."""
         if not (self._drains or self._runnable()):
             self._renew_stats()
             self._mailbox.wait()
@@ -396,8 +358,9 @@ class GenerationEngine:
         return self._batch.runnable
 
     def _apply_drains(self) -> None:
-        """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
-        waits."""
+        """Apply changes whose earlier samples have all finished, or are frozen. Hold what arrived after the first
+        change that waits.
+        """
         queue = self._batch.queue
         while self._drains:
             drain = self._drains[0]
@@ -409,7 +372,7 @@ class GenerationEngine:
             drain.change.run()
 
     def _set_paused(self, mode: PauseMode | None) -> None:
-        """Stop as `mode` says; None goes on, which needs all memory."""
+        """Stop in this mode; None continues, which needs all memory."""
         if mode is None:
             self._memory.check_complete()
         if mode == PauseMode.abort:
@@ -419,13 +382,13 @@ class GenerationEngine:
         self._paused = mode
 
     def _deliver(self) -> None:
-        """Answer the jobs that are complete, once the statistics tell of them."""
+        """Answer complete jobs, after the statistics count them."""
         if self._jobs.due:
             self._renew_stats()
             self._jobs.answer()
 
     def _fail_all(self, error: BaseException) -> None:
-        """Let nobody wait for an answer that will not come."""
+        """Fail all jobs, changes and commands, so that no caller waits for ever."""
         self._mailbox.close()
         self._jobs.fail(error)
         for drain in self._drains:
@@ -459,8 +422,27 @@ class GenerationEngine:
         )
 
 
+def _longest(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """Return the longest sequence that is served, in tokens: `max_model_len`, or by default the model's own limit.
+
+    Raises:
+        UnsupportedModelError: the engine does not serve such a model.
+        ValueError: the length is missing, or out of range.
+    """
+    limit = context_limit(model.config)
+    longest = limit if max_model_len is None else max_model_len
+    if longest is None:
+        raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
+    refuse_unserved(model, longest)
+    if longest < 1:
+        raise ValueError(f"max_model_len is {longest}; it must be at least 1")
+    if limit is not None and longest > limit:
+        raise ValueError(f"max_model_len is {longest}, but the model's positions end at {limit}; lower it")
+    return longest
+
+
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end an answer of this model, from its generation config, else its config."""
+    """Return the tokens that end an answer of this model, from its generation config, else its config."""
     generation = model.generation_config
     eos = generation.eos_token_id if generation is not None else None
     if eos is None:

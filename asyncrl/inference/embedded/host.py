@@ -37,7 +37,7 @@ a decode step of a small model."""
 
 
 def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTrainedModel:
-    """The causal LM in the folder `path`, on its device; this process is set up to run it on `threads` CPU threads."""
+    """Load the causal LM in the folder `path` onto its device, and set this process up for `threads` CPU threads."""
     torch.set_num_threads(threads)
     sys.setswitchinterval(_THREAD_SWITCH_S)
     kind: Any = language_model(path)
@@ -47,7 +47,9 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTra
 
 
 def _detokenizer(folder: Path) -> Detokenize | None:
-    """Token ids to text, special tokens included, by the tokenizer in `folder`; None where it has none."""
+    """Return the function from token ids to text, with special tokens, of the tokenizer in `folder`; None if there is
+    no tokenizer.
+    """
     if not any((folder / name).is_file() for name in (CONFIG_FILE, TOKENIZER_FILE)):
         return None
     return load_tokenizer(folder).decode_all
@@ -58,8 +60,8 @@ class EmbeddedHost:
 
     Args:
         config: the experiment, `model.path` resolved.
-        security: the token that clients must send, and TLS; None where the run has no secret.
-        guest: it gives its memory back while the trainer needs the device.
+        security: the token that clients must send, and TLS; None if the run has no secret.
+        guest: it releases its memory while the trainer needs the device.
     """
 
     def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, guest: bool = False) -> None:
@@ -71,7 +73,7 @@ class EmbeddedHost:
         """Load the model and serve it on a free port.
 
         Raises:
-            EngineStartError: no progress for `generation.start_timeout_s`, or it is no model for this engine.
+            EngineStartError: no progress for `generation.start_timeout_s`, or the engine does not serve this model.
         """
         await self.stop()
         limit = StartLimit("generation.start_timeout_s", self._config.generation.start_timeout_s)
@@ -127,7 +129,7 @@ class EmbeddedHost:
         return "the embedded engine failed; its traceback is above"
 
     async def stop(self) -> None:
-        """End the engine, which fails what is unfinished, then the HTTP server, which then waits for nothing."""
+        """Stop the engine, which fails unfinished jobs, then the HTTP server, which has nothing to wait for then."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
             self._engine = None

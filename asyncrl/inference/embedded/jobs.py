@@ -18,9 +18,9 @@ class _Progress:
 
 
 class JobTable:
-    """Books of the jobs submitted and not yet answered.
+    """Jobs that were submitted and are not answered yet.
 
-    `reserve` is called by the submitting threads, everything else by the engine's.
+    The submitting threads call `reserve`, the engine's thread everything else.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class JobTable:
         self._open: dict[int, _Progress] = {}
         self._complete: list[_Progress] = []
         self.arrivals = 0
-        """Samples that have arrived so far."""
+        """Number of samples that have arrived so far."""
         self.finished = 0
         self.aborted = 0
 
     @property
     def due(self) -> bool:
-        """True where a complete job waits for its answer."""
+        """True if a complete job waits for its answer."""
         return bool(self._complete)
 
     def reserve(self, job: Job) -> None:
         """Claim the job's rids.
 
         Raises:
-            RequestError: one is in use, or the job names one twice.
+            RequestError: a rid is in use, or the job names one twice.
         """
         rids = {request.rid for request in job.inputs}
         with self._lock:
@@ -52,12 +52,12 @@ class JobTable:
             self._rids |= rids
 
     def release(self, job: Job) -> None:
-        """Give back the rids of a job that was not accepted after all."""
+        """Release the rids of a job that was not accepted after all."""
         with self._lock:
             self._rids -= {request.rid for request in job.inputs}
 
     def open(self, job: Job) -> list[Sequence]:
-        """Begin a job: its samples, numbered by arrival."""
+        """Begin a job; return its samples, numbered by arrival."""
         count = len(job.inputs)
         self._open[id(job)] = _Progress(job, [None] * count, count)
         sequences = [Sequence.of(job, index, self.arrivals + index) for index in range(count)]
@@ -65,7 +65,7 @@ class JobTable:
         return sequences
 
     def note(self, sequence: Sequence, output: GenerationOutput) -> None:
-        """One sample has finished."""
+        """Record that a sample has finished."""
         assert output.finish is not None
         self.finished += 1
         self.aborted += output.finish.reason == FinishReason.abort
@@ -80,14 +80,14 @@ class JobTable:
             self._complete.append(self._open.pop(id(sequence.job)))
 
     def answer(self) -> None:
-        """Answer the jobs that are complete."""
+        """Answer complete jobs."""
         complete, self._complete = self._complete, []
         for progress in complete:
             if progress.job.future.set_running_or_notify_cancel():
                 progress.job.future.set_result([output for output in progress.outputs if output is not None])
 
     def fail(self, error: BaseException) -> None:
-        """Answer what is complete and fail the rest."""
+        """Answer complete jobs, and fail the others."""
         self.answer()
         for progress in self._open.values():
             if progress.job.future.set_running_or_notify_cancel():

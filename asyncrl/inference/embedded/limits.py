@@ -1,16 +1,25 @@
-"""Limits of a request, checked on its caller's thread before it is queued."""
+"""Work on the caller's thread before a request is queued: its limits are checked, its pictures prepared."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from asyncrl.inference.embedded.types import GenerationInput, RequestError
+from asyncrl.inference.embedded.types import GenerationInput, Job, RequestError, ShownPrompt
+from asyncrl.models.pictures import Pictures
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """An engine's limits: tokens it knows, longest prompt + output, KV cache in tokens, whether it has text to find
-    stop strings in, and whether it records which experts it chooses."""
+    """Limits of an engine.
+
+    Attributes:
+        vocab_size: number of tokens of the model.
+        max_model_len: longest prompt + output, in tokens.
+        max_total_tokens: positions of the KV cache.
+        reads_text: the engine has a tokenizer, so it can search for stop strings.
+        records_routing: it records the experts that each token went through.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -22,7 +31,7 @@ class RequestLimits:
         """Check one sample's request.
 
         Raises:
-            RequestError: the prompt is empty, too long or outside the vocabulary, or more is asked than the engine has.
+            RequestError: the prompt is empty, too long or outside the vocabulary, or the engine lacks what it asks for.
         """
         prompt, spec = request.input_ids, request.sampling
         if not prompt:
@@ -58,3 +67,30 @@ class RequestLimits:
             )
         if spec.stop and not self.reads_text:
             raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")
+
+
+def shown_prompts(pictures: Pictures, job: Job) -> tuple[ShownPrompt, ...]:
+    """Prepare the pictures of `job`; samples of the same prompt share the result.
+
+    Raises:
+        RequestError: a picture is damaged, or its placeholders are not those of the model.
+    """
+    made: dict[tuple[Any, ...], ShownPrompt] = {}
+    for number, request in enumerate(job.inputs):
+        key = (request.input_ids, request.pictures)
+        if key not in made:
+            made[key] = _shown(pictures, request, number)
+    return tuple(made[request.input_ids, request.pictures] for request in job.inputs)
+
+
+def _shown(pictures: Pictures, request: GenerationInput, number: int) -> ShownPrompt:
+    if not request.pictures:
+        return ShownPrompt(request.input_ids)
+    try:
+        ids, held = pictures.ids.shown(request.input_ids, request.pictures)
+        delta = pictures.delta(ids)
+    except (ValueError, IndexError) as error:
+        raise RequestError(f"pictures of prompt {number}: {error}") from error
+    if ids[-1] >= pictures.ids.first:
+        raise RequestError(f"prompt {number} ends with a picture; let at least one token follow it")
+    return ShownPrompt(tuple(ids), delta, tuple(held))

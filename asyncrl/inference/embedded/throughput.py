@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 INTERVAL_S = 0.1
-"""Interval, in s, between readings of a working engine."""
+"""Interval in seconds between readings of a working engine."""
 WINDOW_S = 1.0
-"""Longest time between two readings that still says how fast it was: after a pause the first one does not."""
+"""Longest time in seconds between two readings that gives a speed: the first reading after a pause does not."""
 
 
 class WorkMeter:
-    """Fed after every step with the clock, in seconds, and the tokens generated so far."""
+    """Receives, after every step, the time in seconds and the number of tokens generated so far."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
@@ -18,7 +18,7 @@ class WorkMeter:
         self._tokens = 0
 
     def worked(self, begin: float, end: float, tokens: int) -> bool:
-        """A step ran from `begin` to `end`; whether a reading was due and has been taken."""
+        """Record a step from `begin` to `end`; return True if a reading was due."""
         self.busy_seconds += end - begin
         passed = end - self._read_at
         if passed <= INTERVAL_S:

@@ -23,7 +23,9 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Sampling parameters of one sample. Lengths in tokens; `temperature` 0 is greedy; `top_k` -1 keeps every token."""
+    """Sampling parameters of one sample. Lengths are in tokens; `temperature` 0 is greedy; `top_k` -1 keeps every
+    token.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -34,14 +36,19 @@ class SamplingSpec:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
-    """Stream of the sample; None draws a fresh one."""
+    """Random stream of the sample; None: a new one."""
     seed_offset: int = 0
-    """Tokens of this stream already used, where the prompt ends with tokens of an interrupted sample."""
+    """Number of tokens of this stream that are used already, if the prompt ends with tokens of an interrupted sample.
+    """
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be drawn; none: all."""
 
     def __post_init__(self) -> None:
-        """Raise RequestError where a value is out of range."""
+        """Check the values.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
         checks = (
             (self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0"),
             (self.temperature >= 0.0, "temperature", self.temperature, ">= 0"),
@@ -69,11 +76,11 @@ class GenerationInput:
     input_ids: tuple[int, ...]
     sampling: SamplingSpec
     prompt_logprobs_from: int = -1
-    """First prompt position whose temperature-1 log-probability is wanted; -1 for none."""
+    """First prompt position whose log-probability at temperature 1 is wanted; -1 for none."""
     routing_from: int = -1
     """First position whose chosen experts are wanted; -1 for none."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """At spans of `input_ids`, in order."""
+    """Pictures at spans of `input_ids`, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +94,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End of a sample. `matched` is the stop token's id or the stop string; `queued` marks an abort before the sample
-    ran.
+    """End of a sample.
+
+    Attributes:
+        matched: stop token's id, or stop string.
+        queued: the sample was aborted before it ran.
     """
 
     reason: FinishReason
@@ -112,12 +122,13 @@ class GenerationOutput:
     prompt_logprobs: list[float | None] | None = None
     """Log-probabilities of `input_ids[prompt_logprobs_from:]`; None for the first token of the prompt."""
     routing: NDArray[np.int16] | None = None
-    """Experts chosen at the positions from `routing_from` to the last token but one, which was not computed:
-    `[positions, layers, per_token]`. Once the sample has finished, where they were asked for."""
+    """Experts chosen at the positions from `routing_from` to the last token but one (the last one was not computed):
+    `[positions, layers, per_token]`. Only of finished samples that asked for them.
+    """
 
 
 class MemoryStateError(RuntimeError):
-    """The engine's memory is in another state than the call needs; nothing was changed."""
+    """The call needs another state of the engine's memory; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +136,8 @@ class ShownPrompt:
     """A prompt as the model sees it.
 
     Attributes:
-        ids: its tokens, with the ids of pictures' rows in the place of their placeholders.
-        delta: what is added to the place of a later token to give its position.
+        ids: its tokens, with the ids of pictures' rows in place of their placeholders.
+        delta: difference between the position of a later token and its place.
         pictures: held as long as these ids are used.
     """
 
@@ -137,11 +148,13 @@ class ShownPrompt:
 
 @dataclass(slots=True)
 class Job:
-    """Samples submitted together and answered together: `future` yields their outputs in order. `shown` has a prompt
-    for each, where the model takes pictures.
+    """Samples that are submitted and answered together.
 
-    `on_progress` is called on the engine's thread after every step that moved a sample of the job, with the index and
-    the output so far; it must be quick.
+    Attributes:
+        future: gets their outputs, in order.
+        on_progress: called on the engine's thread after every step that continued a sample of the job, with its index
+            and the output so far. It must be quick.
+        shown: prompt of each sample, if the model takes pictures.
     """
 
     inputs: tuple[GenerationInput, ...]
@@ -152,8 +165,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine. Token counts are since the start; `used_tokens` are positions of the KV cache in
-    use."""
+    """A snapshot of the engine. Tokens are counted since its start; `used_tokens`: positions of the KV cache in use."""
 
     running: int = 0
     waiting: int = 0
@@ -164,7 +176,7 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled_tokens: int = 0
-    """Distinct tokens of prompts that were computed."""
+    """Distinct prompt tokens that were computed."""
     kept_tokens: int = 0
     """Positions of the KV cache that hold rows of earlier requests, beside `used_tokens`."""
     generated_tokens: int = 0
@@ -177,4 +189,4 @@ class EngineStats:
     """Tokens per second over the last second of work."""
     weight_version: str = "default"
     encoded_pictures: int = 0
-    """Pictures that the vision tower has computed: each once for a version of the weights while it is in use."""
+    """Pictures that the vision tower has computed: each once per version of the weights, while it is in use."""

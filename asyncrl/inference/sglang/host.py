@@ -56,7 +56,7 @@ class SGLangHost:
         scratch: name of its scratch folder, which no other server of the run has.
         run_dir: the run's folder.
         device: what it runs on.
-        security: the token that it asks for, and TLS; None where the run has no secret.
+        security: the token that it asks for, and TLS; None if the run has no secret.
         log: where its output goes.
         guest: see `build_command`.
     """
@@ -163,7 +163,7 @@ class AdoptedHost:
     Args:
         url: its address.
         model_dir: the initial model, at a path that it can read; loaded unless it already serves it under label "0".
-        security: has `url` among the adopted ones; None where the run has no secret.
+        security: has `url` among the adopted ones; None if the run has no secret.
         timeout_s: limit for it to answer and load.
     """
 

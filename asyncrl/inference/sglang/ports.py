@@ -52,10 +52,10 @@ class PortBlock:
 
 
 def reserve_ports(host: str, *, first: int = FIRST_PORT, last: int = LAST_PORT) -> PortBlock:
-    """A block of ports that nobody listens on at `host` and that no other asyncrl process will choose.
+    """Return a block of ports that are free at `host`, and that no other asyncrl process will choose.
 
     Raises:
-        NoFreePorts: there is none in `first` to `last`, below the kernel's ephemeral range.
+        NoFreePorts: no block is free in `first` to `last`, below the kernel's ephemeral range.
     """
     last = min(last, _lowest_ephemeral() - 1)
     bases = list(range(first, last - BLOCK_SIZE + 2, BLOCK_SIZE))

@@ -1,7 +1,7 @@
-"""Guests of the trainer's devices, as name resolution knows them: whose turn it is, who rests, who is about to load.
+"""Guests of the trainer's devices, as name resolution shows them: turns, resting guests, and guests that load.
 
-`asyncrl.manager.fleet.turns` has the rule. Here it is told what happens, and the MasterWorker is told when all guests
-rest.
+`asyncrl.manager.fleet.turns` has the rule. This module reports events to it, and reports to the MasterWorker when all
+guests rest.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Guests:
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _in_the_way(self, number: int) -> list[str]:
-        """Who keeps turn `number` from beginning, in words."""
+        """Return what keeps turn `number` from beginning, for people."""
         turn = self._decisions.guests.turn
         if turn.number < number or not turn.training:
             return ["the GserverManager, which has not heard of the turn yet"]

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
@@ -30,7 +31,9 @@ from asyncrl.observe import observer
 from asyncrl.weights.transports.base import ManagerEnd
 
 HEALTH_TIMEOUT_S = 5.0
-"""`/ready` takes milliseconds; on a machine whose cores are all busy it has been seen to take a second."""
+"""Time limit in seconds of a health check. `/ready` takes milliseconds, or a second if all cores of the machine are
+busy.
+"""
 _LONGEST_IDLE_S = 5.0
 _UNUSED = (ServerState.QUARANTINED, ServerState.RESTING)
 UNKNOWN_VERSION = -1
@@ -41,7 +44,7 @@ Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
 async def _not_recorded(server: int, memory: GuestMemory | None) -> None:
-    """No manager follows."""
+    """Do nothing, as no other manager follows."""
 
 
 class WeightsChanged(HttpError):
@@ -58,15 +61,15 @@ class FleetRunner:
         transport: brings weights to the servers.
         config: interval of health checks, time limit of an update.
         checks: checks that a server must pass after each update.
-        policy: one of `policies`, whose servers these are; empty: the run's own.
-        served_version: returns the version by which the gate counts; None: the least of these servers if they are of
-            the run's own policy, else the gate does not depend on them.
+        policy: name in `policies` of the servers' policy; empty: the run's own.
+        served_version: returns the version by which the gate counts. None: the least version of these servers if they
+            serve the run's own policy; else the gate does not depend on them.
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
-        memory: by index the guests whose memory is released, or may be; `on_memory` records each change.
-        changed: the state of a server changed.
-        wake_s: time that the guest which woke last took until it served.
+        memory: by index, the guests whose memory is released, or may be; `on_memory` records each change.
+        changed: notified when a server's state changes.
+        wake_s: seconds that the last woken guest took until it served.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class FleetRunner:
         self._shown: dict[int, tuple[str, bool]] = {}
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
-        """Name resolution has these servers now: index to (URL, version at registration)."""
+        """Set the servers that name resolution has now: index to (URL, version at registration)."""
         changed = False
         for life in self._decisions.servers:
             if life.index not in servers:
@@ -124,7 +127,7 @@ class FleetRunner:
             self.changed.notify()
 
     def publish(self, target: Target) -> None:
-        """Newer weights were published and checked."""
+        """Set the newest weights, which were checked."""
         self._decisions.publish(target)
         self.changed.notify()
 
@@ -134,12 +137,12 @@ class FleetRunner:
         self.changed.notify()
 
     def arrived(self, host: str, target: Target) -> None:
-        """The weights are on the host at this address."""
+        """Note that the host at this address has the weights."""
         self._decisions.arrived(host, target)
         self.changed.notify()
 
     async def run(self) -> None:
-        """Carry out what the fleet orders until cancelled."""
+        """Carry out the fleet's orders until cancelled."""
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._watch_health())
@@ -189,7 +192,7 @@ class FleetRunner:
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
-        """Until something changed, the next deadline, or (while a server is drained) a request ended."""
+        """Wait for a change, for the next deadline, or, while a server is drained, for the end of a request."""
         due = self._decisions.next_due()
         limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
@@ -231,7 +234,7 @@ class FleetRunner:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
         finally:
             self._updates.pop(order.attempt, None)
-            lane = f"generation_server/{order.server}"
+            lane = self._process(order.server)
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._show()
         self.changed.notify()
@@ -256,21 +259,25 @@ class FleetRunner:
         self.changed.notify()
 
     async def _record(self, server: int, memory: GuestMemory | None) -> None:
-        """Record what is known of the guest's memory, before it changes and when it has; None: it has all of it."""
+        """Record the state of the guest's memory, before it changes and afterwards; None: it has all of it."""
         if memory is None:
             self.memory.pop(server, None)
         else:
             self.memory[server] = memory
         await self.on_memory(server, memory)
 
+    def _process(self, server: int) -> str:
+        """Return the name of the process of a server, which is its lane in the timeline."""
+        return f"{names.POLICY_SERVER if self._policy else names.GENERATION_SERVER}/{server}"
+
     def _left_device(self, server: int) -> None:
         """Write the span in which the server had memory on its device, if it is a guest."""
         since = self._resident_since.pop(server, None)
         if since is not None and server in self._decisions.guests:
-            observer.span("resident", since, time.time(), lane=f"generation_server/{server}")
+            observer.span("resident", since, time.time(), lane=self._process(server))
 
     async def _check_late(self, order: BeginUpdate, client: GenerationServerClient) -> None:
-        """Check a server that serves already; one that fails leaves service, and hands nothing more out."""
+        """Check a server that serves already. If it fails, it leaves service, and no later token of it is returned."""
         try:
             for check in self._checks:
                 await check(order.server, client, order.target)
@@ -304,9 +311,12 @@ class FleetRunner:
             await asyncio.sleep(self._config.health_interval_s)
 
     async def _check(self, server: int, url: str, *, ordered: bool = False) -> None:
-        """See whether the server is well; that one which serves still is changes nothing, of many servers each second.
+        """Check the server's health.
 
-        `ordered`: it is in quarantine until then.
+        Nothing is notified if a serving server is healthy, as that happens for many servers each second.
+
+        Args:
+            ordered: the server is in quarantine until then.
         """
         self._checking.add(url)
         expected = self._decisions.expected_version(server, url)
@@ -330,7 +340,7 @@ class FleetRunner:
             self.changed.notify()
 
     def _show(self) -> None:
-        """Tell the router and the gate which servers get requests, and clients which ones they lost."""
+        """Update the router and the gate with the servers that get requests, and report lost servers to clients."""
         lives = {life.index: life for life in self._decisions.servers}
         self._router.returning = sum(
             life.state is ServerState.UPDATING and not life.failures for life in lives.values()

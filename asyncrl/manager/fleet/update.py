@@ -1,5 +1,5 @@
-"""One weight update of one generation server: pause, load, continue, check; and one rest, before and after which its
-memory goes and comes.
+"""One weight update of one generation server: pause, load, continue, check; and one rest, in which it releases its
+memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd
 
 UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
-"""Checks the server with this index, which has the target's weights and gets no requests yet; raises `HttpError` if
-the weights are not the target's.
+"""Checks the server with this index, which has the target's weights and gets no requests yet. Raises `HttpError` if the
+weights are not the target's.
 """
 
 
@@ -29,12 +29,12 @@ async def update_server(
 ) -> None:
     """Bring the server to the order's target, then let it generate again.
 
-    One that rested is paused. Its weights get their memory first, and what remains only after the update: what reads
-    the weights may need room meanwhile. `resumed` is told what has its memory again.
+    A rested server is paused. It allocates the memory of its weights first, and the rest only after the update: reading
+    the weights may need room meanwhile. `resumed` is called with the kinds that are allocated.
 
-    Running requests are answered or kept, as the order says; new ones wait until the server has its weights. If a step
+    Running requests are answered or kept, as the order says. New ones wait until the server has its weights. If a step
     or a check fails the server stays paused: its weights are unknown, so it must not generate. A server that refuses
-    the files as damaged continues with its own weights, which the order names.
+    damaged files continues with its own weights, which the order names.
 
     Raises:
         DamagedVersion: the server continues with the version that it had.
@@ -50,10 +50,10 @@ async def update_server(
 
 
 async def rest_server(client: GenerationServerClient, *, timeout_s: float) -> None:
-    """Have the server answer what runs with what it has, and give its memory back; it stays paused.
+    """Have the server answer running requests with what they have, and release its memory. It stays paused.
 
     Raises:
-        HttpError: a call failed; what memory it has is unknown.
+        HttpError: a call failed; the state of its memory is unknown.
     """
     await client.pause(PauseMode.abort, timeout_s=timeout_s)
     await client.release_memory([*MemoryTag], timeout_s=timeout_s)
@@ -77,7 +77,7 @@ async def _pause(order: BeginUpdate, client: GenerationServerClient, timeout_s: 
 
 
 async def _load(order: BeginUpdate, client: GenerationServerClient, transport: ManagerEnd, timeout_s: float) -> None:
-    """Have the server load the order's version; one that refuses damaged files continues with its own weights."""
+    """Have the server load the order's version. If it refuses damaged files, it continues with its own weights."""
     wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, timeout_s)
     try:
         await transport.bring(client, wanted, order.target.read_at)

@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.api.trajectory import OPPONENTS
+from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.ledger_lines import (
     SEAL_BYTES,
@@ -38,6 +39,7 @@ from asyncrl.comm.ledger_lines import (
     LedgerBooks,
     Line,
     Manager,
+    PolicyTokens,
     RolloutLine,
     RunSettings,
     Saved,
@@ -45,11 +47,13 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded
+from asyncrl.trainer.messages import RolloutRecord
 
 FILE_BYTES = 16 << 20
 """About 50,000 rollouts."""
@@ -210,8 +214,8 @@ class Ledger:
             samples, rewards = len(record.rewards), record.episode_rewards
             reward = sum(rewards) / len(rewards)
             head = (record.rollout_id, record.prompt_id, record.order, self.lineage, step)
-            opponents = _opponents(record.metrics)
-            self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward, opponents))
+            of_policies = _opponents(record.metrics), _policies(record)
+            self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward, *of_policies))
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Step(line=line, at=at, lineage=self.lineage, step=step, books=plain, seal=""))
         self._write()
@@ -400,6 +404,16 @@ def _opponents(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:
             policy, _, which = name.removeprefix(OPPONENTS).partition("/")
             versions.setdefault(policy, {})[which] = int(number)
     return {policy: (each["oldest_version"], each["newest_version"]) for policy, each in versions.items()}
+
+
+def _policies(record: RolloutRecord) -> dict[str, PolicyTokens]:
+    """Return the share of each trained policy in a rollout, from what its worker and the trainer counted."""
+    generated = {name.removeprefix(GENERATED): n for name, n in record.metrics.items() if name.startswith(GENERATED)}
+    of_sample = [policy_of(group, generated) or ACTOR for group in record.groups or [""] * len(record.generated)]
+    trained, samples = Counter[str](), Counter(of_sample)
+    for policy, tokens in zip(of_sample, record.generated, strict=True):
+        trained[policy] += tokens
+    return {name: PolicyTokens(int(each), trained[name], samples[name]) for name, each in generated.items()}
 
 
 def _plain(books: GateBooks) -> LedgerBooks:

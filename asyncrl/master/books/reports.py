@@ -2,7 +2,7 @@
 
 The manager keeps the books (`staleness_gate`). Each reply has them, with lines about rollouts, which are written to the
 ledger's file before any report that follows from them. A new manager, the first one or a dead one's successor, first
-receives everything that the trainer's side knows (`asyncrl.manager.rebuild`), and only then reports.
+receives everything that the trainer's side knows (`asyncrl.manager.rollouts.rebuild`), and only then reports.
 
 If steps are kept, no report about a step is sent before its state is complete: otherwise a process that replaces this
 one would not know of the step.

@@ -88,7 +88,7 @@ def frozen_calls(config: ExperimentConfig, graph: Graph, placement: Placement) -
     algorithm = config.algorithm
     whole = algorithm.kl_in == KLPlace.loss and algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
     reference = algorithm.reference.mode == ReferenceMode.frozen and not whole
-    asked = {"reward", "ref_inf"} if reference else {"reward"}
+    asked = {"reward", "teacher_inf"} | ({"ref_inf"} if reference else set())
     return [
         call
         for call in graph.calls

@@ -19,7 +19,8 @@ from asyncrl.config.import_paths import PluginError, definition, load_plugin
 from asyncrl.config.signatures import MODEL_FUNCTION
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.config.trained_policies import config_of_policy, role_of_policy
-from asyncrl.master.graph.types import Call, Graph, GraphError
+from asyncrl.master.graph.types import MODEL_ARG, Call, Graph, GraphError
+from asyncrl.trainer.settings import SOURCE_NUMBER, TeacherConfig
 
 POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantages")
 
@@ -34,17 +35,38 @@ def proximal(config: ExperimentConfig) -> tuple[Call, ...]:
 
 
 def reference(config: ExperimentConfig) -> tuple[Call, ...]:
-    """Return the call for log-probabilities under the reference model, if a KL term needs them."""
-    if not config.algorithm.kl_coef:
-        return ()
-    return (Call("ref_inf", "ref", "ref_inf", reads=("tokens", "loss_mask"), writes=("ref_logprobs",)),)
+    """Return the calls for log-probabilities under the reference model, if a KL term needs them, and the teachers."""
+    anchor = Call("ref_inf", "ref", "ref_inf", reads=("tokens", "loss_mask"), writes=("ref_logprobs",))
+    return (*((anchor,) if config.algorithm.kl_coef else ()), *_teachers(config))
+
+
+def _teachers(config: ExperimentConfig) -> tuple[Call, ...]:
+    return tuple(
+        Call(
+            f"{teacher.role}_inf",
+            teacher.role,
+            "teacher_inf",
+            reads=("tokens", "loss_mask", *_source(teacher)),
+            writes=(teacher.logprobs,),
+            args={MODEL_ARG: teacher.path},
+        )
+        for teacher in config.algorithm.teachers
+        if teacher.path is not None
+    )
+
+
+def _source(teacher: TeacherConfig) -> tuple[str, ...]:
+    return (SOURCE_NUMBER,) if teacher.sources else ()
 
 
 def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
-    """Return the additional keys that the advantage call reads if the KL term is part of the reward or the
-    advantage.
+    """Return the additional keys that the advantage call reads: those of the teachers, and the reference's if the KL
+    term is part of the reward or the advantage.
     """
-    return written(*reference(config)) if config.algorithm.kl_in != KLPlace.loss else ()
+    algorithm = config.algorithm
+    anchor = ("ref_logprobs",) if algorithm.kl_coef and algorithm.kl_in != KLPlace.loss else ()
+    taught = [key for teacher in algorithm.teachers for key in (teacher.logprobs, *_source(teacher))]
+    return (*anchor, *dict.fromkeys(taught))
 
 
 def written(*calls: Call) -> tuple[str, ...]:
@@ -138,7 +160,7 @@ def _graph_of_policy(config: ExperimentConfig) -> Graph:
     """
     name = config.algorithm.graph
     graph = _build(name, _builder(name), config)
-    graph.validate(known(MODEL_FUNCTION), config.rollout.columns)
+    graph.validate(known(MODEL_FUNCTION), config.columns)
     for call in graph.calls:
         if ":" in call.function:
             try:

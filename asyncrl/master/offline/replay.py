@@ -24,7 +24,7 @@ import numpy as np
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.names import PULLERS
+from asyncrl.comm.names import PULLERS, WinRatesOfPools
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import (
@@ -147,8 +147,8 @@ class ReplayBoard(NameBoard):
         self.version = 0
         self.changed = asyncio.Event()
 
-    def announce_version(self, version: int, path: str) -> None:
-        super().announce_version(version, path)
+    def announce_version(self, version: int, path: str, win_rates: WinRatesOfPools | None = None) -> None:
+        super().announce_version(version, path, win_rates)
         self.version = version
         self.changed.set()
 

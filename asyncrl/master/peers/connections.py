@@ -177,7 +177,9 @@ def _row(answer: EvaluatedAnswer) -> int:
 
 
 async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:
-    """Call `introduce` for each new GserverManager, and repeat it while it returns False (`asyncrl.manager.rebuild`).
+    """Call `introduce` for each new GserverManager, and repeat it while it returns False.
+
+    `asyncrl.manager.rollouts.rebuild` has the protocol.
 
     Args:
         process: names the manager's process; None while there is none.
@@ -208,9 +210,10 @@ class NameBoard:
         states = {names.WorkerStatus.decode(value).state for value in entries.values()}
         return "starting" in states and "ready" not in states
 
-    def announce_version(self, version: int, path: str) -> None:
-        """Announce that the actor's newest weights, `version`, are in `path`."""
-        published = names.PublishedVersion(version, path)
+    def announce_version(self, version: int, path: str, win_rates: names.WinRatesOfPools | None = None) -> None:
+        """Announce that the actor's newest weights, `version`, are in `path`; `win_rates` are those of pools then."""
+        rates = {pool: dict(of_members) for pool, of_members in (win_rates or {}).items()}
+        published = names.PublishedVersion(version, path, rates)
         self._resolver.add(names.model_version_key(names.ACTOR), published.encode(), replace=True)
 
     def announced_version(self) -> int:

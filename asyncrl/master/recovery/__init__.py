@@ -1,5 +1,5 @@
 """Recovery of the MasterWorker: any process may die at any moment. `docs/faults.md` has the user's view, with the
-picture of both sides; `asyncrl.manager.rebuild` has the GserverManager's.
+picture of both sides; `asyncrl.manager.rollouts.rebuild` has the GserverManager's.
 
 Facts, and where they survive a death:
 

@@ -1,17 +1,14 @@
 """First actions of a MasterWorker: find the run's current state, then do everything up to the next step.
 
 1. It finds the state from which the run continues (`find`) and loads it. If the ranks were copying a newer state, the
-   copy is completed first.
-2. The manager is asked for its status, and the metrics continue after that step. `books.json` is written.
-3. The ledger continues: after the last step's line, or after the launch's first line if no step has been completed
-   since, or as a new launch.
-4. The previous MasterWorker's open reports are taken over, and the last step's row of metrics is written.
-5. Weights of versions later than this state are removed, and the current ones are published.
-6. The version is announced, unless an evaluation of an older one was cut off: servers keep that one for now.
-7. Servers on the trainer's devices have them from here on. The ranks are polled, and the manager is told what is known
-   if it begins too: its gate opens. From here on trajectories come in, and the process is ready.
-8. The evaluation that was cut off is made again; then the version is announced.
-9. The last step is reported, and written into the ledger if its line is missing.
+copy is completed first. 2. It asks the manager for its status, and continues the metrics after that step. `books.json`
+is written. 3. It continues the ledger: after the last step's line, or after the launch's first line if no step has been
+completed since, or as a new launch. 4. It takes over the previous MasterWorker's open reports, and writes the last
+step's row of metrics. 5. It removes weights of later versions than this state, and publishes the current ones. 6. It
+announces the version, unless an evaluation of an older one was cut off: servers keep that one for now. 7. Servers on
+the trainer's devices have them from here on. The ranks are polled, and a new manager gets the master's report and opens
+its gate. From here on trajectories arrive, and the process is ready. 8. The evaluation that was cut off is repeated;
+then the version is announced. 9. The last step is reported, and written into the ledger if its line is missing.
 
 A death may cut off any of these; the next successor does all of them again.
 """
@@ -50,9 +47,9 @@ class RecoveredState:
 
     Attributes:
         state: the master's state, as in a checkpoint; at the run's beginning that of a new loop.
-        announced: the version that servers have, or have to load.
-        saved: True if the newest checkpoint is of exactly this state.
-        last: the step that other processes may not know yet; None after a checkpoint and at the beginning.
+        announced: version that servers have, or have to load.
+        saved: True if the newest checkpoint has exactly this state.
+        last: step that other processes may not know yet; None after a checkpoint and at the beginning.
     """
 
     state: dict[str, Any]
@@ -73,13 +70,13 @@ async def find(
     """Find the state from which the run continues; the ranks have that state when this returns.
 
     The ranks are asked first: each has the master's state after the last step that was kept. If all are between two
-    steps, after the same one, nothing is loaded. Ranks that are new too load the last step, or else the newest
+    steps, after the same one, nothing is loaded. If the ranks are new too, they load the last step, or else the newest
     checkpoint.
 
     Args:
-        checkpoints: the checkpoints' folder.
-        announced: the version that others know.
-        fresh: the state of a new loop, at the run's beginning.
+        checkpoints: folder of the checkpoints.
+        announced: version that other processes know.
+        fresh: state of a new loop, for the run's beginning.
 
     Raises:
         RestartTrainer: the run cannot continue with the ranks as they are, or the last step is lost.
@@ -145,7 +142,7 @@ class Beginning:
         await self.report_last_step(standing, written=ledger_has_step)
 
     async def take_up_state(self) -> RecoveredState:
-        """1."""
+        """1. Find the state from which the run continues, and load it."""
         parts = self._parts
         announced = parts.peers.board.announced_version()
         checkpoints = checkpoint_root(parts.run_dir)
@@ -159,7 +156,7 @@ class Beginning:
         return standing
 
     async def continue_metrics(self, standing: RecoveredState) -> None:
-        """2."""
+        """2. Ask the manager for its status, and continue the metrics."""
         parts, dropped = self._parts, self._parts.reported.told.books.dropped
         await parts.reports.look()
         idle_s = parts.reported.told.status.idle_s
@@ -170,7 +167,7 @@ class Beginning:
         write_books(parts.run_dir, standing.version, parts.reported.told.books)
 
     def continue_ledger(self, standing: RecoveredState) -> bool:
-        """3. Returns True if the ledger has the last step."""
+        """3. Continue the ledger; return True if it has the last step."""
         parts, board = self._parts, self._parts.peers.board
         if standing.last is None and not board.ledger_has_begun():
             parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reported.told.books)
@@ -181,7 +178,7 @@ class Beginning:
         return has_step
 
     def take_up_last_step(self, standing: RecoveredState) -> None:
-        """4."""
+        """4. Take over open reports, and write the last step's row of metrics."""
         if (step := standing.last) is not None:
             parts = self._parts
             parts.reported.take_up(step.trained, step.measured_seq)
@@ -190,7 +187,7 @@ class Beginning:
             _log.info("going on after step %d, which was complete", standing.version)
 
     async def publish(self, standing: RecoveredState) -> str:
-        """5."""
+        """5. Remove later weights, and publish the current ones; return their folder."""
         parts = self._parts
         in_use = {*parts.reported.told.status.versions_in_use, standing.announced}
         if standing.last is None:
@@ -198,12 +195,12 @@ class Beginning:
         return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
 
     def announce(self, standing: RecoveredState, path: str, *, cut_off: bool) -> None:
-        """6."""
+        """6. Announce the version, unless the evaluation of an older one was `cut_off`."""
         if standing.version and not cut_off:
             self._parts.announcer.announce(standing.version, path)
 
     def open_gate(self) -> None:
-        """7."""
+        """7. Poll the ranks, and report to a new manager, which opens its gate."""
         parts = self._parts
         parts.collector.start()
         parts.reports.follow(parts.peers.board.manager_process, lambda: parts.version)
@@ -212,7 +209,7 @@ class Beginning:
         self._ready()
 
     async def evaluate_again(self, standing: RecoveredState, path: str, *, awaited: bool, cut_off: bool) -> None:
-        """8."""
+        """8. Repeat the evaluation that was cut off, then announce the version."""
         announcer = self._parts.announcer
         if awaited:
             announcer.evaluate_if_due()
@@ -220,7 +217,10 @@ class Beginning:
             await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
 
     async def report_last_step(self, standing: RecoveredState, *, written: bool) -> None:
-        """9. So the reply brings the prompts dropped for good meanwhile before another step begins."""
+        """9. Report the last step, and write it into the ledger if its line is missing.
+
+        The reply has the prompts that were dropped for good meanwhile, before another step begins.
+        """
         parts = self._parts
         try:
             await parts.reports.report(standing.version)

@@ -3,9 +3,9 @@
 It is computed line by line, purely. The ledger keeps it up to date (`asyncrl.master.books.ledger`), and a MasterWorker
 that takes over recomputes it from the files. At every line with books it equals them.
 
-A GserverManager that replaces a dead one receives this state (`asyncrl.manager.rebuild`). Lines that are still in
-memory would be lost with the MasterWorker, so the ledger hands all lines to the kernel before any report that follows
-from them.
+A GserverManager that replaces a dead one receives this state (`asyncrl.manager.rollouts.rebuild`). Lines that are still
+in memory would be lost with the MasterWorker, so the ledger hands all lines to the kernel before any report that
+follows from them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Actions of the MasterWorker once a step is complete, from the trainer outwards.
 
-1. The ranks copy the state, with the pending reports (`StepState`), and begin to write it. The ledger lines that it
-   includes are synced first.
+1. Win rates of opponents are counted. The ranks copy the state, with the pending reports (`StepState`), and begin to
+   write it. The ledger lines that it includes are synced first.
 2. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
 3. The state is complete. From here on others may see the step, and a successor begins after it.
 4. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
@@ -32,7 +32,14 @@ from asyncrl.runtime.process.waiting import or_stop
 
 @dataclass
 class CompleteStep:
-    """A step that made `version` from `batch`; `measured` are its statistics and times, `path` its weights' folder."""
+    """A complete step.
+
+    Attributes:
+        version: version that it made.
+        batch: batch that it was trained on.
+        measured: its statistics and times.
+        path: folder of its weights.
+    """
 
     version: int
     batch: TrainBatch
@@ -65,39 +72,40 @@ class StepEnd:
         await self.save(step)
 
     async def begin_keeping(self, step: CompleteStep) -> None:
-        """1."""
+        """1. Have the ranks copy the state, and begin to write it."""
         parts = self._parts
         parts.reported.trained(step.batch)
+        parts.win_rates.trained(step.version, step.batch.records)
         if parts.steps.on:
             due, measured = parts.reported.due.trained, parts.reported.told.measured
             kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())
             await parts.steps.begin(step.version, parts.state(), kept)
 
     async def publish(self, step: CompleteStep) -> None:
-        """2."""
+        """2. Have the ranks publish the weights."""
         parts = self._parts
         with observer.doing(f"publishes version {step.version}", "publish", step=step.version):
             step.path = await parts.publish(to_disk=parts.complete or parts.wants_folder)
         step.lap("publish")
 
     async def finish_keeping(self, step: CompleteStep) -> None:
-        """3."""
+        """3. Wait until the state is complete."""
         with observer.doing(f"keeps step {step.version}", "memory_checkpoint", step=step.version):
             await self._parts.steps.finish()
         step.lap("memory_checkpoint")
 
     async def announce(self, step: CompleteStep) -> None:
-        """4. The evaluation that it may wait for has its own limit."""
+        """4. Announce the version. The evaluation that it may wait for has its own limit."""
         with observer.doing(f"waits to announce version {step.version}", "wait_eval", step=step.version):
             await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
         step.lap("wait_eval")
 
     async def report(self, step: CompleteStep) -> None:
-        """5."""
+        """5. Report trained and dropped rollouts to the manager."""
         await self._parts.reports.report(step.version)
 
     def write_down(self, step: CompleteStep) -> None:
-        """6."""
+        """6. Record the step."""
         parts, told = self._parts, self._parts.reported.told
         measured = step.measured | parts.checkpoints.figures()
         parts.metrics_log.step(step.version, step.batch, measured, told.status, perf_counter())
@@ -106,6 +114,6 @@ class StepEnd:
         parts.stall.progressed()
 
     async def save(self, step: CompleteStep) -> None:
-        """7."""
+        """7. Begin a checkpoint if one is due."""
         if self._parts.checkpoints.is_due(step.version):
             await self._parts.save()

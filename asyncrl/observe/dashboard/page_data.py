@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import Diagnosis, examine
+from asyncrl.observe.doctor.servers import policy_of_server
 from asyncrl.observe.glossary import find
 from asyncrl.observe.history import History
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
@@ -62,7 +63,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """`value` as JSON takes it: numbers that are none are null, others have six digits."""
+    """Convert `value` for JSON: infinite numbers and NaN become null, others have six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -148,7 +149,7 @@ def _doctor(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _timeline(history: History) -> dict[str, Any] | None:
-    """Spans of the newest steps as lists: track, lane, kind, name, begin, end, what is told of it."""
+    """Return spans of the newest steps as lists: track, lane, kind, name, begin, end, description."""
     steps = sorted(step for step in history.steps if step in history.rows)[-TIMELINE_STEPS:]
     line: Timeline | None = None
     while steps:
@@ -215,6 +216,7 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
     """A sample for the page: pieces of text, each with its version (-1: not generated) and scores of its token."""
     shown = {name: row[name] for name in ("step", "prompt", "rollout", "sample", "staleness", "truncated")}
     shown |= {"reward": row["total_reward"], "parts": dict(row["reward_parts"] or {}), "length": len(row["tokens"])}
+    shown["group"] = row.get("group") or ""
     if decode is None or len(row["tokens"]) > SAMPLE_TOKENS:
         pieces = [[each["text"], each["version"] if each["generated"] else -1] for each in row["segments"]]
         return {**shown, "pieces": pieces, "by_token": False}
@@ -247,7 +249,7 @@ def _books(history: History) -> dict[str, Any]:
 
 def _processes(history: History) -> list[dict[str, Any]]:
     """Each process with what it does, and its memory and share of a processor over its newest lines."""
-    found = []
+    found, policies = [], policy_of_server(history)
     for name, process in sorted(history.processes.items()):
         lines = [line for line in process.lines if "rss" in line]
         if not lines:
@@ -259,6 +261,7 @@ def _processes(history: History) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": name,
+                "policy": policies.get(name, ""),
                 "stage": last.get("stage", ""),
                 "since_s": history.now - last.get("since", history.now),
                 "silent_s": history.now - last["at"],

@@ -15,6 +15,7 @@ from asyncrl.observe.history import History
 TOLD = 0.01
 """Share of the time below which a part is not told."""
 PARTS = {
+    "switch": "switching",
     "train": "training",
     "publish": "publishing weights",
     "memory_checkpoint": "keeping the step",
@@ -82,9 +83,10 @@ def stages(m: Measured) -> list[RunStage]:
         for what, seconds in m.calls.items()
         if seconds > 0.001
     ]
-    for server in m.servers:
+    for server in m.all_servers:
+        name = f"{server.name} ({server.policy})" if server.policy else server.name
         if server.running is None:
-            listed.append(RunStage(server.name, None, "tells no figures"))
+            listed.append(RunStage(name, None, "tells no figures"))
             continue
         most = server.max_running
         figures = f"{server.running:.0f} of {most or 0:.0f} samples, {server.queued or 0:.0f} queued"
@@ -94,7 +96,7 @@ def stages(m: Measured) -> list[RunStage]:
             figures += f", {server.tokens_s:,.0f} tokens/s"
         if server.updating >= TOLD:
             figures += f", {100 * server.updating:.0f} % of the time in weight updates"
-        listed.append(RunStage(server.name, server.running / most if most else None, figures))
+        listed.append(RunStage(name, server.running / most if most else None, figures))
     age = f"at most {m.greatest_age:.0f} versions, η = {m.eta}"
     if m.stale:
         age += f"; {100 * m.stale:.0f} % of the rollouts dropped as too old"

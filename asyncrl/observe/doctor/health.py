@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from asyncrl.comm.drop_reasons import DropReason, failure, is_filter_reason
+from asyncrl.observe.doctor.exploited import exploited_rewards
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured
 from asyncrl.observe.history import History, Process
@@ -32,6 +33,7 @@ def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
     rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
     yield from _drops(history)
     yield from _learning(rows)
+    yield from exploited_rewards(history)
     yield from _limits(history, rows, measured)
     for process in history.processes.values():
         yield from _memory(process)

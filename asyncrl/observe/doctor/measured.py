@@ -14,19 +14,17 @@ from math import log
 from statistics import median
 
 from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
+from asyncrl.observe.doctor.servers import POLICY_SERVER, SERVER, Fleet, ServerLoad, server_loads
 from asyncrl.observe.history import History, Process, Rollout
 from asyncrl.observe.history.history import Row
 
 WINDOW_STEPS = 50
+"""The newest steps that are looked at."""
 LITTLE_WAITING = 0.15
 """A trainer that waits less than this share of the time sets the pace itself."""
-QUEUE_SHARE = 0.25
-"""Samples queue in the servers if they are more than this share of the running ones."""
-"""The newest steps that are looked at."""
 FEWEST_STEPS = 3
-SERVES = "serves"
-"""Stage of a generation server that takes requests."""
-TRAINER_PARTS = ("train", "publish", "memory_checkpoint", "wait_eval")
+TRAINER_PARTS = ("switch", "train", "publish", "memory_checkpoint", "wait_eval")
 FEW_EVALUATIONS = 0.1
 FEWEST_LOADS = 8
 GUESSED = 2.5
@@ -47,38 +45,6 @@ CALLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """A generation server over the window; figures that its engine does not give are None.
-
-    `tokens_s` are generated a second; `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
-    processor and ready without one (the latter two may exceed 1, as they are sums over threads); `updating` is the
-    share of time in weight updates.
-    """
-
-    name: str
-    stage: str
-    running: float | None
-    queued: float | None
-    max_running: float | None
-    kv_share: float | None
-    retracted_s: float | None
-    tokens_s: float | None
-    busy: float | None
-    cpu: float | None
-    no_core: float | None
-    late_s: float | None
-    silent: float
-    updating: float
-
-    @property
-    def tokens_per_sample(self) -> float | None:
-        """Tokens a second for each running sample."""
-        if not self.tokens_s or not self.running:
-            return None
-        return self.tokens_s / self.running
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """Means over a window of steps. Times are seconds per step unless said otherwise.
 
@@ -87,6 +53,7 @@ class Measured:
         rollout_s: from admitted to finished; `calls` its seconds by what they were spent on.
         waited_s: from finished to the end of the step that trained it.
         places, busy_places: rollouts that may run at a time, and that did on average.
+        servers: those of the run's own policy; `policy_servers` are those of `policies`.
         idle_s: time in which the full gate let no rollout run.
         worker_no_core: seconds, per second, in which threads of the RolloutWorker whose event loop is latest were ready
             and had no core.
@@ -96,6 +63,8 @@ class Measured:
         stale: share of the admitted rollouts that were dropped as too old.
         saturation: 0 where twice the samples give twice the tokens a second, 1 where they give no more; None: the
             number of samples hardly varied.
+        takes_turns: all servers are guests on the training devices, so that nothing is generated while a step is
+            trained.
     """
 
     steps: tuple[int, int]
@@ -119,6 +88,8 @@ class Measured:
     saturation: float | None
     greatest_age: float
     stale: float
+    takes_turns: bool
+    policy_servers: tuple[ServerLoad, ...] = ()
     missing: tuple[str, ...] = field(default=())
 
     @property
@@ -147,10 +118,25 @@ class Measured:
         return self.busy_places / self.places if self.places else 0.0
 
     @property
+    def all_servers(self) -> tuple[ServerLoad, ...]:
+        """The servers of all policies, those of the run's own first."""
+        return (*self.servers, *self.policy_servers)
+
+    @property
+    def fleets(self) -> dict[str, Fleet]:
+        """The servers by policy, as of `ServerLoad.policy`."""
+        named = dict.fromkeys(server.policy for server in self.all_servers)
+        return {policy: Fleet(tuple(each for each in self.all_servers if each.policy == policy)) for policy in named}
+
+    @property
+    def own(self) -> Fleet:
+        """The servers of the run's own policy."""
+        return Fleet(self.servers)
+
+    @property
     def queues(self) -> bool:
-        """True if samples queue in the servers, so that more rollouts at a time would only wait there."""
-        running, queued = self.total("running"), self.total("queued")
-        return running is not None and queued is not None and queued > QUEUE_SHARE * max(1.0, running)
+        """True if samples queue in servers, so that more rollouts at a time would only wait there."""
+        return any(fleet.queues for fleet in self.fleets.values())
 
     def step_if(
         self,
@@ -166,14 +152,17 @@ class Measured:
 
         A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in so many places;
         and what the servers do, as far as they are at their limit. `server` scales what they have to do for a step.
+        Where generation and training do not overlap, it takes the trainer's time and the longer of the other two.
         """
         generation = self.calls.get("generation", 0.0) if generation_s is None else generation_s
         user = max(0.0, self.rollout_s - self.calls.get("generation", 0.0)) if user_s is None else user_s
         supply_s = self.batch * (generation + user) / max(1, self.places if places is None else places)
         limit = (1.0 if self.queues else self._limit) if queues is None else 1.0 if queues else self.saturation or 0.0
-        servers_s = limit * server * self.step_s if self.wait >= LITTLE_WAITING else 0.0
+        overlaps = self.eta > 0 and not self.takes_turns
+        generating_s = self.step_s if overlaps else self.wait_s
+        servers_s = limit * server * generating_s if self.wait >= LITTLE_WAITING else 0.0
         training_s = self.trainer_s if trainer_s is None else trainer_s
-        if self.eta == 0:  # nothing overlaps
+        if not overlaps:
             return training_s + max(supply_s, servers_s)
         return max(training_s, supply_s, servers_s)
 
@@ -184,13 +173,8 @@ class Measured:
         """
         if self.saturation is not None:
             return self.saturation
-        running, most = self.total("running"), self.total("max_running")
+        running, most = self.own.total("running"), self.own.total("max_running")
         return min(1.0, GUESSED * running / most) if running and most else 0.0
-
-    def total(self, name: str) -> float | None:
-        """The sum of the servers' figure `name`; None where one of them does not give it."""
-        values = [getattr(server, name) for server in self.servers]
-        return sum(values) if values and None not in values else None
 
 
 def measure(history: History) -> Measured | None:
@@ -207,11 +191,7 @@ def measure(history: History) -> Measured | None:
     rollout_s = _mean(step.rollout_s for step in steps)
     settings = history.ledger.settings
     workers = [each for each in history.processes.values() if each.kind == "rollout_worker"]
-    servers = tuple(
-        _server(each, history, begin, end)
-        for each in history.processes.values()
-        if each.kind == "generation_server" and each.between(begin, end)
-    )
+    servers, policy_servers = (server_loads(history, kind, begin, end) for kind in (SERVER, POLICY_SERVER))
     admitted, dropped = history.ledger.dropped_since(first)
     places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
     return Measured(
@@ -236,6 +216,8 @@ def measure(history: History) -> Measured | None:
         saturation=_saturation(history, begin, end),
         greatest_age=max(row.get("staleness/max", 0.0) for row in rows),
         stale=dropped.get(DropReason.stale, 0) / max(1, admitted),
+        takes_turns=str(history.setting("generation.guests", NO_GUESTS)) in (ALL_GUESTS, str(len(servers) or None)),
+        policy_servers=policy_servers,
         missing=() if servers else ("generation servers (no lines of them in observed/)",),
     )
 
@@ -271,38 +253,6 @@ def _little(steps: list, begin: float, end: float, rollout_s: float) -> float:  
     return float(sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s)
 
 
-def _server(process: Process, history: History, begin: float, end: float) -> ServerLoad:
-    def mean(name: str) -> float | None:
-        return process.mean(name, begin, end)
-
-    def rate(name: str) -> float | None:
-        return process.rate(name, begin, end)
-
-    updating_s = sum(
-        max(0.0, min(span["end"], end) - max(span["begin"], begin))
-        for each in history.processes.values()
-        for span in each.spans
-        if span["span"] == "update" and span.get("lane") == process.name
-    )
-    lines = process.between(begin, end)
-    return ServerLoad(
-        name=process.name,
-        stage=SERVES if any(line["stage"] == SERVES for line in lines) else lines[-1]["stage"],
-        running=mean("running"),
-        queued=mean("queued"),
-        max_running=process.greatest("max_running", begin, end),
-        kv_share=mean("kv_share"),
-        retracted_s=rate("retracted_total"),
-        tokens_s=rate("generated_total"),
-        busy=rate("busy_s"),
-        cpu=rate("cpu_s"),
-        no_core=rate("no_core_s"),
-        late_s=mean("late_s"),
-        silent=sum("silent" in line for line in lines) / len(lines) if lines else 0.0,
-        updating=updating_s / max(end - begin, 1e-9),
-    )
-
-
 def _evaluating(history: History, servers: tuple[ServerLoad, ...], begin: float, end: float) -> float:
     """Share of the servers' samples that are not of rollouts while an evaluation runs."""
     spans = [
@@ -332,6 +282,7 @@ def _loads(history: History, begin: float, end: float) -> list[tuple[float, floa
     return [
         (line["at"], line["running"], line["tokens_per_s"])
         for process in history.processes.values()
+        if process.kind == SERVER
         for line in process.between(begin, end)
         if line.get("running") and line.get("tokens_per_s")
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from asyncrl.observe.doctor.finding import Finding, Level
+from asyncrl.observe.doctor.servers import policy_of_server
 from asyncrl.observe.history import History, Process, State
 from asyncrl.observe.history.ledger import Rollout
 
@@ -21,7 +22,7 @@ def standing(history: History) -> Iterator[Finding]:
     """Findings on a run that stands, or has ended otherwise than it should."""
     if history.state is State.died:
         yield _died(history)
-    elif history.state is State.running and not history.steps:
+    elif history.state is State.running and not _has_stepped(history):
         yield _starting(history)
     elif history.state is State.running and (finding := _stalled(history)) is not None:
         yield finding
@@ -38,8 +39,10 @@ def progress(history: History) -> list[tuple[str, str, float]]:
 
 
 def standing_lines(history: History, verdict: Finding | None) -> list[str]:
-    """Describe the state of a run for the terminal: before the first step its processes, then the bottleneck."""
-    if history.steps:
+    """Describe the state of a run for the terminal: its processes until this launch has made a step, then the
+    bottleneck.
+    """
+    if _has_stepped(history):
         if verdict is None or verdict.level is Level.remark:
             return []
         stalled = verdict.kind == "stalled"
@@ -57,12 +60,22 @@ def _all_at_work(history: History) -> str:
     return "all processes are at work: the first batch is being generated"
 
 
+def _launched_at(history: History) -> float:
+    """The first line of the newest launch, in seconds since 1970; 0 where launchers wrote none."""
+    launcher = history.processes.get("launcher/0")
+    if launcher is None or not launcher.lines:
+        return 0.0
+    return float(next(line["at"] for line in launcher.lines if line["pid"] == launcher.last["pid"]))
+
+
+def _has_stepped(history: History) -> bool:
+    """True if the newest launch has made a train step."""
+    return bool(history.steps) and history.steps[max(history.steps)].at >= _launched_at(history)
+
+
 def _workers(history: History) -> list[Process]:
     """The processes of the newest launch."""
-    launcher = history.processes.get("launcher/0")
-    since = 0.0
-    if launcher is not None and launcher.lines:
-        since = next(line["at"] for line in launcher.lines if line["pid"] == launcher.last["pid"])
+    since = _launched_at(history)
     return [
         process
         for process in history.processes.values()
@@ -81,11 +94,12 @@ def _starting(history: History) -> Finding:
     waiting = [name for name, stage, _ in progress(history) if not stage.startswith("waits")]
     silent = [*_silent(history), *_never_heard_of(history)]
     waiting += [name for name in silent if name not in waiting]
+    before = f"the run continues after step {max(history.steps)}: " if history.steps else ""
     return Finding(
         "no-step-yet",
         Level.remark,
         "No train step yet",
-        (doing or _all_at_work(history)) + "." + (f" Silent: {', '.join(silent)}." if silent else ""),
+        before + (doing or _all_at_work(history)) + "." + (f" Silent: {', '.join(silent)}." if silent else ""),
         f"The others wait for {', '.join(waiting)}; see its log." if waiting and len(waiting) <= 3 else "",
     )
 
@@ -102,12 +116,8 @@ def _never_heard_of(history: History) -> list[str]:
     if history.now - begun <= SILENT_S:
         return []
     expected = {"generation_server": "generation.servers", "rollout_worker": "rollout.workers"}
-    return [
-        f"{kind}/{index}"
-        for kind, setting in expected.items()
-        for index in range(int(history.setting(setting) or 0))
-        if f"{kind}/{index}" not in heard
-    ]
+    named = [f"{kind}/{n}" for kind, setting in expected.items() for n in range(int(history.setting(setting) or 0))]
+    return [name for name in (*named, *policy_of_server(history)) if name not in heard]
 
 
 def _stalled(history: History) -> Finding | None:

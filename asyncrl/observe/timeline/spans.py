@@ -19,7 +19,7 @@ from asyncrl.observe.history import History, Rollout
 from asyncrl.observe.history.ledger import TRAINED
 
 LAST_STEPS = 100
-PHASES = ("wait_for_batch", "train", "publish", "memory_checkpoint", "wait_eval")
+PHASES = ("wait_for_batch", "switch", "train", "publish", "memory_checkpoint", "wait_eval")
 OTHER = "other"
 """Rest of a step whose phases are inferred."""
 STEPS, TRAINER, WAITING, EVENTS = "steps", "trainer", "waiting to be trained", "events"

@@ -16,6 +16,7 @@ from asyncrl.observe.timeline.spans import EVENTS, OTHER, PHASES, STEPS, TRAINER
 WIDTH, LEFT, RIGHT, TOP = 1280, 190, 20, 62
 PHASE_COLOURS = {
     "wait_for_batch": "#d9534f",
+    "switch": "#7fb8c9",
     "train": "#3b6fb6",
     "publish": "#e0a030",
     "memory_checkpoint": "#6b7078",

@@ -175,7 +175,9 @@ class EpisodeClient:
         return tuple(self._recorder.turns)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Generate and record an answer in token ids. It is empty if the context has no room for an answer.
+        """Generate and record an answer in token ids, or score tokens, which records nothing.
+
+        An answer is empty if the context has no room for one.
 
         Raises:
             TypeError: `request` is not a GenerationRequest.
@@ -185,6 +187,8 @@ class EpisodeClient:
             raise TypeError(f"client.generate takes a GenerationRequest, not a {type(request).__name__}")
         if request.policy and request.policy != self._name:
             return await self.policy(request.policy).generate(request)
+        if request.score_from is not None:  # it says nothing
+            return await self._policy.generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
         parent = self._recorder.find_ids(request.input_ids, request.pictures)
         length = len(parent.ids) if parent else 0

@@ -40,10 +40,10 @@ def _paths(data: DatasetConfig) -> Iterator[str]:
     curriculum = data.curriculum
     if curriculum.path:
         yield from signatures.problems("dataset.curriculum", curriculum.path, curriculum.args)
-        if curriculum.low > 0.0 or curriculum.high < 1.0:
+        if curriculum.low > 0.0 or curriculum.high < 1.0 or curriculum.least_weight < 1.0:
             yield (
-                f"dataset.curriculum.path={curriculum.path!r}: low and high are the built-in curriculum's; leave "
-                "them out"
+                f"dataset.curriculum.path={curriculum.path!r}: low, high and least_weight are the built-in "
+                "curriculum's; leave them out"
             )
     elif curriculum.args:
         yield f"dataset.curriculum.args={curriculum.args}: there is no class to take them; give dataset.curriculum.path"

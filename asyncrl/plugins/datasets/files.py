@@ -151,7 +151,7 @@ class FileDataset:
     def _with_pictures(
         self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, place: str
     ) -> list[dict[str, Any]] | None:
-        """The row's messages with its pictures; None where it has none."""
+        """The row's messages with its pictures; None if it has none."""
         if isinstance(prompt, str) and not any(name in fields for name in IMAGE_FIELDS):
             return None
         if isinstance(prompt, str):
@@ -176,10 +176,10 @@ class FileDataset:
 
 
 def _column(fields: Mapping[str, Any], name: str) -> Any:
-    """The value under `name`, or, with dots, within a value.
+    """Return the value under `name`, or, with dots, a value within it.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no such value.
     """
     if name in fields or "." not in name:
         return fields[name]

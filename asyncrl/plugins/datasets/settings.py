@@ -62,12 +62,19 @@ class CurriculumConfig:
     rest: int = setting(
         2, "epochs that a prompt outside is left out of; then it is measured again", unit="epochs", minimum=1
     )
+    least_weight: float = setting(
+        1.0,
+        "share of the epochs in which a prompt that is always or never right is used; one of success s is used in a "
+        "share 1 - (1 - least_weight) (2 s - 1)^2, so most often those that are right half the time; 1: all alike",
+        minimum=0.0,
+        maximum=1.0,
+    )
     right_at: float = setting(1.0, "reward, before shaping, from which an answer counts as right")
 
     @property
     def is_on(self) -> bool:
         """True if any prompt can be left out."""
-        return bool(self.path) or self.low > 0.0 or self.high < 1.0
+        return bool(self.path) or self.low > 0.0 or self.high < 1.0 or self.least_weight < 1.0
 
 
 @dataclass

@@ -26,6 +26,8 @@ Encoder = Callable[[Sequence[Clip]], Floats]
 """Embeds clips of T frames each: `[N, D]`."""
 SUCCESS, PROGRESS = "success", "progress"
 """Names in `Sample.metrics`: success (1 or 0), and progress of the episode (0 to 1)."""
+SERVER = "server"
+"""`encoder` of a reward whose episodes come with embeddings from EncoderServers."""
 CACHED = 4096
 """Number of cached embeddings, by the content of the frames; V-JEPA 2's largest take 11 KB each."""
 PIXELS = 32
@@ -51,6 +53,7 @@ class _Played:
     progress: float
     frames: list[Picture]
     task: Any
+    embedding: tuple[float, ...]
 
 
 @run_in("process")
@@ -60,9 +63,11 @@ class SRPOReward:
     A group of one episode, as in an evaluation, gets no reward and is not kept.
 
     Args:
-        encoder: import path of a function or class whose calls embed clips, `[N, D]` of N lists of pictures.
+        encoder: import path of a function or class whose calls embed clips, `[N, D]` of N lists of pictures; or
+            `server`: the run's EncoderServers embed them (`rollout.encoder`, which then has arguments, `frames` and
+            `end`).
         encoder_args: arguments of the class, such as `folder` of a V-JEPA 2 model.
-        frames: number of frames, evenly chosen from an episode, that are embedded together; 64 in siiRL.
+        frames: number of frames, evenly chosen from an episode, that are embedded together; default 64, as in siiRL.
         end: embed only the last frame, repeated `frames` times: the state that the episode has reached.
         preset: `nearest` or `siirl`.
         settings: fields of `ProgressSettings` that differ from the preset.
@@ -80,7 +85,7 @@ class SRPOReward:
         *,
         encoder: str = "asyncrl.plugins.rewards.video_encoder:VJEPA2Encoder",
         encoder_args: Mapping[str, Any] | None = None,
-        frames: int = 64,
+        frames: int | None = None,
         end: bool = False,
         preset: str = "nearest",
         settings: Mapping[str, Any] | None = None,
@@ -88,6 +93,9 @@ class SRPOReward:
         keep: int = 256,
         max_staleness: int = 8,
     ) -> None:
+        if encoder == SERVER and (encoder_args or frames is not None or end):
+            raise ValueError("encoder is 'server': encoder_args, frames and end are settings of rollout.encoder then")
+        frames = 64 if frames is None else frames
         if frames < 1:
             raise ValueError(f"frames is {frames}: give at least 1")
         if preset not in PRESETS:
@@ -110,7 +118,7 @@ class SRPOReward:
         if len(played) == 1:
             return [{"score": 0.0} for _ in group]
         references = self._references if self._task is not None else self._new_references()
-        embedded = self._embedded([each.frames for each in played])
+        embedded = self._embedded(played)
         made = [
             Reference(each.version, key, embedding, each.progress)
             for each, (key, embedding) in zip(played, embedded, strict=True)
@@ -156,11 +164,17 @@ class SRPOReward:
             metrics.get(PROGRESS, float("nan")),
             [frames[-1]] * self._frames if self._end else evenly(frames, self._frames),
             None if self._task is None else row[self._task],
+            samples[-1].embedding,
         )
 
-    def _embedded(self, clips: Sequence[list[Picture]]) -> list[tuple[str, NDArray[np.float64]]]:
-        """Return the key and the embedding of each clip; equal clips are embedded once."""
+    def _embedded(self, played: Sequence[_Played]) -> list[tuple[str, NDArray[np.float64]]]:
+        """Return the key and the embedding of each episode's clip; equal clips are embedded once."""
+        clips = [each.frames for each in played]
         keys = [hashlib.sha256("".join(frame.sha256 for frame in clip).encode()).hexdigest() for clip in clips]
+        if self._path == SERVER:
+            if not all(each.embedding for each in played):
+                raise ValueError("encoder is 'server', and an episode has no embedding: set rollout.encoder.servers")
+            return [(key, np.array(each.embedding)) for key, each in zip(keys, played, strict=True)]
         lacking = {key: clip for key, clip in zip(keys, clips, strict=True) if key not in self._cached}
         if lacking:
             for key, embedding in zip(lacking, self._encode(list(lacking.values())), strict=True):

@@ -51,7 +51,7 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
@@ -63,6 +63,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
+    MalformedReply,
     PictureSender,
     RoutingWanted,
     check_tokens,
@@ -91,6 +92,7 @@ _ABORTS = 4
 """Aborts of a round that takes too long: a server that was just paused may forget an abort."""
 
 _log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer", Completion, float)
 
 
 class GenerationFailed(RuntimeError):
@@ -148,7 +150,7 @@ class RolloutClient:
         self._servers_cache = servers_cache
         self._routing, self._takes_pictures = routing, pictures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
+        self._calls_to: dict[str, set[asyncio.Task[Any]]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -190,7 +192,8 @@ class RolloutClient:
             ManagerGone: the manager does not answer.
             UnknownToken: the prompt contains a token outside the vocabulary.
             PictureError: it has pictures, and the servers take none.
-            ValueError: a stop string is not valid, or there is no tokenizer to find it with.
+            ValueError: a stop string is not valid, there is no tokenizer to find it with, or `score_from` is outside of
+                the tokens.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
@@ -198,6 +201,12 @@ class RolloutClient:
             if not self._takes_pictures:
                 raise PictureError("the request has pictures, and this run's generation servers take none")
             check_spans(request.pictures, len(request.input_ids))
+        if request.score_from is not None:
+            if not 1 <= request.score_from < len(request.input_ids):
+                raise ValueError(
+                    f"score_from={request.score_from}: use a position of the {len(request.input_ids)} tokens, 1 or more"
+                )
+            request = replace(request, n=1, sampling=replace(request.sampling, max_new_tokens=1, stop=()))
         seed = request.sampling.seed
         partials = [PartialAnswer(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
@@ -208,11 +217,14 @@ class RolloutClient:
         most = self._chunk or request.sampling.max_new_tokens
         if stop and not self._servers_stop:
             most = min(most, STOP_CHUNK)
+        work = Work(own_id, request, rollout_id, min_version, partials, most, most)
         async with self._slots:
             try:
-                await self._complete(Work(own_id, request, rollout_id, min_version, partials, most, most), route)
+                await self._complete(work, route)
             finally:
                 self._manager.release(own_id)
+        if request.score_from is not None:
+            return GenerationResult(request.request_id, (), work.scores)
         prompt_tokens = len(request.input_ids)
         answers = (partial.completion(prompt_tokens) for partial in partials)
         if request.policy:
@@ -274,8 +286,11 @@ class RolloutClient:
         return route
 
     async def _round(self, work: Work, attempt: int, route: Route) -> None:
-        """Send the incomplete answers to one server and append the result."""
+        """Send the incomplete answers to one server and append the result, or have it score the request's tokens."""
         request, open_partials = work.request, work.open_partials
+        if request.score_from is not None:
+            work.scores = await self._scores(request, route)
+            return
         items = [
             GenerateItem(
                 rid=wire_rid(work.own_id, index, attempt),
@@ -299,6 +314,22 @@ class RolloutClient:
             if routing is not None:
                 partial.extend_routing(part.routing, routing.start)
             partial.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
+
+    async def _scores(self, request: GenerationRequest, route: Route) -> tuple[float, ...]:
+        """Log-probabilities of the request's tokens from `score_from` on.
+
+        Raises:
+            ServerLost: the server ended the request without them, for example for a weight update.
+        """
+        assert request.score_from is not None
+        server, before = GenerationServerClient(self._http, route.url, self._sender), request.score_from - 1
+        scoring = server.prompt_logprobs(
+            request.input_ids, before, timeout_s=self._timeout_s, pictures=request.pictures
+        )
+        try:
+            return tuple(await self._call(server, [], scoring))
+        except MalformedReply as error:
+            raise ServerLost(f"{server.url} did not score: {error}") from error
 
     def _prefix_request(self, items: Sequence[GenerateItem], rid: str) -> GenerateItem | None:
         """Build a one-token request for the longest common prefix of `items`, so that the server caches it first; None
@@ -332,8 +363,8 @@ class RolloutClient:
         return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
 
     async def _call(
-        self, server: GenerationServerClient, rids: list[str], answers: Coroutine[Any, Any, list[Completion]]
-    ) -> list[Completion]:
+        self, server: GenerationServerClient, rids: list[str], answers: Coroutine[Any, Any, list[_Answer]]
+    ) -> list[_Answer]:
         """Await `answers`, and stop early if the manager reports that the server left service. The requests `rids` are
         aborted on the server if they take long, time out or are cancelled.
         """

@@ -77,10 +77,14 @@ class Work:
     partials: list[PartialAnswer]
     most: int
     chunk: int
+    scores: tuple[float, ...] = ()
+    """Log-probabilities of the request's own tokens, once they are there, where it asks for them."""
 
     @property
     def open_partials(self) -> dict[int, PartialAnswer]:
         """The partials that are not complete yet, by sample."""
+        if self.scores:
+            return {}
         return {index: partial for index, partial in enumerate(self.partials) if partial.finish is None}
 
     @property

@@ -11,6 +11,7 @@ from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
+from asyncrl.rollout.embeddings import Embedder
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.tools import RunTools, check_format
@@ -18,6 +19,7 @@ from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.cast import ONCE, Cast
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
+from asyncrl.rollout.user_code.taught import scored_by_teachers, with_source_number
 from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 
@@ -71,7 +73,7 @@ class UserComponents:
             lambda each: toolbox.schemas if offers_tools(with_code_of(config, each) if each else config) else (),
             training=training,
         )
-        self._columns = tuple(config.rollout.columns)
+        self._columns, self._algorithm = config.columns, config.algorithm
         places = ProcessSlots(config.env.processes)
 
         def cast(played: ExperimentConfig) -> Cast:
@@ -90,6 +92,10 @@ class UserComponents:
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
 
+    def embed_with(self, embedder: Embedder | None) -> None:
+        """Embed the frames of training groups with `embedder` from now on."""
+        self._cast.rewards.embedder = embedder
+
     async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""
         return await self._cast.play(prompt, policy, tries)
@@ -102,13 +108,17 @@ class UserComponents:
         """Play the group of `prompt`, and the greedy baseline if the advantage needs it.
 
         Raises:
-            ColumnError: a sample lacks a column of `rollout.columns`.
+            ColumnError: a sample lacks a column of `rollout.columns`, or its row the source that names its teacher.
+            Exception: a teacher's server cannot score.
         """
         if self._greedy_baseline:
             samples, counted = await with_greedy_baseline(self.play, prompt, policy, tries)
         else:
             samples, counted = await self.play(prompt, policy, tries)
-        return with_columns(samples, prompt.data, self._columns) if self._columns else samples, counted
+        samples = await scored_by_teachers(samples, prompt.data, self._algorithm, policy)
+        if self._columns:
+            samples = with_columns(samples, with_source_number(prompt.data, self._algorithm), self._columns)
+        return samples, counted
 
 
 def _why_not_greedy(cast: Cast) -> str | None:

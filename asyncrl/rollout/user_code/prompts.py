@@ -48,7 +48,9 @@ class Prompts:
         self._formats: dict[str, PromptFormat] = {}
         sampling = config.rollout.sampling
         own = {"stop": tuple(sampling.stop), "allowed_token_ids": token_ids(sampling.allowed_token_ids)}
-        self._sampling = SamplingParams(**asdict(sampling) | own)
+        given = asdict(sampling)
+        del given["max_new_tokens_from"]  # `train` knows the version
+        self._sampling = SamplingParams(**given | own)
         self._train_set = load_train_set(config) if training else None
         self.eval_sets = {
             each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval
@@ -60,14 +62,16 @@ class Prompts:
         assert self._train_set is not None, "who trains nothing has no training set"
         return self._train_set
 
-    def train(self, ref: PromptRef) -> Prompt:
-        """The training prompt at `ref`.
+    def train(self, ref: PromptRef, version: int = 0) -> Prompt:
+        """The training prompt at `ref`, for a rollout that begins at policy version `version`.
 
         Raises:
             InvalidPrompt: its row has no valid prompt, or one longer than `dataset.max_prompt_tokens` that must not be
                 cut.
         """
-        return self._prompt(ref, self.train_set, self._config.group_size, self._sampling, None)
+        most = self._config.rollout.sampling.max_new_tokens_at(version)
+        sampling = replace(self._sampling, max_new_tokens=most)
+        return self._prompt(ref, self.train_set, self._config.group_size, sampling, None)
 
     def evaluation(self, name: str, row: int, member: int) -> Prompt:
         """Row `row` of the evaluation set `name`, for one answer, the `member`-th.

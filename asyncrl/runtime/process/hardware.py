@@ -82,7 +82,7 @@ def _count_listed(path: str) -> int:
 
 
 def _ask_nvidia_smi(*arguments: str) -> list[str]:
-    """The lines that nvidia-smi prints; none where it is not installed or fails."""
+    """The lines that nvidia-smi prints; none if it is not installed or fails."""
     try:
         return subprocess.run(
             (_NVIDIA_SMI, *arguments), capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S
@@ -97,7 +97,7 @@ def host_memory() -> int:
 
 
 def gpu_details() -> dict[str, Gpu]:
-    """Each GPU of this machine by CUDA's names for it, index and UUID; empty where nvidia-smi does not answer.
+    """Each GPU of this machine by CUDA's names for it, index and UUID; empty if nvidia-smi does not answer.
 
     The indices are CUDA's where CUDA_DEVICE_ORDER=PCI_BUS_ID, which every process of a run has.
     """

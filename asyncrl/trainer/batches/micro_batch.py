@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.models.host_copies import host_buffer
 from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
@@ -84,11 +85,13 @@ class ShownTokens:
     Attributes:
         ids_T: [T], with the ids of pictures' rows in the place of their placeholders; on the device.
         positions_3T: three positions of each; None where they are the places in the sequences.
+        types_T: [T], transformers' `token_type_ids`; None if the model takes none.
         held: the pictures, kept alive as long as these ids are used.
     """
 
     ids_T: Tensor
     positions_3T: Ints | None
+    types_T: Tensor | None = None
     held: Sequence[SeenPicture] = ()
 
     @classmethod
@@ -101,9 +104,11 @@ class ShownTokens:
     ) -> ShownTokens:
         """Tokens of sequences of ids, rows of pictures included."""
         ids_T = torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64, device=device)
+        types_T = pictures.types(ids_T) if pictures.two_way else None
         if not pictures.three_positions:
-            return cls(ids_T, None, held)
-        return cls(ids_T, np.concatenate([pictures.positions(tokens) for tokens in sequences], axis=1), held)
+            return cls(ids_T, None, types_T, held)
+        positions_3T = np.concatenate([pictures.positions(tokens) for tokens in sequences], axis=1)
+        return cls(ids_T, positions_3T, types_T, held)
 
     def positions(self, sources: Ints, places: Ints) -> Ints:
         """Positions of the tokens `sources` [rows, width], whose places are `places`: these, or three [3, rows, width]
@@ -225,6 +230,10 @@ def _on_device(
 
     ids_T = tokens_T if shown is None else shown.ids_T
     inputs: dict[str, Any] = {"input_ids": ids_T[there["sources"]], "position_ids": there["positions"]}
+    if shown is not None and shown.types_T is not None:
+        types = torch.zeros_like(there["sources"])
+        types.view(-1)[there["places_I"]] = shown.types_T[there["sources_I"]]  # padding is of no picture
+        inputs["token_type_ids"] = types
     if layout.ends is not None:
         inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
     if layout.below is not None:
@@ -259,7 +268,7 @@ def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     sizes = [array.size for array in arrays.values()]
-    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = host_buffer([sum(sizes)], torch.int64, device)
     np.concatenate([array.reshape(-1) for array in arrays.values()], out=host.numpy())
     parts = torch.split(host.to(device, non_blocking=True), sizes)
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}

@@ -34,6 +34,7 @@ from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.models.host_copies import HostCopy
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import ENGINES
@@ -117,6 +118,10 @@ class TrainingEngine(ABC):
         checkpoint writes into them. A rank of a pipeline stage has the names of its own stage alone. A plain tensor is
         the same on all ranks that name it.
         """
+
+    @abstractmethod
+    def let_end(self, copy: HostCopy) -> None:
+        """Let `copy`, which reads the tensors of `state`, end before they change. The host does not wait."""
 
     @abstractmethod
     def offload(self) -> None:

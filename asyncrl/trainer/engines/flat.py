@@ -7,7 +7,7 @@ is not documented here is in `base`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
@@ -39,6 +40,7 @@ from asyncrl.trainer.engines.base import (
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
+from asyncrl.trainer.model.compiled import as_written, compile_layers
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.loading import (
@@ -70,6 +72,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     Args:
         gradient_checkpointing: whether a trained role's layers recompute their activations.
+        compiled: whether the token-wise parts of the layers are compiled.
         role: as of `RoleEngine`; gradients are summed over the data-parallel ranks of its `place`.
     """
 
@@ -81,11 +84,17 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         optimizer: FlatAdamW | None = None,
         place: RankPosition | None = None,
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
         **role: Any,
     ) -> None:
         super().__init__(optimizer=optimizer, place=place or RankPosition(), **role)
         self.module = module
         self._trunk = trunk
+        self._as_written = as_written if compiled else nullcontext
+        if compiled:
+            compile_layers(trunk)
+        elif trunk.device.type == "cuda":
+            fuse_norms(trunk, gradients=optimizer is not None)
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
@@ -104,6 +113,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     def step(self) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
+        self._before_changes()
         outcome = self.optimizer.step()
         self._weights_changed()
         return outcome
@@ -227,7 +237,8 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         return FlatPolicyEngine(network, temperature=self._temperature, pictures=pictures, **self._proof_engine())
 
     def plain(self, tokens: Tokens) -> Tensor:
-        return plain_logprobs(self._model, tokens, self.pictures)
+        with self._as_written():
+            return plain_logprobs(self._model, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True, pictures=self.pictures)
@@ -244,6 +255,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
         assert isinstance(source, FlatPolicyEngine), type(source)
+        self._before_changes()
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
         self._weights_changed()
 
@@ -315,7 +327,8 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         return FlatValueEngine(Critic(network), pictures=pictures, **self._proof_engine())
 
     def plain(self, tokens: Tokens) -> Tensor:
-        return plain_hidden(self._critic.trunk, tokens, self.pictures)
+        with self._as_written():
+            return plain_hidden(self._critic.trunk, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         device = self._critic.trunk.device
@@ -350,6 +363,7 @@ class FlatLoader(EngineLoader):
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
             "place": place,
             "gradient_checkpointing": config.trainer.gradient_checkpointing,
+            "compiled": config.trainer.compile,
         }
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:

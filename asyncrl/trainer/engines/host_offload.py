@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.models.host_copies import host_buffer
 from asyncrl.models.storages import storages
 
 Kept = Callable[[], Iterable[Tensor]]
@@ -76,7 +77,7 @@ class HostOffload:
     def _on_host(self, storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
         key = storage._cdata
         if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow: each is pinned once
-            self._hosts[key] = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self._hosts[key] = host_buffer([size], torch.uint8, device)
         return self._hosts[key].copy_(_bytes_of(storage, device, size), non_blocking=True)
 
 
@@ -92,7 +93,7 @@ def local(tensor: Tensor) -> Tensor:
 def zeros_on_host(like: Tensor) -> Tensor:
     """Zeros of the type and shape of `like`, spread as it is, in host memory: pinned where `like` is on a GPU."""
     mine = local(like)
-    zeros = torch.zeros(mine.shape, dtype=like.dtype, device="cpu", pin_memory=mine.device.type == "cuda")
+    zeros = host_buffer(mine.shape, like.dtype, mine.device).zero_()
     if not isinstance(like, DTensor):
         return zeros
     # As FSDP2 makes the parameters that it off-loads; DTensor.from_local would move them to the mesh's device.

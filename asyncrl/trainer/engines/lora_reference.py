@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.host_copies import HostCopy
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TensorSpec
@@ -44,6 +45,9 @@ class LoraReference(PolicyEngine):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return nothing: its weights are those of the model folder."""
         return {}, {}
+
+    def let_end(self, copy: HostCopy) -> None:
+        """Do nothing: it has no state."""
 
     def offload(self) -> None:
         """Do nothing: it has no tensors of its own."""

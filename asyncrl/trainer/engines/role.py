@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.host_copies import HostCopy
 from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
@@ -63,6 +64,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self._trains_vision = any(parameter.requires_grad for parameter in tower)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
+        self._reading: list[HostCopy] = []
         self._flops: FlopCount | None = None
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
@@ -84,6 +86,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             self._flops = FlopCount(self.root, trunk)
         except (NotCounted, AttributeError, KeyError, TypeError) as error:  # a figure for people must not end a run
             _log.info("rank/mfu is not told: %s: %s", type(error).__name__, error)
+            return
+        if self._flops.left_out:
+            _log.info("rank/mfu does not count %s: it is a little too small", " and ".join(self._flops.left_out))
 
     def _count(self, micro_batch: MicroBatch) -> None:
         """Count a forward pass over `micro_batch`, and where gradients are recorded its backward pass."""
@@ -128,6 +133,15 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         if self._optimizer is not None:
             return self._optimizer.state()
         return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters().items()}, {}
+
+    def let_end(self, copy: HostCopy) -> None:
+        """See `TrainingEngine`."""
+        self._reading.append(copy)
+
+    def _before_changes(self) -> None:
+        """Called before the tensors of `state` change."""
+        while self._reading:
+            self._reading.pop().before_changes()
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
         if self._optimizer is not None:

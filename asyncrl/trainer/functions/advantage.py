@@ -11,13 +11,15 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic.sums import Stats, count_stat, mean_stat
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
-from asyncrl.algorithms.kl import kl_token_rewards
+from asyncrl.algorithms.kl import k1, kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.api.trajectory import role_of
 from asyncrl.config.catalog import resolve
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.inference import taught
+from asyncrl.trainer.settings import TeacherConfig
 
 GREEDY_REWARD = "agent/greedy_reward"
 """The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.greedy_baseline` generates it."""
@@ -28,10 +30,11 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Write `advantages` [T], and with a critic also `returns` [T] and `value_mask` [T].
 
     `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. The rewards of
-    turns add to them. Samples that `keep` leaves out have no advantage. With `algorithm.kl_in=advantage` each token's
-    advantage is lowered by kl_coef (log pi - log pi_ref) after the estimator: on-policy distillation with discount 0
-    (Thinking Machines 2025), on top of any estimator; k1's gradient over sampled tokens is that of the reverse KL. With
-    `algorithm.kl_in=reward` the KL coefficient adapts to `kl_target` here, for the next step.
+    turns add to them. Samples that `keep` leaves out have no advantage. Each of `algorithm.teachers` lowers the
+    advantage of its samples' tokens by coef (log pi - log pi_teacher) after the estimator: on-policy distillation with
+    discount 0 (Thinking Machines 2025), on top of any estimator; k1's gradient over sampled tokens is that of the
+    reverse KL. With `algorithm.kl_in=advantage` the reference does the same with kl_coef. With `algorithm.kl_in=reward`
+    the KL coefficient adapts to `kl_target` here, for the next step.
     """
     algorithm = ctx.config.algorithm
     estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
@@ -70,6 +73,9 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     advantages_T = output.advantages_T
     if penalty_T is not None and place == KLPlace.advantage:
         advantages_T = advantages_T + penalty_T
+    for teacher in algorithm.teachers:
+        penalty_T, own_stats = _of_teacher(ctx, batch, teacher, mask_T)
+        advantages_T, stats = advantages_T + penalty_T, stats | own_stats
     batch["advantages"] = advantages_T
     if output.baselines is not None:
         ctx.state.baselines = dict(output.baselines)
@@ -112,11 +118,30 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
             f"algorithm.kl_in is {algorithm.kl_in}, but call {ctx.name!r} does not read 'ref_logprobs'; add it to its "
             "reads"
         )
-    key = "prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"
     kl = algorithm.kl_estimator
     estimate = resolve("kl", kl.name, kl.params, algorithm.plugins)
-    kl_T = estimate(KLInputs(batch[key], batch["ref_logprobs"], mask_T))
+    kl_T = estimate(KLInputs(_policy_logprobs(ctx, batch), batch["ref_logprobs"], mask_T))
     return kl_token_rewards(kl_T, mask_T, ctx.state.kl.coef), {"kl/reference": mean_stat(kl_T, mask_T)}
+
+
+def _of_teacher(ctx: CallContext, batch: StepBatch, teacher: TeacherConfig, mask_T: Tensor) -> tuple[Tensor, Stats]:
+    """Return a teacher's part of the advantages, [T], and its divergence; 0 at tokens of samples that it does not
+    teach.
+    """
+    if teacher.logprobs not in ctx.reads:
+        raise KeyError(
+            f"call {ctx.name!r} does not read {teacher.logprobs!r}, of algorithm.teachers {teacher.name!r}; add it to "
+            "its reads"
+        )
+    of_T = taught(ctx.config.algorithm, teacher, batch)
+    of_T = mask_T if of_T is None else mask_T & of_T
+    kl_T = k1(KLInputs(_policy_logprobs(ctx, batch), batch[teacher.logprobs], of_T))
+    return kl_token_rewards(kl_T, of_T, teacher.coef), {f"kl/teacher/{teacher.name}": mean_stat(kl_T, of_T)}
+
+
+def _policy_logprobs(ctx: CallContext, batch: StepBatch) -> Tensor:
+    """Log-probabilities [T] of the policy at generation, or of the proximal one if the call reads it."""
+    return batch["prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"]
 
 
 def _greedy_rewards(batch: StepBatch) -> Tensor | None:

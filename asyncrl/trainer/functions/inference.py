@@ -7,6 +7,7 @@ from torch import Tensor
 
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
 
 
 @model_function("actor_inf")
@@ -29,6 +30,24 @@ def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     return {}
 
 
+@model_function("teacher_inf")
+def teacher_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Write log-probabilities [T] under the teacher of the call's role: as `ref_inf`, for samples of its sources."""
+    teacher = ctx.config.algorithm.teacher_of(ctx.role)
+    assert teacher is not None, ctx.role
+    _defer_logprobs(ctx, batch, taught(ctx.config.algorithm, teacher, batch))
+    return {}
+
+
+def taught(algorithm: AlgorithmConfig, teacher: TeacherConfig, batch: StepBatch) -> Tensor | None:
+    """The tokens of samples whose source `teacher` is for, bool [T]; None: all."""
+    if not teacher.sources:
+        return None
+    sources = algorithm.taught_sources
+    numbers = torch.tensor([sources.index(source) for source in teacher.sources], device=batch.device)
+    return torch.isin(batch[SOURCE_NUMBER].long(), numbers)[batch.seq_ids_T]
+
+
 @model_function("critic_inf")
 def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes `values` [T]: the critic's output after each token, in reward units."""
@@ -38,10 +57,12 @@ def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     return {}
 
 
-def _defer_logprobs(ctx: CallContext, batch: StepBatch) -> None:
+def _defer_logprobs(ctx: CallContext, batch: StepBatch, of_T: Tensor | None = None) -> None:
+    """Defer the call's column: log-probabilities under its role, of the tokens `of_T` only if given, 0 elsewhere."""
     policy, ahead_T = ctx.policy(deferred=True), batch.ahead.get(ctx.writes[0])
 
     def logprobs(wanted_T: Tensor) -> Tensor:
+        wanted_T = wanted_T if of_T is None else wanted_T & of_T
         missing_T = wanted_T if ahead_T is None else wanted_T & ahead_T.isnan()
         with policy.on_device():  # all ranks take part, also one that misses none
             logprobs_T = policy.logprobs(batch, missing_T)

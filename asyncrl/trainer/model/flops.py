@@ -246,17 +246,30 @@ class FlopCount:
         root, trunk: as of `model_flops`, as they are trained; this attaches to the linear layers and convolutions of a
             vision tower.
 
+    Attributes:
+        total: operations so far.
+        left_out: what of this model is not counted, each in a few words; empty for a decoder of attention layers.
+
     Raises:
         NotCounted: see `model_flops`.
     """
 
     def __init__(self, root: nn.Module, trunk: PreTrainedModel) -> None:
         self.total = 0.0
+        self.left_out: list[str] = []
         self._model = model_flops(root, trunk)
         decoder = set(text_part(trunk).modules())
-        for module in trunk.modules():
-            if module not in decoder and isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
-                module.register_forward_hook(self._add_tower)
+        tower = [
+            module
+            for module in trunk.modules()
+            if module not in decoder and isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
+        ]
+        for module in tower:
+            module.register_forward_hook(self._add_tower)
+        if tower:
+            self.left_out.append("attention between the patches of a picture")
+        if recurrent := sum(memory.states > 0 for memory in layer_memories(trunk.config.get_text_config())):
+            self.left_out.append(f"the states of {recurrent} recurrent layers")
 
     def add(self, work: Work, *, backward: bool) -> None:
         """Add a forward pass over `work`, and its backward pass if there is one."""

@@ -259,8 +259,8 @@ class _Subject:
             ) from error
 
     def with_short_lengths(self, reach: int) -> _Subject | None:
-        """Return a copy of the model in which each length below `reach` is lowered below its sequences; None if there
-        is none.
+        """Return a copy of the model in which each length below `reach` is lowered below its sequences; None if it has
+        no such length.
         """
         fitting = max(len(tokens) for tokens in self.sequences)
         short = short_model(self._engine.network, self._engine.weights(), reach, fitting)

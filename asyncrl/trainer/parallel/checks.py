@@ -75,6 +75,11 @@ def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]
             "whole model; use trainer.engine=flat with the reference on the actor's ranks, or another estimator, for "
             "example k3"
         )
+    if config.trainer.compile and ENGINES[engine_of(config)].in_parts:
+        yield (
+            "trainer.compile=true: compiled parts of sharded layers are not supported; use trainer.engine=flat, or "
+            "trainer.compile=false"
+        )
     if algorithm.reference.mode == ReferenceMode.ema:
         if not together:
             yield (

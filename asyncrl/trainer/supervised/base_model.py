@@ -66,10 +66,10 @@ def existing_base_model(config: SFTConfig) -> Path | None:
 
 
 def described(config: SFTConfig) -> dict[str, Any]:
-    """The `config.json` of `config`'s model, as far as it decides sizes; the model need not be there yet.
+    """Return the `config.json` of `config`'s model, as far as it decides sizes; the model need not exist yet.
 
     Raises:
-        OSError, ValueError: `model.path` has none that can be read.
+        OSError, ValueError: `model.path` has no readable `config.json`.
     """
     if config.model.path is not None:
         file = Path(config.model.path).expanduser() / "config.json"

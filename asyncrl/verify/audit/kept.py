@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.comm.ledger_lines import Trained
 from asyncrl.verify.audit.documents import Settings, one_line
 from asyncrl.verify.audit.history import Report
 from asyncrl.verify.audit.outcome import Outcome
+from asyncrl.verify.audit.policies import OWN, head_and_policy, strangers
 
 _COLUMNS = ("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments")
 _ALIGNED = ("tokens", "loss_mask", "versions", "behave_logprobs")
@@ -40,7 +42,7 @@ def check_samples(
     writers = {file.name.partition(".")[2] for parts in by_step.values() for file in parts}
     begun = outcome.begun[-1] if outcome.begun else 0
     for step, parts in sorted(by_step.items()):
-        kept: set[str] = set()
+        kept = _KeptStep(folder.name, step, outcome, report)
         whole = True
         for file in parts:
             rows = _read(file, f"{folder.name}/{file.name}", report)
@@ -48,10 +50,11 @@ def check_samples(
             if step > outcome.version + (not outcome.ended):
                 report(f"{folder.name}/{file.name}", f"no step made it; the last was {outcome.version}")
             elif rows is not None and step <= outcome.version:
-                kept |= _check_file(f"{folder.name}/{file.name}", step, rows, outcome, report)
+                kept.take(file.name, rows)
+        kept.check()
         every = settings.samples.every if settings is not None else 0
         if whole and every > 0 and step > begun and len(parts) == len(writers):
-            _check_all_there(f"{folder.name}/step-{step:08d}", step, every, kept, outcome, report)
+            _check_all_there(f"{folder.name}/step-{step:08d}", step, every, {*kept.rollouts}, outcome, report)
 
 
 def _read(file: Path, place: str, report: Report) -> _Rows | None:
@@ -63,44 +66,98 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
         if missing := sorted({*_COLUMNS, *_ALIGNED, *_SCORES} - {*table.column_names}):
             report(place, f"has no column {missing[0]}")
             return None
-        pictures = {"pictures"} & {*table.column_names}  # files of earlier versions have none
-        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *pictures]).to_pylist()
+        newer = {"pictures", "group"} & {*table.column_names}  # files of earlier versions have none
+        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *newer]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
         report(place, f"is no file of samples: {one_line(error)}")
         return None
 
 
-def _check_file(place: str, step: int, rows: _Rows, outcome: Outcome, report: Report) -> set[str]:
-    """Check the rows of one file; return the rollouts in it."""
-    by_rollout: dict[str, _Rows] = defaultdict(list)
-    for row in rows:
-        by_rollout[row["rollout"]].append(row)
-        if wrong := _wrong_with(row):
-            report(place, f"sample {row['sample']} of rollout {row['rollout']}: {wrong}")
-    for rollout, samples in by_rollout.items():
-        trained = outcome.rollouts.get(rollout)
-        if trained is None or trained.step != step:
-            report(place, f"rollout {rollout} was not trained at step {step}")
-            continue
+class _KeptStep:
+    """The kept samples of one step: by rollout, and there by policy, each of which has files of its own.
+
+    Args:
+        folder: name of the folder, for findings.
+    """
+
+    def __init__(self, folder: str, step: int, outcome: Outcome, report: Report) -> None:
+        self._folder, self._step, self._outcome, self._report = folder, step, outcome, report
+        self.rollouts: dict[str, dict[str, _Rows]] = defaultdict(dict)
+        """By rollout and policy, the rows."""
+        self._head: dict[str, str] = {}
+        self._files: set[tuple[str, str]] = set()
+
+    def take(self, file: str, rows: _Rows) -> None:
+        """Take the rows of a file and check each."""
+        head, policy = head_and_policy(file)
+        self._files.add((head, policy))
+        for row in rows:
+            self._head[row["rollout"]] = head
+            self.rollouts[row["rollout"]].setdefault(policy, []).append(row)
+            if wrong := _wrong_with(row):
+                self._report(self._place(head, policy), f"sample {row['sample']} of rollout {row['rollout']}: {wrong}")
+
+    def check(self) -> None:
+        """Compare the rollouts with the ledger, by policy alone where another policy's file is gone."""
+        for rollout, parts in self.rollouts.items():
+            trained, head = self._outcome.rollouts.get(rollout), self._head[rollout]
+            place = self._place(head, next(iter(parts)))
+            if trained is None or trained.step != self._step:
+                self._report(place, f"rollout {rollout} was not trained at step {self._step}")
+                continue
+            policies = [policy for policy, share in trained.policies.items() if share.samples]
+            for policy in sorted({*policies, *parts}) if policies else ():
+                if (head, policy) in self._files:
+                    self._check_policy(self._place(head, policy), policy, parts.get(policy, []), trained)
+            if all(policy in parts for policy in policies):
+                self._check_rollout(place, [*parts.values()], trained)
+
+    def _place(self, head: str, policy: str) -> str:
+        return f"{self._folder}/step-{self._step:08d}.{head}{'' if policy == OWN else f'-{policy}'}.parquet"
+
+    def _check_policy(self, place: str, policy: str, rows: _Rows, trained: Trained) -> None:
+        """Check that the rows are samples of the policy that the file is of, as many as the ledger has."""
+        if strange := strangers({row.get("group") or "" for row in rows}, policy, trained.policies):
+            self._report(
+                place,
+                f"rollout {trained.rollout} has samples of the comparison group {strange[0]!r}, and policy {policy!r} "
+                "was trained on them",
+            )
+        found = (sum(sum(row["loss_mask"]) for row in rows), len(rows))
+        share = trained.policies.get(policy)
+        if share is None or found != (share.trained, share.samples):
+            told = f"{share.trained} in {share.samples}" if share else "no such policy"
+            self._report(
+                place, f"rollout {trained.rollout} has {found[0]} tokens in {found[1]} samples, the ledger {told}"
+            )
+
+    def _check_rollout(self, place: str, parts: Sequence[_Rows], trained: Trained) -> None:
+        """Check the rows of a rollout, by policy, all of which are there."""
+        rollout, samples = trained.rollout, [row for part in parts for row in part]
+        numbers = [number for part in parts[:-1] for number in range(len(part))]
+        numbers += range(trained.samples - len(numbers))
         told = {
-            "step": [step] * trained.samples,
+            "step": [self._step] * trained.samples,
             "prompt": [trained.prompt] * trained.samples,
             "order": [trained.order] * trained.samples,
-            "sample": list(range(trained.samples)),
+            "sample": numbers,
         }
         for name, values in told.items():
             if (found := [row[name] for row in samples]) != values:
-                report(place, f"rollout {rollout} has {name} {found}, the ledger {values}")
+                self._report(place, f"rollout {rollout} has {name} {found}, the ledger {values}")
         versions = Counter(version for row in samples for version in row["versions"] if version >= 0)
         if versions != trained.versions:
-            report(place, f"rollout {rollout} has tokens {dict(versions)} by version, the ledger {trained.versions}")
-        tokens = sum(len(row["tokens"]) for row in samples)
-        if tokens != outcome.tokens.get(rollout, tokens):
-            report(place, f"rollout {rollout} has {tokens} tokens, the ledger {outcome.tokens[rollout]}")
+            self._report(
+                place, f"rollout {rollout} has tokens {dict(versions)} by version, the ledger {trained.versions}"
+            )
+        tokens, known = sum(len(row["tokens"]) for row in samples), self._outcome.tokens
+        if tokens != known.get(rollout, tokens):
+            self._report(place, f"rollout {rollout} has {tokens} tokens, the ledger {known[rollout]}")
         if not _same_reward(samples, trained.episodes, trained.reward):
-            report(place, f"rollout {rollout} has not the reward {trained.reward:.6g} over {trained.episodes} episodes")
-    return {*by_rollout}
+            self._report(
+                place, f"rollout {rollout} has not the reward {trained.reward:.6g} over {trained.episodes} episodes"
+            )
 
 
 def _wrong_with(row: Mapping[str, Any]) -> str | None:

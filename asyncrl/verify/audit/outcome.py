@@ -22,6 +22,8 @@ class StepTotals:
     young_tokens: int = 0
     oldest_age: int = 0
     newest_epoch: int = 0
+    policy_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of the samples of each trained policy, if there are several."""
     whole_tokens: int | None = 0
     """Tokens including those of prompts and environments; None if a rollout was trained before it was reported
     finished.

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from asyncrl.verify.audit.documents import Settings, Summary, one_line
 from asyncrl.verify.audit.history import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
+from asyncrl.verify.audit.policies import wrong_row
 
 _TOLERANCE = 1e-6
 """Relative tolerance, as sums are computed in another order."""
@@ -97,6 +98,8 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
     for name, value in means.items():
         if not _close(told := row.get(name), value):
             report(place, f"step {row['step']} has {name} {told}, its rollouts in the ledger have {value:.6g}")
+    for wrong in wrong_row(row, totals):
+        report(place, wrong)
 
 
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:

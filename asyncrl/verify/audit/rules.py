@@ -36,6 +36,7 @@ from asyncrl.verify.audit.clocks import Clock
 from asyncrl.verify.audit.data_order import DataOrder
 from asyncrl.verify.audit.history import Entry, Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine, StepTotals
+from asyncrl.verify.audit.policies import add_policies, wrong_opponents, wrong_policies
 
 _RUNNING, _FINISHED, _TRAINED, _ABANDONED = "running", "finished", "trained", "abandoned"
 _LOST_WORKER, _LOST_WITH_MANAGER = "worker_died", "lost_with_manager"
@@ -266,7 +267,8 @@ class Replay:
             )
         self._check_lineage(line.lineage)
         self._check_ages(line, known)
-        self._check_opponents(line)
+        for wrong in (*wrong_opponents(line), *wrong_policies(line)):
+            self._report(wrong)
         self._set_fate(known, _TRAINED)
         self._use(line.prompt, line.order, f"trained at step {line.step}")
         known.step = line.step
@@ -277,6 +279,7 @@ class Replay:
         totals.tokens += sum(line.versions.values())
         totals.episodes += line.episodes
         totals.reward += line.reward * line.episodes
+        add_policies(line, totals)
         totals.newest_epoch = max(totals.newest_epoch, epoch_of(line.prompt))
         for version, count in line.versions.items():
             if self._settings and 0 <= (age := line.step - 1 - version) <= self._settings.max_head_offpolicyness:
@@ -287,14 +290,6 @@ class Replay:
             totals.whole_tokens = None
         else:
             totals.whole_tokens += known.tokens
-
-    def _check_opponents(self, line: Trained) -> None:
-        for policy, (oldest, newest) in line.opponents.items():
-            if not 0 <= oldest <= newest < line.step:
-                self._report(
-                    f"rollout {line.rollout}, trained at step {line.step}, met versions {oldest} to {newest} of policy "
-                    f"{policy!r}: no such versions then"
-                )
 
     def _check_ages(self, line: Trained, known: _Rollout) -> None:
         name = f"rollout {line.rollout}"

@@ -15,7 +15,7 @@ Nothing is unpickled, neither here nor when a checkpoint is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights.model_files.tensor_file import TensorFile, write_tensors
+from asyncrl.weights.versions.published import TensorSpec
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A part of a tensor: its name, and where the part begins in the whole, by dimension."""
@@ -58,10 +59,14 @@ class SavePlan:
             decoded = [plan if host == hosts[ranks.rank] else {} for plan, host in zip(decoded, hosts, strict=True)]
         self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
 
-    def copy(self, prefix: str = "") -> dict[Part, Tensor]:
-        """Copy this rank's parts of the tensors whose names begin with `prefix` to host memory."""
+    def parts(self, prefix: str = "") -> dict[Part, Tensor]:
+        """Return this rank's parts of the tensors whose names begin with `prefix`: the engine's own memory."""
         wanted = {part: item for part, item in self._items.items() if part[0].startswith(prefix)}
-        return {part: self._data(item).to("cpu", copy=True) for part, item in wanted.items()}
+        return {part: self._data(item) for part, item in wanted.items()}
+
+    def specs(self) -> dict[Part, TensorSpec]:
+        """Return name, shape and type of each of this rank's parts."""
+        return {part: _spec(item) for part, item in self._items.items()}
 
     def _data(self, item: WriteItem) -> Tensor:
         data = self._planner.resolve_data(item)
@@ -100,12 +105,21 @@ def write_shard(directory: Path, parts: Mapping[Part, Tensor], ranks: Ranks) -> 
         OSError: it cannot be written.
         ValueError: there are two parts of one tensor, which the format cannot hold.
     """
+    metadata = shard_metadata(parts, ranks)
     tensors = {name: tensor for (name, _), tensor in parts.items()}
-    if len(tensors) < len(parts):
-        raise ValueError(f"rank {ranks.rank} holds two parts of one tensor; a file takes one part of each")
-    places = {name: {"saved_offsets": offsets} for name, offsets in parts}
-    metadata = {**_FORMAT, _PLACES_KEY: msgspec.json.encode(places).decode()}
     return write_tensors(directory / shard_name(ranks.rank, ranks.world), tensors, metadata)
+
+
+def shard_metadata(parts: Collection[Part], ranks: Ranks) -> dict[str, str]:
+    """Return the metadata of this rank's file: where each part begins in its tensor.
+
+    Raises:
+        ValueError: there are two parts of one tensor, which the format cannot hold.
+    """
+    places = {name: {"saved_offsets": offsets} for name, offsets in parts}
+    if len(places) < len(parts):
+        raise ValueError(f"rank {ranks.rank} holds two parts of one tensor; a file takes one part of each")
+    return {**_FORMAT, _PLACES_KEY: msgspec.json.encode(places).decode()}
 
 
 def shard_name(rank: int, world: int) -> str:
@@ -188,5 +202,9 @@ def _part(item: WriteItem) -> Part:
 
 
 def _bytes(item: WriteItem) -> int:
+    return _spec(item).nbytes
+
+
+def _spec(item: WriteItem) -> TensorSpec:
     assert item.tensor_data is not None
-    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+    return TensorSpec(item.index.fqn, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)

@@ -1,7 +1,8 @@
 """Checkpoints: everything that a training run needs to continue. A kill at any moment leaves a complete checkpoint.
 
-    begin    all ranks: copy the tensors to host memory; then training continues
-    write    each rank by itself, in a thread: write its file of tensors, sync it, compute its checksum (`distributed`)
+    begin    all ranks: begin to copy the tensors to host memory; then training continues (`models.host_copies`)
+    write    each rank by itself, in a thread: write its file of tensors, sync it, compute its checksum (`distributed`);
+             a checkpoint in memory is copied straight into its file, and has only the checksum left (`mapped_file`)
     commit   the leading rank, once the master knows that all have written: state.json, the manifest, the rename
 
 The tensors are those of every part (a role whose weights or optimizer change), named `<role>.<name>` independent of the
@@ -18,7 +19,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -28,16 +29,28 @@ from torch import Tensor
 
 from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, versions_in
+from asyncrl.models.host_copies import HostCopies, HostCopy, host_like
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoints.distributed import Part, SavePlan, StoredTensors, write_shard
+from asyncrl.weights.checkpoints.distributed import (
+    Part,
+    SavePlan,
+    StoredTensors,
+    shard_metadata,
+    shard_name,
+    write_shard,
+)
 from asyncrl.weights.checkpoints.folder import latest, prune
+from asyncrl.weights.model_files.mapped_file import MappedFile, MappedFiles
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, write_manifest
+from asyncrl.weights.versions.published import TensorSpec
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Format of `state.json` and of the tensors' names. In earlier formats, each rank wrote slices of vectors."""
+_MAPPED = "files"
+"""Folder of the files that checkpoints in memory link to, beside the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,21 @@ class _Writing:
     share: Future[dict[str, FileEntry]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """This rank's part of a checkpoint in host memory, and the copies into it; `file` if that memory is its file."""
+
+    file: MappedFile | None = None
+    parts: dict[Part, Tensor] = field(default_factory=dict)
+    copies: list[HostCopy] = field(default_factory=list)
+
+    def room(self, place: Part, source: Tensor) -> Tensor:
+        """Return the memory that `source` is copied into."""
+        if place not in self.parts:
+            self.parts[place] = host_like(source)
+        return self.parts[place]
+
+
 class RoleState(Protocol):
     """A role's model and optimizer, as a checkpoint sees a training engine."""
 
@@ -59,6 +87,9 @@ class RoleState(Protocol):
 
     def on_device(self) -> AbstractContextManager[None]:
         """Keep the tensors of `state` accessible within this block."""
+
+    def let_end(self, copy: HostCopy) -> None:
+        """Let `copy`, which reads the tensors of `state`, end before they change."""
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
         """Continue from the filled tensors, and from `meta`, the second value of `state` when it was stored."""
@@ -91,8 +122,10 @@ class CheckpointWriter:
     Args:
         parts: parts of this rank.
         roles: roles that have a part on any rank; the same on all ranks.
-        patient: wait while the disk is full; False makes a full disk an error.
+        in_memory: the folder is in memory: files are written again (`mapped_file`), and one for which there is no room
+            is an error at once. A disk that is full is waited for.
         hosts: hosts of the ranks, if each host has its own folder; None if all ranks write into one folder.
+        copies: make the copies.
     """
 
     def __init__(
@@ -101,10 +134,13 @@ class CheckpointWriter:
         roles: Sequence[str],
         ranks: Ranks,
         *,
-        patient: bool = True,
+        in_memory: bool = False,
         hosts: Hosts | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
-        self._patient, self._hosts = patient, hosts
+        self._in_memory, self._hosts = in_memory, hosts
+        self._copies = copies or HostCopies()
+        self._mapped: MappedFiles | None = None
         self._parts, self._roles, self._ranks = parts, roles, ranks
         self._plan: SavePlan | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -113,39 +149,67 @@ class CheckpointWriter:
         self._committed: Path | None = None
 
     def begin(self, path: Path, *, version: int, state: Mapping[str, Any]) -> None:
-        """Copy a checkpoint of policy `version` to host memory and begin to write it aside of `path`.
+        """Begin to copy a checkpoint of policy `version` to host memory, and to write it aside of `path`.
 
-        Waits first until an earlier checkpoint is written.
+        Waits first until an earlier checkpoint is written. When this returns, training may continue: what changes the
+        copied tensors lets the copy end first (`RoleState.let_end`).
 
         Args:
             state: any JSON values; `load` returns them.
 
         Raises:
             PeerFailed: another rank could not.
-            OSError: this rank could not create the folder.
+            OSError: this rank could not create the folder, or there is no room in memory.
         """
         if self._writing is not None:
             self._writing.share.exception()  # whoever asked for it is told
         plan = self._made_plan()
-        parts: dict[Part, Tensor] = {}
         steps: dict[str, int] = {}
 
-        def prepare() -> None:
+        def make_room() -> None:
             if self._ranks.leads if self._hosts is None else self._hosts.leads:
-                with no_retry(not self._patient):
+                with no_retry(self._in_memory):
                     self._make_room(path)
+
+        def copy() -> _Shard:
+            random_state = _rng_state(self._ranks.rank)
+            shard = self._new_shard(path, plan, random_state)
             for role, part in self._parts.items():
                 with part.on_device():  # one after the other: there may not be room for all
-                    parts.update(plan.copy(f"{role}."))
+                    sources = plan.parts(f"{role}.")
+                    begun = self._copies.begin((shard.room(place, source), source) for place, source in sources.items())
+                    part.let_end(begun)
+                    shard.copies.append(begun)
                     steps[role] = part.state()[1].get("step", -1)
-            parts.update({(name, (0,)): value for name, value in _rng_state(self._ranks.rank).items()})
+            for name, value in random_state.items():
+                shard.room((name, (0,)), value).copy_(value)
+            return shard
 
-        self._ranks.together(prepare, f"beginning {path}")
+        self._ranks.together(make_room, f"beginning {path}")
+        shard = self._ranks.together(copy, f"beginning {path}")
         roles = self._steps_of_roles(steps)
         self._committed = None
         document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
-        share = self._thread.submit(self._write, atomic_dir.aside(path), parts)
+        share = self._thread.submit(self._write, atomic_dir.aside(path), shard)
         self._writing = _Writing(path, version, document, share)
+
+    def _new_shard(self, path: Path, plan: SavePlan, random_state: Mapping[str, Tensor]) -> _Shard:
+        """Return this rank's part of the checkpoint `path`, before anything is copied into it.
+
+        Raises:
+            OSError: there is no room for its file in memory.
+        """
+        if not self._in_memory:
+            return _Shard()
+        specs = plan.specs()
+        for name, value in random_state.items():
+            specs[name, (0,)] = TensorSpec(name, tuple(value.shape), value.dtype)
+        if self._mapped is None:
+            name, metadata = shard_name(self._ranks.rank, self._ranks.world), shard_metadata(specs, self._ranks)
+            on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._mapped = MappedFiles(path.parent / _MAPPED, name, list(specs.values()), metadata, pinned=on_gpu)
+        file = self._mapped.take()
+        return _Shard(file, {place: file.tensors[place[0]] for place in specs})
 
     def _made_plan(self) -> SavePlan:
         if self._plan is None:
@@ -184,7 +248,7 @@ class CheckpointWriter:
             RuntimeError: `path` is not the checkpoint that was begun last.
         """
         writing = self._begun(path)
-        with self._committing, no_retry(not self._patient):
+        with self._committing, no_retry(self._in_memory):
             if self._committed == path:
                 return
             self._commit(path, files, writing)
@@ -206,6 +270,8 @@ class CheckpointWriter:
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
         self._thread.shutdown()
+        if self._mapped is not None:
+            self._mapped.close()
 
     def _begun(self, path: Path) -> _Writing:
         if self._writing is None or self._writing.path != path:
@@ -213,9 +279,14 @@ class CheckpointWriter:
             raise RuntimeError(f"checkpoint {path} is not under way here; the last one begun: {last}")
         return self._writing
 
-    def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
-        with no_retry(not self._patient):
-            file = write_shard(directory, parts, self._ranks)
+    def _write(self, directory: Path, shard: _Shard) -> dict[str, FileEntry]:
+        for copy in shard.copies:
+            copy.wait()
+        if shard.file is not None:
+            path = directory / shard_name(self._ranks.rank, self._ranks.world)
+            path.hardlink_to(shard.file.path)
+            return {path.name: shard.file.entry()}
+        file = write_shard(directory, shard.parts, self._ranks)
         with atomic_dir.syncing([file.path]):
             return {file.path.name: file.entry()}
 

@@ -19,10 +19,12 @@ import logging
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import msgspec
 import torch
@@ -48,21 +50,27 @@ _log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20  # stays in the core's cache between being summed and being written
 
 
-class TensorFile:
-    """The new file `path` of the tensors `specs`, which are then written one by one; not synced.
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Layout of a safetensors file.
 
-    Leave it as a context manager: that checks that it is complete.
-
-    Args:
-        metadata: the file's metadata, in its header.
-
-    Raises:
-        OSError: it cannot be written.
-        TypeError: a tensor is of a type that has no name in the format.
+    Attributes:
+        start: its first bytes: the header's length and the header.
+        places: by name, the place in the file at which a tensor's bytes begin.
+        size: bytes of the whole file.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
-        self.path = path
+    start: bytes
+    places: Mapping[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> Self:
+        """Lay out the file of `specs`, largest elements first.
+
+        Raises:
+            TypeError: a tensor is of a type that has no name in the format.
+        """
         header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
         places: dict[str, int] = {}
         end = 0
@@ -80,11 +88,30 @@ class TensorFile:
         encoded = msgspec.json.encode(header)
         encoded += b" " * (-len(encoded) % _ALIGNMENT)
         start = struct.pack("<Q", len(encoded)) + encoded
-        self._size = len(start) + end
-        self._missing = {spec.name: (spec, len(start) + places[spec.name]) for spec in specs}
+        return cls(start, {name: len(start) + place for name, place in places.items()}, len(start) + end)
+
+
+class TensorFile:
+    """The new file `path` of the tensors `specs`, which are then written one by one; not synced.
+
+    Leave it as a context manager: that checks that it is complete.
+
+    Args:
+        metadata: the file's metadata, in its header.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: a tensor is of a type that has no name in the format.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        layout = FileLayout.of(specs, metadata)
+        self._size = layout.size
+        self._missing = {spec.name: (spec, layout.places[spec.name]) for spec in specs}
         self._digest, self._summed = xxhash.xxh3_64(), 0
         self._file = retry_write_blocking(partial(FileIO, path, "x"), f"{path}", _log)
-        self._put(memoryview(start), 0)
+        self._put(memoryview(layout.start), 0)
 
     def __enter__(self) -> TensorFile:
         return self

@@ -1,5 +1,9 @@
 """A process group of trainer and server, at any distance: NCCL between GPUs, else gloo.
 
+Weights are sent in flat buckets: one broadcast of the bytes of many tensors, which both sides cut alike (SGLang's
+`flattened_bucket`). On a GPU a bucket goes from pinned host memory to the device and to the servers on a stream of its
+own, so that it does not wait for what training has queued.
+
 Each server has its own group, in which the trainer is rank 0 and the server's ranks are the others. The group's
 rendezvous, torch's `TCPStore`, listens on `system.host` only and checks no secret: use a trusted network.
 """
@@ -88,6 +92,7 @@ class ProcessGroupConnection(ServerConnection):
         self._host, self._backend, self._group_name = host, backend, group
         self._device = device
         self._group: dist.ProcessGroup | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     async def open(self) -> None:
         """Form the group; returns once the server has joined.
@@ -134,7 +139,9 @@ class ProcessGroupConnection(ServerConnection):
         _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
 
     async def _send_bucket(self, bucket: NamedTensors, label: dict[str, str], *, flush_cache: bool) -> None:
+        bucket = _aligned(bucket)
         body: dict[str, object] = {
+            "load_format": "flattened_bucket",
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],
@@ -145,11 +152,25 @@ class ProcessGroupConnection(ServerConnection):
         await _both(asyncio.to_thread(self._broadcast, bucket), self._call("/update_weights_from_distributed", body))
 
     def _broadcast(self, bucket: NamedTensors) -> None:
+        """Send the bytes of `bucket` end to end, in one call. On a GPU that is done beside training, on a stream of its
+        own, and the memory is free again when this returns.
+        """
+        import torch
         import torch.distributed as dist
 
         assert self._group is not None, "not opened"
-        for _, tensor in bucket:
-            dist.broadcast(tensor.to(self._device or "cpu").contiguous(), src=0, group=self._group)
+        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in bucket]
+        if self._device is None:
+            dist.broadcast(torch.cat(parts), src=0, group=self._group)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            flat = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self._device)
+            for place, part in zip(torch.split(flat, [len(part) for part in parts]), parts, strict=True):
+                place.copy_(part, non_blocking=True)
+            dist.broadcast(flat, src=0, group=self._group)
+            self._stream.synchronize()
 
     async def close(self) -> None:
         """Dissolve the group. It is not an error if the server is gone."""
@@ -161,6 +182,11 @@ class ProcessGroupConnection(ServerConnection):
             await self._call("/destroy_weights_update_group", {"group_name": self._group_name})
         dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _aligned(bucket: NamedTensors) -> NamedTensors:
+    """`bucket` in the order in which its bytes are sent: largest elements first, so that each tensor is aligned."""
+    return sorted(bucket, key=lambda named: -named[1].dtype.itemsize)
 
 
 async def _both(here: Awaitable[None], there: Awaitable[None]) -> None:

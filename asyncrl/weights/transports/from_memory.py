@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from asyncrl.models.host_copies import HostCopies, HostCopy
+
     NamedTensors = Sequence[tuple[str, Tensor]]
 
 BUCKET_BYTES = 512 << 20
@@ -99,6 +101,20 @@ class NotHeld(LookupError):
     """The wanted version is not in memory; the message names those that are."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """One version: its tensors in host memory, and the copies that fill them."""
+
+    tensors: list[tuple[str, Tensor]]
+    copies: list[HostCopy]
+
+    def ready(self) -> NamedTensors:
+        """Return the tensors once the copies have ended."""
+        for copy in self.copies:
+            copy.wait()
+        return self.tensors
+
+
 @dataclass(slots=True, eq=False)
 class _Channel:
     """The connection to one server; a new address is a new server."""
@@ -125,22 +141,34 @@ class MemoryTrainerEnd(TrainerEnd):
     ) -> None:
         self._transport, self._config, self._device = transport, config, device
         self._http = JsonHttp(security)
-        self._held: dict[int, NamedTensors] = {}
+        self._held: dict[int, HeldVersion] = {}
+        self._copies: HostCopies | None = None
         self._channels: dict[int, _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        copies = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors]
-        self._held = {**self._held, version: copies}  # replaced as a whole: readers are other threads
+        """See `TrainerEnd`. The copies may still be in flight when this returns."""
+        from asyncrl.models.host_copies import HostCopies, host_like
+
+        if self._copies is None:
+            self._copies = HostCopies()
+        held = HeldVersion([], [])
+        for name, tensor in tensors:
+            host = host_like(tensor)
+            copy = self._copies.begin([(host, tensor)])
+            copy.before_changes()  # the next tensor may have the same memory
+            held.tensors.append((name, host))
+            held.copies.append(copy)
+        self._held = {**self._held, version: held}  # replaced as a whole: readers are other threads
 
     def keep(self, versions: Collection[int]) -> None:
         self._held = {version: held for version, held in self._held.items() if version in versions}
 
-    def held(self, version: int) -> NamedTensors:
-        """The weights of `version`.
+    def held(self, version: int) -> HeldVersion:
+        """Return the weights of `version`.
 
         Raises:
-            NotHeld: see there.
+            NotHeld: the version is not in memory.
         """
         held = self._held
         if version not in held:
@@ -150,7 +178,7 @@ class MemoryTrainerEnd(TrainerEnd):
     async def send(self, order: SendWeights) -> None:
         """See `TrainerEnd`; after a failure the next `send` makes a new connection."""
         server, url = order.server, order.url
-        tensors = self.held(order.version)
+        held = self.held(order.version)
         channel = self._channels.get(server)
         if channel is None or channel.url != url:
             self._give_up(server)
@@ -163,6 +191,7 @@ class MemoryTrainerEnd(TrainerEnd):
                 if not channel.opened:
                     await channel.connection.open()
                     channel.opened = True
+                tensors = await asyncio.to_thread(held.ready)
                 await channel.connection.send(tensors, order.version, keep_cache=order.keep_cache)
             except BaseException:
                 self._give_up(server)

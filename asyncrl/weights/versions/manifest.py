@@ -97,10 +97,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest in `directory`.
+    """Return the manifest in `directory`.
 
     Raises:
-        ManifestError: there is none, or it is not one.
+        ManifestError: there is no manifest, or it is not valid.
     """
     path = directory / MANIFEST_FILE
     try:

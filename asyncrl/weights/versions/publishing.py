@@ -17,7 +17,8 @@ part in three steps; a step begins when all ranks have done the one before:
              (`SharedFiles`), the manifest) and renames the directory into place
 
 So a reader sees only complete versions that are on the disk; the last version is the run's result. No rank holds more
-than one tensor beyond its own part of the model. A rank's own tensors are copied once, from memory to the page cache.
+than one tensor beyond its own part of the model; on a GPU, two more in host memory: the next tensor is copied while one
+is written. On a CPU, tensors are copied once, from memory to the page cache.
 
 The other ranks report what they wrote to the leading rank by `part-<rank>.json` beside the shards. All ranks see the
 directory anyway, because the generation servers read it.
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run_dir import versions_in
+from asyncrl.models.host_copies import HostCopies
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights import atomic_dir
@@ -249,8 +251,9 @@ class _Writing:
             if shard.rank == self.ranks.rank
         ]
         gathered = self.source.gather(owners)
+        on_host = HostCopies().each(gathered)
         try:
-            files = [_write_shard(path, specs, gathered) for path, specs in mine]
+            files = [_write_shard(path, specs, on_host) for path, specs in mine]
         finally:
             for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
                 pass

@@ -348,7 +348,7 @@ class FakeBoard:
     def producers_start(self) -> bool:
         return self.starting
 
-    def announce_version(self, version: int, path: str) -> None:
+    def announce_version(self, version: int, path: str, win_rates: Any = None) -> None:
         self.versions.append(version)
 
     def announced_version(self) -> int:

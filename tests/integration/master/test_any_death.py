@@ -148,9 +148,9 @@ class Manager(FakeManager):
 class Board(FakeBoard):
     memory_checkpoint: MemoryCheckpoint | None = None
 
-    def announce_version(self, version: int, path: str) -> None:
+    def announce_version(self, version: int, path: str, win_rates: Any = None) -> None:
         assert version <= self.memory_checkpoint.version, "servers see a version whose state is not whole"
-        super().announce_version(version, path)
+        super().announce_version(version, path, win_rates)
 
 
 def first_run(folder: Path, memory_checkpoint: MemoryCheckpoint) -> Run:

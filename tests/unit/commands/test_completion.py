@@ -50,7 +50,7 @@ def test_commands_and_experiments_come_first(file: Path, tmp_path: Path, start: 
     found = offered(file, f"{start} ", tmp_path)
     assert set(COMMANDS) <= set(found)
     assert {"async_ppo", "sft"} <= set(found)
-    assert offered(file, f"{start} async_d", tmp_path) == ["async_dapo"]
+    assert offered(file, f"{start} async_da", tmp_path) == ["async_dapo"]
 
 
 def test_settings_follow_an_experiment(file: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def typed(shell: list[str], file: Path, line: str, folder: Path) -> str:
 
 def test_a_tab_in_an_interactive_bash_completes(file: Path, tmp_path: Path) -> None:
     assert BASH is not None
-    line = f"{LAUNCH} async_d\trollout.pac\td\t"
+    line = f"{LAUNCH} async_da\trollout.pac\td\t"
     assert typed([BASH, "--norc", "--noprofile"], file, line, tmp_path).endswith(
         "-m asyncrl.launch async_dapo rollout.pacing=deadline"
     )
@@ -126,7 +126,7 @@ def test_a_tab_in_an_interactive_bash_completes(file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        (f"{LAUNCH} async_d\trollout.pac\td\t", "-m asyncrl.launch async_dapo rollout.pacing=deadline"),
+        (f"{LAUNCH} async_da\trollout.pac\td\t", "-m asyncrl.launch async_dapo rollout.pacing=deadline"),
         ("asyncrl doctor --pl\t4", "doctor --plan 4"),
         (f"{LAUNCH} doctor async_ppo optimizer.l\t3", "-m asyncrl.launch doctor async_ppo optimizer.lr=3"),
         (f"{LAUNCH} async_ppo dataset.path=ro\tseed=1", "-m asyncrl.launch async_ppo dataset.path=rows.jsonl seed=1"),

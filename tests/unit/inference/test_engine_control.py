@@ -23,6 +23,7 @@ from asyncrl.inference.embedded.types import (
 )
 from asyncrl.inference.messages import PauseMode
 from asyncrl.weights.model_files.loading import WeightUpdateError, load_targets, stage_weights
+from tests.engine_steps import drain, run
 
 LIMIT_S = 60.0
 
@@ -44,17 +45,6 @@ def make_model(seed: int = 0, layers: int = 2) -> Qwen2ForCausalLM:
 
 def sample(rid: str, tokens: int = 20, prompt: tuple[int, ...] = (1, 2, 3), **spec: float) -> GenerationInput:
     return GenerationInput(rid, prompt, SamplingSpec(max_new_tokens=tokens, **spec))  # type: ignore[arg-type]
-
-
-def drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
-
-
-def run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationOutput]:
-    future = engine.submit(Job(inputs))
-    drain(engine)
-    return future.result(timeout=0)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_company() -> None:

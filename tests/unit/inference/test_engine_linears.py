@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model.linears import LEAST_WEIGHT, PackedLinears
-from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from tests.engine_steps import run
 
 pytestmark = pytest.mark.skipif(not torch._C._has_mkldnn, reason="this torch has no oneDNN")
 VOCAB = 50
@@ -49,11 +50,8 @@ def worst_error(engine: GenerationEngine, reference: nn.Module) -> float:
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))
         spec = SamplingSpec(max_new_tokens=rng.randint(5, 40), seed=index)
         inputs.append(GenerationInput(f"r{index:02d}", prompt, spec, prompt_logprobs_from=0))
-    future = engine.submit(Job(tuple(inputs)))
-    while engine.step():
-        pass
     worst = 0.0
-    for request, output in zip(inputs, future.result(timeout=0), strict=True):
+    for request, output in zip(inputs, run(engine, *inputs), strict=True):
         ids = torch.tensor([[*request.input_ids, *output.output_ids]])
         with torch.no_grad():
             logprobs = reference(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

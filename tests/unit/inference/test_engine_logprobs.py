@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from tests.engine_steps import run
 
 VOCAB = 61
 COMMON: dict[str, Any] = {
@@ -48,13 +49,6 @@ def build(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     return model.eval()
 
 
-def run(engine: GenerationEngine, inputs: list[GenerationInput]) -> list[GenerationOutput]:
-    future = engine.submit(Job(tuple(inputs)))
-    while engine.step():
-        pass
-    return future.result(timeout=0)
-
-
 @torch.no_grad()
 def plain_logprobs(
     model: PreTrainedModel, prompt: tuple[int, ...], output: list[int], temperature: float
@@ -83,7 +77,7 @@ def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(architectu
     reference = copy.deepcopy(model)
     engine = GenerationEngine(model, max_running_requests=5)
     inputs = ragged_inputs(11, 17, temperature)
-    for request, output in zip(inputs, run(engine, inputs), strict=True):
+    for request, output in zip(inputs, run(engine, *inputs), strict=True):
         assert len(output.output_ids) == request.sampling.max_new_tokens
         expected = plain_logprobs(reference, request.input_ids, output.output_ids, temperature)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0.0, atol=FP32_TOLERANCE)
@@ -94,7 +88,7 @@ def test_bfloat16_logprobs_stay_near_a_plain_forward() -> None:
     reference = copy.deepcopy(model)
     engine = GenerationEngine(model, max_running_requests=4)
     inputs = ragged_inputs(5, 6)
-    for request, output in zip(inputs, run(engine, inputs), strict=True):
+    for request, output in zip(inputs, run(engine, *inputs), strict=True):
         expected = plain_logprobs(reference, request.input_ids, output.output_ids, 1.0)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0.0, atol=3e-2)
 
@@ -105,7 +99,7 @@ def test_prompt_logprobs_equal_a_plain_forward(architecture: str) -> None:
     reference = copy.deepcopy(model)
     prompt = tuple(random.Random(2).randrange(VOCAB) for _ in range(20))
     request = GenerationInput("p", prompt, SamplingSpec(max_new_tokens=0, temperature=0.5), prompt_logprobs_from=0)
-    (output,) = run(GenerationEngine(model), [request])
+    (output,) = run(GenerationEngine(model), request)
     assert output.output_ids == []
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
@@ -119,7 +113,7 @@ def test_a_group_is_prefilled_once_and_each_sample_is_exact() -> None:
     prompt = tuple(range(3, 20))
     inputs = [GenerationInput(f"g{i}", prompt, SamplingSpec(max_new_tokens=5 + i, seed=i)) for i in range(6)]
     engine = GenerationEngine(model, max_running_requests=4)
-    outputs = run(engine, inputs)
+    outputs = run(engine, *inputs)
     assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
     for request, output in zip(inputs, outputs, strict=True):
         expected = plain_logprobs(reference, request.input_ids, output.output_ids, 1.0)

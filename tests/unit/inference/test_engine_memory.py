@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, MemoryStateError, SamplingSpec
+from asyncrl.inference.embedded.types import GenerationInput, Job, MemoryStateError, SamplingSpec
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.weights.model_files.loading import WeightUpdateError
+from tests.engine_steps import drain, run
 
 EVERYTHING = [*MemoryTag]
 
@@ -43,17 +44,6 @@ def engine_of(folder: Path, *, saves_memory: bool = True) -> GenerationEngine:
 
 def sample(rid: str, tokens: int = 30, prompt: tuple[int, ...] = (1, 2, 3), offset: int = 0) -> GenerationInput:
     return GenerationInput(rid, prompt, SamplingSpec(max_new_tokens=tokens, seed=7, seed_offset=offset))
-
-
-def drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
-
-
-def run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationOutput]:
-    future = engine.submit(Job(inputs))
-    drain(engine)
-    return future.result(timeout=0)
 
 
 def rest(engine: GenerationEngine) -> int:

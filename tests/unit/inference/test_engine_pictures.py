@@ -20,9 +20,9 @@ from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError, plain_logprobs
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import attention
-from tests.tiny_vlm import make_folder, picture, render
+from tests.engine_steps import drain
+from tests.tiny_vlm import KINDS, make_folder, picture, render, shown_inputs
 
-CAUSAL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "smolvlm", "idefics3", "llava", "llava_onevision", "internvl")
 Folder = Callable[[str], Path]
 TOKENS = 7
 
@@ -45,14 +45,9 @@ def _ask(rid: str, folder: Path, *parts: str | Picture, greedy: bool = False, to
     return GenerationInput(rid, tuple(prompt.ids), spec, pictures=prompt.placed)
 
 
-def _drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
-
-
 def _run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationOutput]:
     future = engine.submit(Job(inputs))
-    _drain(engine)
+    drain(engine)
     return future.result(timeout=0)
 
 
@@ -67,14 +62,13 @@ def _logits(model: PreTrainedModel, pictures: Pictures, request: GenerationInput
     """Logits before each token of an answer by a plain forward, which takes placeholders in it for ordinary tokens: so
     transformers' own cannot be asked, which `tests/unit/models/test_pictures.py` compares with this one."""
     shown, _held = pictures.ids.shown([*request.input_ids, *answer], request.pictures)
-    ids, places = torch.tensor([shown]), torch.from_numpy(pictures.positions(shown).copy())
-    with torch.no_grad(), attention(model, "eager"), pictures.holding(ids, keep=True):
-        positions = places[:, None] if pictures.three_positions else places[:1]
-        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+    inputs = shown_inputs(pictures, shown)
+    with torch.no_grad(), attention(model, "eager"), pictures.holding(inputs["input_ids"], keep=True):
+        logits: Tensor = model(**inputs, use_cache=False).logits[0]
     return logits[len(request.input_ids) - 1 : -1]
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
     kind: str, vlm_folder: Folder, tmp_path: Path
 ) -> None:
@@ -107,7 +101,7 @@ def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
     engine.step()
     assert loading.result(timeout=0) == 0
     engine.resume()
-    _drain(engine)
+    drain(engine)
     after, other = _load(newer)
     mixed = 0
     for request, output in zip(held, future.result(timeout=0), strict=True):
@@ -151,12 +145,26 @@ def test_requests_whose_pictures_do_not_fit_are_refused(vlm_folder: Folder) -> N
         engine.submit(Job((replace(asked, input_ids=asked.input_ids[: placed.end]),)))
 
 
-def test_pictures_that_are_seen_in_both_directions_are_refused_by_name(vlm_folder: Folder) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Gemma3ForConditionalGeneration .* with pictures, .*vision=none"):
-        _engine(vlm_folder("gemma3"))
-    model, _ = _load(vlm_folder("gemma3"))
-    text = GenerationEngine(model, max_model_len=128)
-    assert not text.takes_pictures
+def test_a_picture_that_is_seen_in_both_directions_is_never_cut(vlm_folder: Folder) -> None:
+    """A part of a long prompt would end within each picture, as each turn's first tokens are kept of the one before."""
+    folder = vlm_folder("gemma3")
+    engine = _engine(folder, max_running_requests=4, chunked_prefill_size=6)
+    plain, pictures = _load(folder)
+    assert pictures.two_way
+    first, second = picture(1), picture(2)
+    short = ("<u>", first, "a<end><a>")
+    longer = ("<u>", first, "a", second, "how many red?", first, "b", second, "green<end><a>")
+    for requests in ([_ask("a0", folder, *short)], [_ask("b0", folder, *longer), _ask("c0", folder, *longer[:4], "c")]):
+        for request, output in zip(requests, _run(engine, *requests), strict=True):
+            expected = _expected(plain, pictures, request, output.output_ids)
+            assert output.logprobs == pytest.approx(expected, abs=2e-4)
+    asked = _ask("d0", folder, *short)
+    (placed,) = asked.pictures
+    ids = asked.input_ids
+    twice = (*ids[: placed.end], *ids[placed.position :])
+    shown = (placed, placed.shifted(placed.length))
+    with pytest.raises(RequestError, match="follows another without a token between them"):
+        engine.submit(Job((replace(asked, input_ids=twice, pictures=shown),)))
 
 
 def test_a_model_that_does_not_look_is_refused(vlm_folder: Folder, tmp_path: Path) -> None:
@@ -190,7 +198,7 @@ def test_distinct_pictures_leave_no_more_than_the_limit(vlm_folder: Folder, monk
     assert len(ids._by_first) == len(ids._seen) == len(ids._recent) < 5
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "internvl", "gemma3"])
 def test_the_next_turn_over_a_picture_computes_its_new_tokens_alone(kind: str, vlm_folder: Folder) -> None:
     folder = vlm_folder(kind)
     engine = _engine(folder, max_running_requests=2, max_total_tokens=600)

@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from tests.engine_steps import run
 
 VOCAB = 30
 
@@ -53,10 +54,7 @@ def generate(
         )
         for index in range(count)
     ]
-    future = engine.submit(Job(tuple(inputs)))
-    while engine.step():
-        pass
-    outputs = future.result(timeout=0)
+    outputs = run(engine, *inputs)
     return [(i.input_ids, o.output_ids, o.logprobs) for i, o in zip(inputs, outputs, strict=True)]
 
 

@@ -21,6 +21,7 @@ from asyncrl.inference.messages import PauseMode
 from asyncrl.inference.replies import MalformedReply, parse_completion
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routing import Routers
+from tests.engine_steps import drain
 
 LAYERS, EXPERTS, PER_TOKEN, DENSE = 3, 5, 2, 1
 """Layer 1 is dense."""
@@ -66,11 +67,6 @@ def sample(
     rid: str, tokens: int = 12, prompt: tuple[int, ...] = (3, 4, 5), start: int = 0, **spec: Any
 ) -> GenerationInput:
     return GenerationInput(rid, prompt, SamplingSpec(max_new_tokens=tokens, **spec), routing_from=start)
-
-
-def drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
 
 
 def told(output: GenerationOutput) -> NDArray[Any]:

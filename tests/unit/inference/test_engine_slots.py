@@ -16,6 +16,7 @@ from asyncrl.inference.embedded.decoding.slots import Slots
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from tests.engine_steps import drain
 
 
 def make_engine(**limits: int) -> GenerationEngine:
@@ -33,11 +34,6 @@ def make_engine(**limits: int) -> GenerationEngine:
     model = Qwen2ForCausalLM(config)
     model.lm_head.weight.data *= 120.0
     return GenerationEngine(model, **limits)  # type: ignore[arg-type]
-
-
-def drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
 
 
 def group(count: int) -> list[GenerationInput]:

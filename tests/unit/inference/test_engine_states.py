@@ -22,6 +22,7 @@ from asyncrl.inference.embedded.model.states import SlotStates
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError
+from tests.engine_steps import drain, run
 
 VOCABULARY = 64
 TOLERANCE = 1e-4
@@ -105,17 +106,6 @@ engine_of = cache(new_engine)
 """One for all tests that leave its weights alone, and run it until it is empty: so slots are used again, too."""
 
 
-def drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
-
-
-def run(engine: GenerationEngine, inputs: list[GenerationInput]) -> list[GenerationOutput]:
-    future = engine.submit(Job(tuple(inputs)))
-    drain(engine)
-    return future.result(timeout=0)
-
-
 @torch.no_grad()
 def alone(model: PreTrainedModel, tokens: list[int], prompt: int, temperature: float = 1.0) -> Tensor:
     """log p of `tokens[prompt:]` by transformers, without a cache."""
@@ -154,7 +144,7 @@ def test_samples_of_all_lengths_that_join_and_leave_have_the_logprobs_of_the_mod
         )
         for i, n in enumerate(lengths)
     ]
-    outputs = run(engine_of(family), inputs)
+    outputs = run(engine_of(family), *inputs)
     assert_exact(family, inputs, outputs)
     for request, output in zip(inputs, outputs, strict=True):
         assert output.prompt_logprobs is not None
@@ -170,7 +160,7 @@ def test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state(family: st
     batch = engine._batch
     before, rows, drawn = batch.runner.prefilled_tokens, batch.counts.decoded_rows, batch.counts.generated
     inputs = group(prompt, [4, 9, 9, 12, 14, 14])
-    outputs = run(engine, inputs)
+    outputs = run(engine, *inputs)
     assert batch.runner.prefilled_tokens - before == len(prompt) - 1
     assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
     assert batch.counts.decoded_rows - rows < batch.counts.generated - drawn, "they shared a slot"
@@ -195,7 +185,7 @@ def test_samples_that_part_in_the_middle_of_their_answers_are_exact(family: str)
     prompt = tokens(Random(5), 6)
     specs = [SamplingSpec(max_new_tokens=12, seed=seed, temperature=0.05 * (seed + 1)) for seed in range(12)]
     inputs = [GenerationInput(f"t{spec.seed}", prompt, spec) for spec in specs]
-    outputs = run(engine_of(family), inputs)
+    outputs = run(engine_of(family), *inputs)
     answers = [output.output_ids for output in outputs]
     assert any(a[:3] == b[:3] and a != b for a, b in combinations(answers, 2)), "none parted in the middle"
     assert_exact(family, inputs, outputs)
@@ -232,7 +222,7 @@ def test_what_is_interrupted_by_new_weights_goes_on_from_states_of_the_new_ones(
         drawn = [output.output_ids for output in outputs]
         asked = [(*each.input_ids, *before) for each, before in zip(inputs, drawn, strict=True)]
         later = [GenerationInput(f"r{i}", ids, SamplingSpec(max_new_tokens=5, seed=i)) for i, ids in enumerate(asked)]
-        again = run(engine, later)
+        again = run(engine, *later)
         found = [(a.logprobs, b.logprobs) for a, b in zip(outputs, again, strict=True)]
         whole = [(*ids, *output.output_ids) for ids, output in zip(asked, again, strict=True)]
     else:
@@ -280,7 +270,7 @@ def test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_thei
         expected = goes_on_under(model_of(family), model_of(family, seed=4), ids, prompt - 1 + 4)[prompt - 1 :]
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=TOLERANCE)
     after = group(tokens(Random(8), 5), [6], first=9)
-    (output,) = run(engine, after)
+    (output,) = run(engine, *after)
     expected = alone(model_of(family, seed=4), [*after[0].input_ids, *output.output_ids], 5)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=TOLERANCE)
 

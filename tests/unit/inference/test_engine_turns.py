@@ -20,6 +20,7 @@ from asyncrl.inference.embedded.decoding.prefills import WORTH_A_FORWARD
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from tests.engine_steps import drain, run
 
 VOCABULARY, CONTEXT, SYSTEM = 40, 400, WORTH_A_FORWARD + 9
 Tokens = tuple[int, ...]
@@ -87,17 +88,6 @@ def assert_counted(engine: GenerationEngine) -> None:
         assert all(rows.shape[-2] == len(node.tokens) for rows in node.rows)
     assert (kept.tokens, kept.states) == (tokens, states)
     assert kept.tokens + slots.tokens <= engine._batch.prefills._room
-
-
-def drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
-
-
-def run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationOutput]:
-    future = engine.submit(Job(inputs))
-    drain(engine)
-    return future.result(timeout=0)
 
 
 def draw_tokens(draw: Random, count: int) -> Tokens:

@@ -7,6 +7,8 @@ outlives them (the last step, the inboxes, checkpoints) are played as `manager/c
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
     joining    a RolloutWorker comes while the run goes on, goes for good, and another takes its name
+    policies   opponents, whose servers never move the gate, and in half of the schedules a second trained policy: the
+               gate counts by the older of the two servers, and a rollout has samples of both policies
     deaths     of a RolloutWorker, the manager, the trainer (which resumes from its last step), or of the run
                (from its newest checkpoint); and a worker's lease that lapses though it lives
 
@@ -41,8 +43,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.api.trajectory import GENERATED
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import Admitted, Dropped, LedgerBooks, PromptGoes, RunSettings
+from asyncrl.comm.names import ACTOR
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import HeldRollouts
 from asyncrl.manager.service import ManagerService
@@ -68,6 +72,8 @@ IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BOTH, UP_TO_3 = (False, True), range(1, 4)
 PICK = range(10_001)
 JOINED = 2
+JUDGE = "judge"
+"""The second trained policy."""
 WORKER = range(20)
 FATE = ("answered", "reply lost", "reply late", "late", "answered and repeated late")
 CLEARS_UP = (
@@ -86,6 +92,7 @@ BEGINNINGS: dict[str, Sequence[Any]] = {
     "on_stale": tuple(OnStale),
     "stops_early": BOTH,
     "own": range(1, 5),
+    "judged": BOTH,
 }
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -194,9 +201,13 @@ class Trainer:
 
 class Schedule(RuleBasedStateMachine):
     @initialize(**{name: st.sampled_from(values) for name, values in BEGINNINGS.items()})
-    def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, own: int = WORKERS) -> None:
+    def begin(
+        self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, own: int = WORKERS, judged: bool = False
+    ) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
         self.own = own
+        self.trained = ("", JUDGE) if judged else ("",)
+        """The trained policies."""
         self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
         self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
         self.ids = (f"r{number}" for number in itertools.count())
@@ -232,7 +243,8 @@ class Schedule(RuleBasedStateMachine):
         self.ledger = self.new_ledger()
         self.ledger.begin(self.trainer.version, None if state is None else state["ledger"], self.trainer.books)
         self.check_recorded()
-        self.served = self.trainer.version
+        self.versions = dict.fromkeys(self.trained, self.trainer.version)
+        """By trained policy, the version that its server has."""
         self.workers = [Worker(index, 0, self.own) for index in range(self.own)]
         self.incarnations = dict.fromkeys(range(self.own, self.own + JOINED), 0)
         self.service = self.new_manager()
@@ -266,12 +278,21 @@ class Schedule(RuleBasedStateMachine):
             order=ORDER,
             number=next(self.numbers),
             first=SIZE,
-            policies=["past"],
+            policies=["past", *self.trained[1:]],
         )
         service.routes.router_of("past").update(0, "http://past", 0, routable=True)
-        service.router.update(0, "http://server", self.served, routable=True)
-        service.routes_changed(self.served)
+        for policy in self.trained:
+            self.tell_version(service, policy)
         return service
+
+    @property
+    def served(self) -> int:
+        """The version that rollouts are admitted at."""
+        return min(self.versions.values())
+
+    def tell_version(self, service: ManagerService, policy: str) -> None:
+        service.routes.router_of(policy).update(0, f"http://server{policy}", self.versions[policy], routable=True)
+        service.routes_changed(self.served)
 
     @move()
     def the_manager_dies(self) -> None:
@@ -353,11 +374,11 @@ class Schedule(RuleBasedStateMachine):
         with contextlib.suppress(m.BadRequest):
             self.loop.run_until_complete(answer(self.service))
 
-    @move(share=range(1, 3), when=lambda self: self.trainer.version > self.served)
-    def the_server_updates(self, share: int) -> None:
-        self.served += (self.trainer.version - self.served) * share // 2
-        self.service.router.update(0, "http://server", self.served, routable=True)
-        self.service.routes_changed(self.served)
+    @move(share=range(1, 3), policy=BOTH, when=lambda self: self.trainer.version > self.served)
+    def the_server_updates(self, share: int, policy: bool = False) -> None:
+        name = self.trained[policy and -1]
+        self.versions[name] += (self.trainer.version - self.versions[name]) * share // 2
+        self.tell_version(self.service, name)
 
     # RolloutWorkers.
 
@@ -456,25 +477,32 @@ class Schedule(RuleBasedStateMachine):
         self.service.routes_changed(None)
         assert self.service.gate_state() == before
 
-    @move(pick=PICK, fate=FATE, policy=("", "past"), when=some_run)
+    @move(pick=PICK, fate=FATE, policy=("", "past", JUDGE), when=some_run)
     def schedule(self, pick: int, fate: str, policy: str) -> None:
-        """A later request of a rollout, to either policy; it ends with its rollout, whatever else is lost."""
+        """A later request of a rollout, to any policy; it ends with its rollout, whatever else is lost."""
         worker, name = self.pick_running(pick)
+        if policy == JUDGE and policy not in self.trained:
+            policy = ""
         if not self.has_session(worker, fate):
             return
         each = m.RouteRequest(1, 1, 1, request_id=f"{name}/{policy}{pick % 3}", rollout_id=name, policy=policy)
         request = m.ScheduleRequest(**worker.who(), requests=[each])
         self.call_as(worker, lambda service: service.schedule_request(request), lambda reply: None, fate)
 
-    @move(pick=PICK, when=some_run)
-    def push(self, pick: int) -> None:
+    @move(pick=PICK, newer=PICK, when=some_run)
+    def push(self, pick: int, newer: int = 0) -> None:
+        """The rollout's end: a token of each trained policy, of a version that its server has had since."""
         worker, name = self.pick_running(pick)
         granted = worker.running[name]
-        sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
-        tokens = {"oldest_version": granted.version, "version_tokens": {granted.version: 1}}
-        worker.pushed[name] = RolloutRecord(
-            rollout_id=name, prompt_id=granted.prompt_id, order=granted.order, head=0, **tokens, **sizes
+        n, tokens = len(self.trained), defaultdict[int, int](int)
+        for bit, now in enumerate(self.versions.values()):
+            tokens[now if n > 1 and newer >> bit & 1 else min(granted.version, now)] += 1
+        sizes = {"lengths": (2,) * n, "generated": (1,) * n, "rewards": (1.0,) * n, "truncated": (False,) * n}
+        policies = {"groups": self.trained, "metrics": {f"{GENERATED}{each or ACTOR}": 1.0 for each in self.trained}}
+        record = RolloutRecord(
+            *(name, granted.prompt_id, granted.order, 0, min(tokens), dict(tokens)), **sizes, episodes=(1,) * n
         )
+        worker.pushed[name] = msgspec.structs.replace(record, **policies) if n > 1 else record
 
     @move(pick=PICK, head=range(HEADS), acknowledged=BOTH, when=some_are_pushed)
     def arrive(self, pick: int, head: int, acknowledged: bool) -> None:
@@ -488,7 +516,7 @@ class Schedule(RuleBasedStateMachine):
         if acknowledged:
             del worker.pushed[name]
             worker.running.pop(name)
-            worker.end(m.FinishedRollout(name, accepted=True, tokens=2))
+            worker.end(m.FinishedRollout(name, accepted=True, tokens=record.tokens))
             worker.delivered.add(record.prompt_id)
 
     @move(
@@ -747,7 +775,8 @@ class Schedule(RuleBasedStateMachine):
         self.report_step()
         books = self.service.gate.books()
         assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
-        assert self.service.router.placed == 0, "a server keeps the load of what is over"
+        placed = [self.service.routes.router_of(policy).placed for policy in ("past", *self.trained)]
+        assert not any(placed), "a server keeps the load of what is over"
         waiting = {name for worker in self.workers for name in worker.ids}
         assert not any(map(self.service.gate.outcome, waiting)), "a worker asks for what will not start"
 
@@ -768,7 +797,8 @@ class Schedule(RuleBasedStateMachine):
             self.report_step()
         self.train(dies=False)
         self.report_step()
-        self.the_server_updates(2)
+        for policy in (False, True):
+            self.the_server_updates(2, policy)
 
     def all_speak(self) -> None:
         """What a manager waits for that begins."""

@@ -18,8 +18,9 @@ import pytest
 
 from asyncrl.comm.push_pull.outbox import Outbox
 from asyncrl.manager import messages as m
-from asyncrl.manager import service, staleness_gate
-from asyncrl.manager.pacing import DeadlinePacing
+from asyncrl.manager import service
+from asyncrl.manager.rollouts import staleness_gate
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import decide
 from asyncrl.master.data import buffer as buffers

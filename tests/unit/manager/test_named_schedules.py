@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.comm.ledger_lines import Dropped
 from asyncrl.manager import messages as m
-from asyncrl.manager.rebuild import RollCall
+from asyncrl.manager.rollouts.rebuild import RollCall
+from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.staleness_gate import StalenessGate
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.names import PublishedVersion
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions, UpdateMode
+from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
-from asyncrl.manager.policy_fleets import PolicyFleets
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
 from asyncrl.master.peers.policy_versions import Publishing
@@ -59,6 +60,37 @@ def test_the_members_of_a_pool_are_drawn_alike_and_differ_between_servers() -> N
     drawn = [pool.choose(newest, 1, server) - newest for newest in range(4, 404) for server in (0, 1)]
     assert all(150 < drawn.count(-back) < 250 for back in range(4))
     assert drawn[::2] != drawn[1::2]
+
+
+def test_members_that_win_more_often_are_chosen_more_often() -> None:
+    pool = VersionPoolConfig(every=1, keep=3, pick=PickVersion.prioritised)
+    rates = [{newest - 2: 0.5, newest - 1: 0.75, newest: 0.99} for newest in range(3, 2003)]
+    drawn = [newest - pool.choose(newest, 1, 0, rate) for newest, rate in zip(range(3, 2003), rates, strict=True)]
+    assert drawn.count(2) / 2000 == pytest.approx(0.8, abs=0.04)  # 0.25 : 0.0625 : 0.0001
+    assert drawn.count(0) < 10
+    unknown = [newest - pool.choose(newest, 1, 0) for newest in range(3, 2003)]
+    assert all(unknown.count(back) / 2000 == pytest.approx(1 / 3, abs=0.05) for back in range(3))
+
+
+def test_a_server_of_a_prioritised_pool_is_assigned_by_the_rates_of_the_announcement(tmp_path: Path) -> None:
+    pool = VersionPoolConfig(every=1, keep=3, pick=PickVersion.prioritised)
+    config = ExperimentConfig(policies=[PolicyConfig("past", versions=pool)])
+    own = FleetDecisions(UpdateMode.interrupt, 10.0)
+    fleets = PolicyFleets(config, own, service_of(["past"]), JsonHttp(None), logging.getLogger(), lambda: 0.0)
+    for version in range(1, 8):
+        (tmp_path / f"v{version}").mkdir()
+        write_manifest(tmp_path / f"v{version}", Manifest("actor", version, {}))
+    fleets.registered({0: ("http://past", 0)})
+    played = []
+    for newest in range(3, 8):
+        published = PublishedVersion(newest, "", {"past": {newest: 1 - 1e-9, newest - 1: 1 - 1e-9, newest - 2: 0.1}})
+        rates = PublishedVersion.decode(published.encode()).win_rates
+        asyncio.run(fleets.published(Target(newest, str(tmp_path / f"v{newest}")), rates))
+        (order,) = fleets._decisions["past"].poll(0.0, {})
+        assert isinstance(order, BeginUpdate)
+        fleets._decisions["past"].succeeded(0, order.attempt)
+        played.append(order.target.version)
+    assert played == [1, 2, 3, 4, 5]
 
 
 def test_a_server_of_a_pool_goes_back_to_an_older_version_and_returns_there_after_its_death() -> None:

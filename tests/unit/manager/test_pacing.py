@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.manager import messages as m
-from asyncrl.manager.pacing import LEAST_MARGIN, DeadlinePacing
+from asyncrl.manager.rollouts.pacing import LEAST_MARGIN, DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 

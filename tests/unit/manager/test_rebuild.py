@@ -11,8 +11,8 @@ from msgspec import structs
 
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.manager import messages as m
-from asyncrl.manager.rebuild import rebuild
-from asyncrl.manager.rollout_state import RolloutState
+from asyncrl.manager.rollouts.rebuild import rebuild
+from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import run_report
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum

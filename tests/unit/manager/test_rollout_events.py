@@ -6,9 +6,9 @@ from collections import Counter
 
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
+from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
+from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
 MASTER = "rollout_worker/0"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.manager.staleness_gate import TRAINED, WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import TRAINED, WORKER_LOST, RolloutTicket, StalenessGate
 
 
 def start(gate: StalenessGate, *names: str, owner: str = "w0") -> list[int | None]:

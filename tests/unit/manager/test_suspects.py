@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.manager import messages as m
+from asyncrl.manager.rollouts.suspects import Suspects
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,13 +18,17 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.picture_processor import PictureModelError, PictureProcessor
-from asyncrl.models.picture_rules import PictureRulesError, picture_rules
+from asyncrl.models.picture_rules import KNOWN_SIZES, PictureRules, PictureRulesError, picture_rules
 from asyncrl.models.pictures import Pictures
-from tests.tiny_vlm import WITHOUT_TORCHVISION, picture, render
+from tests.tiny_vlm import KINDS, picture, render, shown_inputs
 
-CAUSAL = tuple(kind for kind in WITHOUT_TORCHVISION if kind != "gemma3")
-"""Families whose text model looks at pictures as at text: not Gemma 3, whose pictures are seen in both directions."""
 Folder = Callable[[str], Path]
+
+
+class Sizes(NamedTuple):
+    """All that is asked of a picture."""
+
+    size: tuple[int, int]
 
 
 def _model(folder: Path) -> tuple[PreTrainedModel, Pictures]:
@@ -32,15 +39,13 @@ def _model(folder: Path) -> tuple[PreTrainedModel, Pictures]:
 
 
 def _logits(model: PreTrainedModel, pictures: Pictures, shown: list[int], *, keep: bool = True) -> Tensor:
-    ids = torch.tensor([shown])
-    positions = torch.from_numpy(pictures.positions(shown).copy())
-    with pictures.holding(ids, keep=keep):
-        places = positions[:, None] if pictures.three_positions else positions[:1]
-        logits: Tensor = model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+    inputs = shown_inputs(pictures, shown)
+    with pictures.holding(inputs["input_ids"], keep=keep):
+        logits: Tensor = model(**inputs, use_cache=False).logits[0]
     return logits
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_by_id_give_what_transformers_computes_of_pixels(kind: str, vlm_folder: Folder) -> None:
     folder = vlm_folder(kind)
     model, pictures = _model(folder)
@@ -139,7 +144,7 @@ def test_a_span_with_another_number_of_placeholders_is_refused(vlm_folder: Folde
         pictures.ids.shown(ids, [PlacedPicture(placed.position, placed.length - 1, placed.picture)])
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "mistral3"])
 def test_rules_without_torch_say_what_the_processor_says(kind: str, vlm_folder: Folder) -> None:
     folder = vlm_folder(kind)
     rules, processor = picture_rules(folder), PictureProcessor.of(folder)
@@ -156,13 +161,39 @@ def test_rules_without_torch_say_what_the_processor_says(kind: str, vlm_folder: 
         rules.close()
 
 
-def test_what_takes_no_pictures_or_needs_torchvision_is_refused_by_name(vlm_folder: Folder, tiny_model: Path) -> None:
+def test_texts_are_remembered_for_the_sizes_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, asked = PictureRules(tmp_path), []
+
+    def ask(size: tuple[int, int]) -> dict[str, Any]:
+        asked.append(size)
+        return {"text": str(size)}
+
+    monkeypatch.setattr(rules, "_asked", ask)
+    sizes = [Sizes((width, 7)) for width in range(1, 3 * KNOWN_SIZES)]
+    for size in sizes:
+        assert rules.text(sizes[0]) == "(1, 7)"
+        assert rules.text(size) == str(size.size)
+    assert len(asked) == len(sizes), "the one that is always used stays"
+    assert len(rules._texts) == KNOWN_SIZES
+
+
+def test_what_takes_no_pictures_or_needs_torchvision_is_refused_by_name(
+    vlm_folder: Folder, tiny_model: Path, tmp_path: Path
+) -> None:
     assert picture_rules(tiny_model) is None
     with pytest.raises(PictureModelError, match=r"qwen2 in .* takes no pictures"):
         PictureProcessor.of(tiny_model)
-    with pytest.raises(PictureModelError, match="PixtralProcessor is made of torchvision"):
-        PictureProcessor.of(vlm_folder("mistral3"))
-    rules = picture_rules(vlm_folder("mistral3"))
+    folder = tmp_path / "lfm2_vl"
+    shutil.copytree(vlm_folder("smolvlm"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "lfm2_vl"}))
+    reading = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(reading | {"image_processor_type": "Lfm2VlImageProcessor"})
+    )
+    with pytest.raises(PictureModelError, match="holds no image processor that works without torchvision"):
+        PictureProcessor.of(folder)
+    rules = picture_rules(folder)
     assert rules is not None
-    with pytest.raises(PictureRulesError, match="PixtralProcessor is made of"):
+    with pytest.raises(PictureRulesError, match="holds no image processor that works without torchvision"):
         _ = rules.token_id

@@ -78,9 +78,23 @@ def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
     assert len(text.splitlines()) == len(panel(ROW).splitlines()), "no figure takes a second line"
 
 
+def test_what_processes_did_before_the_first_step_is_not_shown_after_it() -> None:
+    shown, out = console(80)
+    display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
+    display.standing(["generation_server/0 loads the model (3 s)"])
+    display.row(EVALUATION)
+    display.row(ROW)
+    shown.print(display._render())
+    assert "loads the model" not in out.getvalue()
+    display.standing(["A slow reward: make it faster."])
+    shown.print(display._render())
+    assert "A slow reward" in out.getvalue()
+    display.close()
+
+
 def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:
     text = panel(EVALUATION)
-    for part in ("step 0/10", "held_out accuracy", "0.125", "no train step yet"):
+    for part in ("step 0/10", "held_out accuracy", "0.125"):
         assert part in text
     assert "reward" not in text
     assert "▁█" in panel(EVALUATION, ROW), "the curve begins there"

@@ -55,7 +55,7 @@ def in_code() -> set[str]:
     return found
 
 
-NO_METRICS = {"</tool_call>", "tool/<>", "rollout/dropped_", "rollout/lost_episodes: "}
+NO_METRICS = {"</tool_call>", "tool/<>", "rollout/dropped_", "rollout/lost_episodes: ", "row/source_number"}
 """Keys of this form that name something else (a part of a reward, for one), or only the beginning of a name."""
 IN_TABLE = {re.sub(r"<[^>]*>", "<>", metric.name) for metric in METRICS}
 OF_KINDS = {"eval/<>/<>", "<>/<>", "rollout/<>_s", "rollout/dropped_<>", "chat/<>"}

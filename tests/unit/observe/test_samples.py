@@ -157,6 +157,20 @@ ab[v3|=][v4|\\x1b\\x9b]
 """
 
 
+@pytest.mark.parametrize(
+    ("group", "shown"),
+    [("judge", ["judge", "judge/right"]), ("judge/right", ["judge/right"]), ("", [""]), ("past", [])],
+)
+def test_show_chooses_a_comparison_group_or_all_groups_of_a_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], group: str, shown: list[str]
+) -> None:
+    samples = [sample("ab", ".1", 1.0, group=each) for each in ("", "judge", "judge/right")]
+    write_samples(tmp_path, 2, "head-0", rows_of(Trajectory("r0", "e0-0", 0, samples, {}), 2, decode, {}), GIB)
+    assert show.main([str(tmp_path), "--group", group], "asyncrl") == 0
+    heads = [line.split("  ") for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [head[3] if head[3].startswith("judge") else "" for head in heads] == shown
+
+
 def test_show_prints_samples_plainly_where_nobody_sees_colours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

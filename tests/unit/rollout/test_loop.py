@@ -48,7 +48,7 @@ from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
-from asyncrl.rollout.settings import RolloutConfig
+from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.timing import current_meter
@@ -103,7 +103,10 @@ class FakeComponents:
 
     @property
     def prompts(self) -> Any:
-        return SimpleNamespace(train=self.train)
+        def train(ref: PromptRef, version: int) -> Prompt:
+            return replace(self.train(ref), data={"version": version})
+
+        return SimpleNamespace(train=train)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         return await run_group(self.agent, lambda: NoEnv(), prompt, policy, self.client, tries)
@@ -121,6 +124,7 @@ class FakeGate:
     running: set[str] = field(default_factory=set)
     finished: dict[str, FinishedRollout] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
+    version: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     goal: int = 0
     resting: set[str] = field(default_factory=set)
@@ -140,7 +144,7 @@ class FakeGate:
         self.running.add(rollout_id)
         failures = self.failures.pop(0) if self.failures else 0
         route, rests = Route(f"http://{ref.prompt_id}", 0), ref.prompt_id in self.resting
-        return GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, 0, failures, 0, route, rests)
+        return GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, 0, failures, self.version, route, rests)
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         for rollout in rollouts:
@@ -221,6 +225,23 @@ async def test_a_curriculum_hears_the_share_of_right_answers_and_what_rests_is_d
     assert (ended.accepted, ended.reason, ended.return_prompt, ended.success) == (False, "curriculum", False, None)
     (filtered,) = (each for each in gate.finished.values() if each.reason not in ("", "curriculum"))
     assert filtered.success == 1.0, "what a filter rejects is measured too"
+
+
+async def test_a_prompt_is_of_the_version_at_which_its_rollout_was_admitted() -> None:
+    """By it the longest answer may change over a run."""
+    seen: list[int] = []
+
+    class Seeing(EchoAgent):
+        async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
+            seen.append(prompt.data["version"])
+            return await super().run_group(prompt, make_env, client)
+
+    await run(FakeGate(admit=3, version=7), Seeing(lambda prompt_id: (1.0, 0.0)))
+    assert seen == [7, 7, 7]
+    sampling = SamplingConfig(max_new_tokens=96, max_new_tokens_from={20: 64, 3: 32, 50: 96})
+    limits = [sampling.max_new_tokens_at(version) for version in (0, 2, 3, 19, 20, 49, 50, 99)]
+    assert limits == [96, 96, 32, 32, 64, 64, 96, 96]
+    assert SamplingConfig(max_new_tokens=96).max_new_tokens_at(5) == 96
 
 
 async def test_no_more_rollouts_run_at_a_time_than_max_concurrent() -> None:

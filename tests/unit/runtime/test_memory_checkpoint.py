@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.runtime import memory_checkpoint as module
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line
 
 
 @pytest.fixture
@@ -159,3 +159,9 @@ def test_something_that_is_missing_on_one_host_is_told_to_all(
     elsewhere.invalidate()
     assert memory_checkpoint.invalid
     assert not memory_checkpoint.can_go_on(0)
+
+
+def test_the_price_is_named_with_the_step_of_which_it_is_a_tenth() -> None:
+    line = price_line(18_500_000_000, 25e9)
+    assert "18.50 GB are copied beside training in about 0.74 s (25.0 GB/s measured)" in line
+    assert "If a step is shorter than 7.4 s" in line

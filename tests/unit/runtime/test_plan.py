@@ -244,6 +244,26 @@ def own_disks() -> ExperimentConfig:
     return config
 
 
+def test_encoder_servers_take_the_gpus_after_training_and_generation_on_the_hosts_that_are_named() -> None:
+    config = several_hosts(b=["generation_server"])
+    config.system.hosts = []
+    config.rollout.encoder.servers = 2
+    assert plans_of(config, gpus=4)["encoder_server/0"].resources.gpus == (), "it computes on the CPU"
+    config.rollout.encoder.gpus, config.generation.servers = 1, 2
+    assert [plans_of(config, gpus=6)[f"encoder_server/{n}"].resources.gpus for n in range(2)] == [("4",), ("5",)]
+    assert [plans_of(config, gpus=3)[f"encoder_server/{n}"].resources.gpus for n in range(2)] == [("2",), ("2",)]
+    config.rollout.encoder.servers = 0
+    assert "encoder_server/0" not in plans_of(config, gpus=5)
+
+    config = own_disks()
+    config.rollout.encoder.servers = 1
+    assert any("none runs encoder_server" in problem for problem in check(config))
+    config.system.hosts[1].runs.append("encoder_server")
+    assert any("runs: encoder_server reads its encoder" in problem for problem in check(config))
+    config.system.shared_filesystem = True
+    assert plans_of(config, gpus=2)["encoder_server/0"].host.name == config.system.hosts[1].name
+
+
 def test_hosts_with_disks_of_their_own_have_a_staging_server_each_the_launchers_first() -> None:
     config = own_disks()
     plans = plans_of(config, gpus=2)

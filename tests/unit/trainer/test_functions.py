@@ -23,7 +23,17 @@ MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
 
-BUILT_IN = {"actor_inf", "ref_inf", "critic_inf", "reward", "advantage", "filter", "actor_train", "critic_train"}
+BUILT_IN = {
+    "actor_inf",
+    "ref_inf",
+    "teacher_inf",
+    "critic_inf",
+    "reward",
+    "advantage",
+    "filter",
+    "actor_train",
+    "critic_train",
+}
 
 
 def context(

@@ -16,13 +16,14 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.trainer.roles import TrainingRank
+from tests.engine_steps import run
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
@@ -37,11 +38,8 @@ def generated(path: Path, sampling: dict[str, Any], count: int = 16) -> StepBatc
     inputs = [
         GenerationInput(f"r{i:02d}", PROMPT, SamplingSpec(max_new_tokens=12, seed=i, **sampling)) for i in range(count)
     ]
-    future = engine.submit(Job(tuple(inputs)))
-    while engine.step():
-        pass
     samples = []
-    for output in future.result(timeout=0):
+    for output in run(engine, *inputs):
         mask = np.array([0] * len(PROMPT) + [1] * len(output.output_ids), np.uint8)
         samples.append(
             Sample(

@@ -99,6 +99,14 @@ def test_more_ranks_than_gpus_in_a_layout_with_slices_and_a_critic_of_its_own(
     assert "use a layout of at most 1 ranks" in the_message(config)
 
 
+def test_compiled_layers_are_refused_where_they_are_sharded(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.trainer.compile = True
+    assert list(check(config)) == []
+    config.trainer.parallel = "d2"
+    assert the_message(config).startswith("trainer.compile=true: compiled parts of sharded layers are not supported")
+
+
 def test_what_works_in_one_layout_only_is_refused_by_name(config: ExperimentConfig, gpus: SetGpus) -> None:
     gpus(0)
     config.trainer.parallel = "d2"

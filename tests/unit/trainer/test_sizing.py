@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,15 +22,21 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.setting import Dtype
 from asyncrl.models.pictures import tower_parameters
 from asyncrl.trainer.batches.micro_batch import upload
-from asyncrl.trainer.batches.micro_batch_layout import blocks
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks
+from asyncrl.trainer.batches.prefix_tree import Branches, lay_out
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.model.attention_shape import AttentionShape, packed_shape
 from asyncrl.trainer.model.loading import Critic
 from asyncrl.trainer.model.packed_attention import PACKED, DeviceBlock
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
-from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.sizing import (
     MemoryNeed,
     Workload,
@@ -184,7 +191,28 @@ def test_the_plan_cuts_what_it_should() -> None:
     assert cuts[f"{layer}mlp.gate.weight"] is cuts[f"{layer}input_layernorm.weight"] is None
 
 
-def kept_by_autograd(model: PreTrainedModel, lengths: list[int]) -> int:
+def packed_inputs(lengths: list[int]) -> dict[str, Any]:
+    """Inputs of the trunk for sequences that lie end to end."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return inputs_of(positions, blocks(lengths))
+
+
+def shared_inputs(tree: Branches) -> dict[str, Any]:
+    """Inputs of the trunk for the trie `tree`."""
+    stream = lay_out(tree)
+    positions = np.empty(stream.size, dtype=np.int64)
+    positions[stream.places_I] = np.concatenate([np.arange(length) for length in tree.lengths])
+    return inputs_of(torch.from_numpy(positions), stream.blocks)
+
+
+def inputs_of(positions: torch.Tensor, made: list[Block[Ints]]) -> dict[str, Any]:
+    device = torch.device("cpu")
+    told = [DeviceBlock(block.with_indices(upload(block.indices(), device))) for block in made]
+    ids = torch.randint(0, BASE["vocab_size"], (1, len(positions)))
+    return {"input_ids": ids, "position_ids": positions[None], "attention_blocks": told, "use_cache": False}
+
+
+def kept_by_autograd(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     """Bytes of the storages that a forward pass of the trunk keeps for its backward pass, parameters left out."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
@@ -195,12 +223,8 @@ def kept_by_autograd(model: PreTrainedModel, lengths: list[int]) -> int:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
         return tensor
 
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    device = torch.device("cpu")
-    told = [DeviceBlock(block.with_indices(upload(block.indices(), device))) for block in blocks(lengths)]
-    ids = torch.randint(0, BASE["vocab_size"], positions.shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_blocks=told)
+        model.base_model(**inputs)
     return sum(size for size, _ in kept.values())
 
 
@@ -208,13 +232,92 @@ def kept_by_autograd(model: PreTrainedModel, lengths: list[int]) -> int:
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama-untied", "qwen3", "mixtral", "qwen3_moe"])
 def test_activations_are_what_autograd_keeps_of_a_layer(name: str, dtype: str) -> None:
     lengths = [128] * 4
-    kept = [
-        kept_by_autograd(real(name, num_hidden_layers=layers, attention=PACKED, dtype=getattr(torch, dtype)), lengths)
-        for layers in (1, 2)
-    ]
+    models = [real(name, num_hidden_layers=layers, attention=PACKED, dtype=getattr(torch, dtype)) for layers in (1, 2)]
+    kept = [kept_by_autograd(model, packed_inputs(lengths)) for model in models]
     per_token = (kept[1] - kept[0]) / sum(lengths)
     computed = layer_bytes_per_token(count(described(name)).sizes, 1, workload(dtype=dtype))
     assert computed == pytest.approx(per_token, rel=0.03)
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(200, 40), (20, 100)], ids=["masked", "whole paths"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_shared_prefixes_keep_is_counted_as_they_are_laid_out(prompt: int, answer: int, dtype: str) -> None:
+    """Keys and values of a prefix are gathered for each of its sequences; the masks are those of all layers."""
+    group, name = 4, "qwen3"
+    budget = 2 * (prompt + group * answer)
+    shape = packed_shape(prompt, answer, group, budget, share=True)
+    lengths, shared = [prompt + answer] * 2 * group, ([0] + [prompt] * (group - 1)) * 2
+    tree = Branches(np.arange(2 * group), np.array(lengths), np.array(shared))
+    assert tree.tokens == budget
+    models = [real(name, num_hidden_layers=layers, attention=PACKED, dtype=getattr(torch, dtype)) for layers in (1, 2)]
+    kept = [kept_by_autograd(model, shared_inputs(tree)) for model in models]
+    work = replace(workload(dtype=dtype, tokens=budget), shape=shape)
+    per_layer = layer_bytes_per_token(count(described(name)).sizes, 1, work) * budget
+    assert per_layer == pytest.approx(kept[1] - kept[0], rel=0.03)
+    assert (shape.queries > 1, shape.keys > 1, shape.masked_pairs > 0) == (prompt < answer, True, prompt > answer)
+    without = replace(work, shape=AttentionShape())
+    unshared = layer_bytes_per_token(count(described(name)).sizes, 1, without) * budget
+    rest = kept[0] - (kept[1] - kept[0])  # beside layers: the masks, and what the embedding and the last norm keep
+    assert work.mask_bytes <= rest
+    assert rest - work.mask_bytes < 0.2 * unshared
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "tree", "checkpointed"])
+def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str) -> None:
+    """All that a step allocates, by torch's own count of its allocator; parameters and moments exist before."""
+    layers, prompt, answer, group = 6, 48, 24, 4
+    padded = layout == "padded"
+    length = prompt + answer
+    tokens = prompt + group * answer if layout == "tree" else group * length
+    model = real("qwen2-tied", num_hidden_layers=layers, attention="eager" if padded else PACKED)
+    engine = FlatPolicyEngine(
+        model,
+        temperature=1.0,
+        attention={"padded": AttentionKind.padded, "tree": AttentionKind.tree}.get(layout, AttentionKind.packed),
+        tokens_per_micro_batch=tokens,
+        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1),
+        gradient_checkpointing=layout == "checkpointed",
+    )
+    batch = group_of_answers(prompt, answer, group)
+    wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
+    wanted[torch.from_numpy(batch.starts_S)] = False
+
+    def step() -> None:
+        engine.compute_gradients(batch, wanted, range(group), lambda _, out: (out.logprobs_N.sum(), {}))
+
+    step()  # what is made once, as tables of positions
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        step()
+    held = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    work = Workload(
+        "flat",
+        Dtype.float32,
+        AttentionImplementation.eager if padded else AttentionImplementation.sdpa,
+        tokens,
+        length,
+        shape=packed_shape(prompt, answer, group, tokens, share=layout == "tree"),
+    )
+    of = need(
+        count(described("qwen2-tied", num_hidden_layers=layers)), Layout(), Coordinates(0, 0, 0), work, trained=True
+    )
+    expected = (of.total_checkpointed if layout == "checkpointed" else of.total) - of.kept
+    assert peak == pytest.approx(expected, rel=0.1), (peak, expected)
+
+
+def group_of_answers(prompt: int, answer: int, group: int) -> StepBatch:
+    """`group` answers of as many tokens to one prompt; the last one's successor is wanted too."""
+    rng = np.random.default_rng(0)
+    first, samples = rng.integers(0, 131, prompt), []
+    for _ in range(group):
+        tokens = np.concatenate([first, rng.integers(0, 131, answer + 1)]).astype(np.int32)
+        mask = (np.arange(len(tokens)) >= prompt).astype(np.uint8)
+        versions = np.where(mask, 0, -1).astype(np.int32)
+        samples.append(Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0))
+    return build_step_batch([Trajectory("r", "p", 0, tuple(samples))], [0], version=0, num_minibatches=1)
 
 
 def test_what_the_flat_engine_keeps() -> None:

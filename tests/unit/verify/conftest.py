@@ -17,8 +17,8 @@ import pytest
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ledger_lines import PromptGoes, RunSettings
 from asyncrl.manager.messages import GateBooks
-from asyncrl.manager.rollout_events import RolloutEvents
-from asyncrl.manager.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.rollout_events import RolloutEvents
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics
@@ -32,10 +32,22 @@ ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 
 
 class Launch:
-    """One launch of the run in `folder`: `steps` of them, then an end, or none where it is killed."""
+    """One launch of the run in `folder`: `steps` of them, then an end, or none where it is killed.
 
-    def __init__(self, folder: Path, state: Mapping[str, Any] | None = None, *, file_bytes: int = 1 << 20) -> None:
+    Args:
+        judge: the second sample of each rollout is of another trained policy, `judge`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: Mapping[str, Any] | None = None,
+        *,
+        file_bytes: int = 1 << 20,
+        judge: bool = False,
+    ) -> None:
         self.folder = folder
+        self.judge = judge
         self.now = 1000.0
         self.gate = StalenessGate(BATCH, ETA)
         self.events = RolloutEvents(now=lambda: self.now)
@@ -122,6 +134,8 @@ class Launch:
         self.rows_dropped = dict(books.dropped)
         row = {"policy_version": self.version, **batch_statistics(batch), "restarts": 0}
         row["rollout/dropped_invalid_prompt"] = failed
+        if self.judge:
+            row["policy/judge/tokens/trained"] = float(sum(record.generated[1] for record in records))
         weights = {"model.safetensors": safetensors(self.version), "config.json": b"{}"}
         tensors = {"w": TensorEntry((2, 3), "F32", "model.safetensors")}
         write_folder(self.folder / "weights" / "actor" / f"v{self.version}", "actor", self.version, weights, tensors)
@@ -191,9 +205,10 @@ class Launch:
         """Keep all samples that the last step trained, if there is pyarrow."""
         if importlib.util.find_spec("pyarrow") is None:
             return
-        rows = []
+        rows: dict[str, list[Any]] = {}
         for record in records:
             versions = sorted(record.version_tokens)
+            of_samples = (record.generated, (versions[0], versions[-1]), record.rewards, record.groups or ("", ""))
             samples = [
                 Sample(
                     tokens=np.arange(5, dtype=np.int32),
@@ -202,14 +217,17 @@ class Launch:
                     versions=np.array([-1] * (5 - count) + [version] * count, np.int32),
                     reward=reward,
                     episode=episode,
+                    group=group,
                 )
-                for episode, (count, version, reward) in enumerate(
-                    zip(record.generated, (versions[0], versions[-1]), record.rewards, strict=True)
-                )
+                for episode, (count, version, reward, group) in enumerate(zip(*of_samples, strict=True))
             ]
-            trajectory = Trajectory(record.rollout_id, record.prompt_id, record.order, samples, {})
-            rows += rows_of(trajectory, self.version, str, {})
-        write_samples(self.folder / "samples", self.version, "head-0", rows, max_bytes=1 << 30)
+            for policy in {*record.groups} or {""}:
+                own = [sample for sample in samples if sample.group == policy or not record.groups]
+                trajectory = Trajectory(record.rollout_id, record.prompt_id, record.order, own, {})
+                writer = f"head-0-{policy}" if policy else "head-0"
+                rows.setdefault(writer, []).extend(rows_of(trajectory, self.version, str, {}))
+        for writer, kept in rows.items():
+            write_samples(self.folder / "samples", self.version, writer, kept, max_bytes=1 << 30)
 
     def _report(self) -> None:
         self.events.forget(self.seen)
@@ -220,7 +238,11 @@ class Launch:
         versions = {version: 3, self.version: 2} if version < self.version else {version: 5}
         rewards = (float(ticket.order % 2), 0.5)
         head = (ticket.rollout_id, ticket.prompt_id, ticket.order, 0, version)
-        return RolloutRecord(*head, versions, (5, 5), (3, 2), rewards, (False, False), (0, 1))
+        lengths = (versions, (5, 5), (3, 2), rewards, (False, False), (0, 1))
+        if not self.judge:
+            return RolloutRecord(*head, *lengths)
+        generated = {"rollout/generated/actor": 3.0, "rollout/generated/judge": 4.0}
+        return RolloutRecord(*head, *lengths, groups=("", "judge"), metrics=generated)
 
 
 def packed(prompts: list[str]) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from asyncrl.weights.checkpoints import store as checkpoints
 from asyncrl.weights.checkpoints.folder import latest, prune, which_to_keep
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest
 
+from ...late_stream import LateStream
+
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
@@ -243,18 +245,52 @@ def test_a_checkpoint_of_an_older_format_is_refused_by_name(
         rank.load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
 def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
+    in_memory: bool,
+    config: ExperimentConfig,
+    make_rank: MakeRank,
+    make_batch: MakeBatch,
+    run_step: RunStep,
+    tmp_path: Path,
+) -> None:
+    """The copies are made late: once the next step is about to change what they copy."""
+    rank, restored, stream = make_rank(config), make_rank(config), LateStream()
+    expected = {name: tensor.clone() for name, tensor in rank.policy("actor").state()[0].items()}
+    writer = checkpoints.CheckpointWriter(
+        rank._changing(), rank.changing, rank.world.everyone, in_memory=in_memory, copies=stream.copies()
+    )
+    root = tmp_path / "state"
+    path = root / "v1"
+    stream.release.clear()
+    rank.__dict__["memory_checkpoint" if in_memory else "checkpoints"] = writer
+    rank.save_checkpoint(SaveCheckpoint(str(path), 1, {}, in_memory=in_memory))
+    run_step(config, rank, make_batch())
+    stream.release.set()
+    files = writer.share(path).result(LIMIT_S)
+    assert latest(root) is None, "written, but not committed"
+    writer.commit(path, files, keep=1, protected=())
+    restored.load_checkpoint(root)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in restored.policy("actor").state()[0].items())
+
+
+def test_checkpoints_in_memory_take_turns_in_two_files_and_each_is_whole(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep, tmp_path: Path
 ) -> None:
-    rank, restored = make_rank(config), make_rank(config)
-    expected = {name: tensor.clone() for name, tensor in rank.policy("actor").state()[0].items()}
-    path = tmp_path / "v1"
-    rank.save_checkpoint(SaveCheckpoint(str(path), 1, {}))
-    run_step(config, rank, make_batch())
-    assert latest(tmp_path) is None, "written, but not committed"
-    rank.checkpoints.commit(path, rank.checkpoints.share(path).result(LIMIT_S), keep=1, protected=())
-    restored.load_checkpoint(tmp_path)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in restored.policy("actor").state()[0].items())
+    rank, root = make_rank(config), tmp_path / "state"
+    for version in range(1, 5):
+        run_step(config, rank, make_batch(seed=version, version=version - 1))
+        path = root / f"v{version}"
+        rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, in_memory=True))
+        rank.memory_checkpoint.commit(path, rank.memory_checkpoint.share(path).result(LIMIT_S), keep=1, protected=())
+        restored = make_rank(config)
+        assert restored.load_checkpoint(root) == {"version": version}
+        for name, tensor in rank.policy("actor").state()[0].items():
+            assert torch.equal(tensor, restored.policy("actor").state()[0][name])
+        assert len(list((root / "files").iterdir())) == min(version, 2)
+    rank.memory_checkpoint.close()
+    assert list((root / "files").iterdir()) == []
+    assert verify(root / "v4")
 
 
 def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_written(

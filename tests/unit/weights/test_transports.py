@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports import TRANSPORTS
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
+from asyncrl.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.weights.transports.from_memory import MemoryTrainerEnd, into_buckets
 
 CPU = torch.device("cpu")
@@ -76,3 +80,39 @@ def test_buckets_keep_the_order_and_stay_within_the_limit_where_a_tensor_does(
 ) -> None:
     buckets = into_buckets(tensors(*sizes), limit=8)
     assert [[name for name, _ in bucket] for bucket in buckets] == expected
+
+
+async def test_a_process_group_sends_a_bucket_as_one_tensor_that_a_server_can_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cut as SGLang's `FlattenedTensorBucket` cuts it: in the order of the names, each tensor aligned to its type."""
+    connection = ProcessGroupConnection(
+        "http://a", JsonHttp(None), host="localhost", backend="gloo", timeout_s=1, group="g"
+    )
+    connection._group = object()  # type: ignore[assignment]
+    sent: list[Tensor] = []
+    asked: dict[str, Any] = {}
+
+    async def call(path: str, body: dict[str, Any], **_: Any) -> None:
+        asked.update(body, path=path)
+
+    monkeypatch.setattr(connection, "_call", call)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src, group: sent.append(tensor.clone()))
+    bucket = [
+        ("flag", torch.tensor([True])),
+        ("norm", torch.arange(3, dtype=torch.bfloat16)),
+        ("bias", torch.arange(8.0).view(2, 4).T),
+        ("scale", torch.tensor(2.5)),
+    ]
+    await connection._send_bucket(bucket, {"weight_version": "3"}, flush_cache=True)
+    (flat,) = sent
+    assert (asked["load_format"], asked["weight_version"]) == ("flattened_bucket", "3")
+    offset, expected = 0, dict(bucket)
+    for name, dtype, shape in zip(asked["names"], asked["dtypes"], asked["shapes"], strict=True):
+        kind = getattr(torch, dtype)
+        size = kind.itemsize * math.prod(shape)
+        assert offset % kind.itemsize == 0
+        assert torch.equal(flat[offset : offset + size].view(kind).view(shape), expected.pop(name))
+        offset += size
+    assert not expected
+    assert offset == len(flat)

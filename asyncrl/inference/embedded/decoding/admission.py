@@ -1,11 +1,11 @@
-"""Admission of waiting samples to the batch: first come, first served, within the limits of rows and memory. No
-tensors, no clocks.
+"""Admission of waiting samples to the batch, in order of arrival, within the limits of rows and memory. No tensors, no
+clocks.
 
-The KV cache is a rectangle of rows x longest sample, so a sample is admitted while `(running + 1) * longest reserved
-length <= max_total_tokens`, the reserved length being prompt + max_new_tokens. With that rule the rectangle never
-outgrows the bound, whatever lengths the samples come to: none has to be evicted for memory.
+The KV cache is a rectangle of rows x longest sample. A sample is admitted while `(running + 1) * longest reserved
+length <= max_total_tokens`; its reserved length is prompt + max_new_tokens. So the rectangle never outgrows the limit,
+whatever lengths the samples reach, and none has to be evicted for memory.
 
-While a weight update waits for the samples in flight (`barrier`), those that arrived after it are held.
+While a weight update waits for the running samples (`barrier`), those that arrived after it are held.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AdmissionQueue:
     """Arrival number from which samples are held; None for no barrier."""
 
     def admit(self, running: list[Sequence]) -> list[Sequence]:
-        """Take from the queue what may join `running` now."""
+        """Take the samples from the queue that may join `running` now."""
         admitted: list[Sequence] = []
         longest = max((sample.reserved_tokens for sample in running), default=0)
         count = len(running)
@@ -43,5 +43,5 @@ class AdmissionQueue:
         return admitted
 
     def has_admissible(self) -> bool:
-        """True where the head of the queue is not held by the barrier."""
+        """True if the barrier does not hold the head of the queue."""
         return bool(self.waiting) and (self.barrier is None or self.waiting[0].arrival < self.barrier)

@@ -1,12 +1,16 @@
 """Continuous batching: samples join and leave between any two steps.
 
-A step is: every few steps, or at once where much has changed, fill the holes that finished samples left with waiting
-ones (prefilling each distinct prefix once), close the remaining holes so that rows stay packed, decode one token for
-every slot, draw from it for every sample in it, hand out what finished, part those that went different ways. A sample
-is prefilled up to its last prompt token but one; that last token is decoded with everyone else's, so that there is one
-sampling path and a prompt already in the cache is joined by a copy.
+A step:
 
-This class runs on one thread and knows neither clocks nor sockets.
+1. Every few steps, or at once if much has changed, fill the holes of finished samples with waiting ones (each distinct
+prefix is prefilled once), and close the remaining holes, so that rows stay packed. 2. Decode one token for every slot,
+and sample from it for every row of the slot. 3. Return the outputs of finished samples; give samples of one slot that
+continue differently slots of their own.
+
+A sample is prefilled up to its last prompt token but one. That last token is decoded with those of the other samples.
+So there is one sampling path, and a sample whose prompt is in the cache joins by a copy.
+
+This class runs on one thread, without clocks and sockets.
 """
 
 from __future__ import annotations
@@ -31,17 +35,18 @@ Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]
 
 CHANGE_SHARE = 16
-"""A batch is reorganised as soon as one row in so many has left or could join: a join costs a prefill forward, which
-for a small model is most of a decode step, while a hole costs its share of the steps until then."""
+"""A batch is reorganised as soon as one row in this number has left or could join. A join costs a prefill, which is
+most of a decode step for a small model; a hole costs its share of the steps until then.
+"""
 
 
 class Lengths:
-    """Lengths of the samples less the step count. All grow by one a step, so they change only if samples come or go.
+    """Lengths of the samples less the step count. All grow by one per step, so they change only if samples come or go.
 
     Attributes:
-        longest: the most.
-        total: the sum.
-        uniform: true if all are alike.
+        longest: the largest of them.
+        total: their sum.
+        uniform: True if all are equal.
         changed: a sample has come or gone since `refresh`.
     """
 
@@ -51,7 +56,7 @@ class Lengths:
         self.changed = False
 
     def refresh(self, running: Iterable[Sequence]) -> None:
-        """Work them out for the samples `running`, if some came or went."""
+        """Update the lengths from the samples `running`, if some came or went."""
         if self.changed:
             ahead = [len(sequence.prefix) - sequence.joined_at for sequence in running]
             self.longest, self.total = max(ahead, default=0), sum(ahead)
@@ -60,7 +65,7 @@ class Lengths:
 
 
 class DecodeBatch:
-    """The running samples, the queue before them, and the step that moves them on.
+    """The running samples, the queue before them, and the step that continues them.
 
     Args:
         runner: the model with its cache.
@@ -68,7 +73,7 @@ class DecodeBatch:
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
         room: positions of the KV cache for running samples and for what is kept of earlier ones.
-        part: most tokens of one prompt that are computed between two decode steps.
+        part: largest number of tokens of one prompt that are computed between two decode steps.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Advance every running sample by one token, after admitting what fits."""
+        """Admit what fits, then continue every running sample by one token."""
         if self._reorganisation_due():
             self._reorganise()
         self.long_prompts.advance(self.weights_epoch)
@@ -143,7 +148,7 @@ class DecodeBatch:
             self._part()
 
     def _part(self) -> None:
-        """Give samples that have drawn another token than the first of their slot a slot of their own."""
+        """Give samples whose last token differs from that of their slot's first sample a slot of their own."""
         differing = self.samples.differing(self._table.inputs(len(self.samples.rows)))
         if not differing:
             return
@@ -169,9 +174,9 @@ class DecodeBatch:
         )
 
     def _reorganise(self) -> None:
-        """Admit into the holes and behind the last row; where more left than come, pack first.
+        """Admit samples into the holes and behind the last row; if more left than come, pack first.
 
-        Either way no hole remains when the cache is resized, so its extent is what the admission rule reckoned with.
+        Either way no hole remains when the cache is resized, so its extent is the one that the admission rule assumed.
         """
         self._reorganised_at = self.steps
         self._table.release_columns(self._spent_columns)
@@ -192,7 +197,7 @@ class DecodeBatch:
         self._lengths.changed = True
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
-        """Score prompts where asked; samples that want no token are finished here."""
+        """Score prompts if asked to, and finish samples that want no token; return the others."""
         for sequence in admitted:
             request = sequence.request
             if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
@@ -225,7 +230,7 @@ class DecodeBatch:
         return len(sequence.prefix) + self.steps - sequence.joined_at
 
     def _leave(self, sequences: list[Sequence], finish: Finish | None) -> None:
-        """Take samples out of the batch and hand out their outputs; with no `finish` the last token tells it."""
+        """Remove samples from the batch, and return their outputs; without `finish` the last token gives the reason."""
         outputs = self._outputs(sequences)
         self._read_routing(sequences)
         if finish is None or finish.reason != FinishReason.abort:
@@ -242,10 +247,10 @@ class DecodeBatch:
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
 
     def _read_routing(self, sequences: list[Sequence]) -> None:
-        """Have samples that leave their slots keep the experts chosen for what is in there.
+        """Copy the experts chosen in the slots of leaving samples.
 
-        What was read before a retraction stays: a token's experts are those of the forward that the token after it was
-        drawn from.
+        What was read before a retraction stays: each token keeps the experts of the forward that sampled the next
+        token.
         """
         if self.runner.routing is None:
             return
@@ -260,7 +265,7 @@ class DecodeBatch:
                 sequence.routing = fresh if read is None else np.concatenate((read, fresh))
 
     def _vacate(self, sequences: list[Sequence]) -> None:
-        """Make holes of the samples' rows."""
+        """Turn the samples' rows into holes."""
         if not sequences:
             return
         self._table.idle([sequence.row for sequence in sequences])
@@ -271,7 +276,7 @@ class DecodeBatch:
         self._lengths.changed = True
 
     def _watch(self) -> None:
-        """Publish progress of streamed samples and look for stop strings."""
+        """Publish the progress of streamed samples, and search for stop strings."""
         watched = [sequence for sequence in self._watched if sequence.row >= 0]
         stopped: list[tuple[Sequence, str]] = []
         for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
@@ -286,7 +291,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def abort(self, matches: Callable[[Sequence], bool]) -> int:
-        """End matching samples, running ones with their partial output; returns how many."""
+        """End matching samples, running ones with their partial output; return their number."""
         running = [sequence for sequence in self.samples.running if matches(sequence)]
         if running:
             self._leave(running, Finish(FinishReason.abort))
@@ -305,7 +310,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def retract(self) -> int:
-        """Send running samples back to the head of the queue with what they have; returns how many."""
+        """Return running samples to the head of the queue with their partial output; return their number."""
         running = sorted(self.samples.running, key=lambda sequence: sequence.arrival)
         outputs = self._outputs(running)
         self._read_routing(running)
@@ -322,15 +327,16 @@ class DecodeBatch:
         return len(running)
 
     def relabel(self, version: str) -> None:
-        """Tokens from here on carry `version`."""
+        """Label later tokens with `version`."""
         self.version = version
         for sequence in self.samples.running:
             sequence.relabel(version, self.steps)
 
     @torch.inference_mode()
     def weights_changed(self, *, keep_cache: bool = False) -> None:
-        """Keys and values cached so far belong to older weights: nobody may copy them any more, but with `keep_cache`
-        later turns of the samples that have them."""
+        """Stop other samples from copying keys and values of the older weights. With `keep_cache` later turns of the
+        samples that have them still may.
+        """
         self.weights_epoch += 1
         self.runner.weights_changed()
         if not keep_cache:

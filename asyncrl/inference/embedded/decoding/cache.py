@@ -1,17 +1,17 @@
-"""The cache of the running samples: two tensors a layer, `[rows, kv_heads, length, head_dim]`, without gaps; and where
-the model has them, its recurrent states (`states`).
+"""The cache of the running samples: two tensors per layer, `[rows, kv_heads, length, head_dim]`, without gaps; and the
+recurrent states (`states`) of models that have them.
 
-Row r of the decode batch is slot r, so that a step reads the first R slots as a view and never gathers. A sample that
-leaves makes a hole; the engine fills it with a new sample or moves the last row into it (`move`).
+Row r of the decode batch is slot r, so a step reads the first R slots as a view and never gathers. A sample that leaves
+makes a hole. The engine fills it with a new sample, or moves the last row into it (`move`).
 
-Attention always reads the slots' whole length and masks what a row does not have. On a CPU a decode step is bound by
-memory, and streaming a contiguous block is four times as fast as reading a somewhat smaller one with a gap behind every
-head (the prefetcher stops at each gap). So the length is kept tight: it follows the longest running sample up in small
-steps and down again, each time laying the slots out anew in a spare buffer that all layers share and swap with.
+Attention always reads the slots' whole length, and masks what a row does not have. A decode step on a CPU is bound by
+memory, and a contiguous block is read four times as fast as a somewhat smaller one with a gap behind every head, at
+which the prefetcher stops. So the length is kept tight: it follows the longest running sample in small steps, up and
+down. Each time the slots are laid out again in a spare buffer that all layers share.
 
-Memory: `rows x length <= max_total_tokens` positions (the admission rule sees to it), plus one layer's keys for the
-spare (and its values, where they are of another size). What a buffer held before is left in it: old keys are finite and
-masked, so they weigh nothing.
+Memory: `rows x length <= max_total_tokens` positions, by the admission rule, plus one layer's keys for the spare
+buffer, and its values if they have another size. Old contents of a buffer stay in it: old keys are finite and masked,
+so they have no weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from asyncrl.models.storages import storages
 from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 
 LENGTH_STEP = 16
-"""Least step of the length: what a short sample wastes at most, against one re-layout in so many decode steps."""
+"""Smallest step of the length: the largest waste of a short sample, against one new layout in this number of decode
+steps.
+"""
 STEP_DIVISOR = 16
 """Long slots grow by this fraction of their length, so that a re-layout stays a few percent of the decode steps'
 work."""
@@ -38,12 +40,16 @@ SHRINK = 2
 
 
 def plan_length(current: int, needed: int, most: int) -> int:
-    """Slot length for samples of up to `needed` positions: the current one while it fits and is not wasteful.
+    """Return the slot length for samples of up to `needed` positions: the present one while it fits and does not waste
+    much.
 
     Args:
-        current: length now, 0 for none.
+        current: present length, 0 for none.
         needed: longest sample after the coming step.
-        most: bound by memory; at least `needed`, or ValueError is raised (admission should have prevented it).
+        most: limit given by memory.
+
+    Raises:
+        ValueError: `most` is less than `needed`; admission should have prevented it.
     """
     if needed > most:
         raise ValueError(f"samples of {needed} tokens exceed the {most} that max_total_tokens leaves to each row")
@@ -54,7 +60,7 @@ def plan_length(current: int, needed: int, most: int) -> int:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's slots. `update` does what the cache's current plan says."""
+    """One layer's slots. `update` carries out the cache's present plan."""
 
     is_sliding = False
 
@@ -65,7 +71,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """What keys and values are views of."""
+        """The buffers of which keys and values are views."""
         return self._key_buffer, self._value_buffer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -77,13 +83,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def _view(self, buffer: Tensor, heads: int) -> Tensor:
-        """A buffer `[tokens, heads * dim]` as slots `[rows, heads, length, dim]` of the owner's present layout."""
+        """Return a buffer `[tokens, heads * dim]` as slots `[rows, heads, length, dim]` of the owner's layout."""
         length, dim = self._owner.length, buffer.shape[1] // heads
         rows = self._owner.tokens // length
         return buffer[: rows * length].view(rows, heads, length, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values to the slots; return what this forward attends to."""
+        """Write the new keys and values to the slots; return the keys and values that this forward attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -112,7 +118,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.keys[: plan.rows], self.values[: plan.rows]
 
     def relayout(self, rows: int, length: int) -> None:
-        """Take on the owner's new layout, keeping the first `length` positions of the first `rows` slots."""
+        """Change to the owner's new layout; keep the first `length` positions of the first `rows` slots."""
         if not self.is_initialized:
             return
         assert self.keys is not None
@@ -133,11 +139,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 slots[targets, :, :length] = slots[sources, :, :length]
 
     def read(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copies of the positions `[start, end)` of a slot, `[kv_heads, end - start, dim]`."""
+        """Return copies of the positions `[start, end)` of a slot, `[kv_heads, end - start, dim]`."""
         return [slots[slot, :, start:end].clone() for slots in (self.keys, self.values) if slots is not None]
 
     def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
-        """Write the first `length` positions of what `read` gave to slots `targets`, from position `start`."""
+        """Write the first `length` positions of a result of `read` to slots `targets`, from position `start`."""
         for slots in (self.keys, self.values):
             if slots is not None:
                 states = next(rows)[:, :length]
@@ -145,20 +151,22 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     slots[target, :, start : start + length] = states
 
     def scrub(self) -> None:
-        """Zero the slots, so that nothing computed with earlier weights (a NaN, say) lingers."""
+        """Zero the slots, so that nothing computed with earlier weights stays, for example a NaN."""
         self._key_buffer.zero_()
         self._value_buffer.zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys attended to and their offset; the engine passes its own masks, transformers asks for the form only."""
+        """Return the number of keys attended to and their offset. The engine passes its own masks; transformers asks
+        for the form only.
+        """
         return self._owner.length, 0
 
     def get_seq_length(self) -> int:
-        """Positions before this forward's first query; the engine passes its own position ids."""
+        """Return the positions before this forward's first query. The engine passes its own position ids."""
         return 0
 
     def get_max_length(self) -> int:
-        """Longest sequence a slot can hold at present."""
+        """Return the longest sequence that a slot can hold at present."""
         return self._owner.length
 
 
@@ -175,7 +183,7 @@ class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,overri
 
 
 class CacheExtension(Protocol):
-    """Data kept for every position beside keys and values, in the same layout."""
+    """Data for every position beside keys and values, in the same layout."""
 
     def relayout(self, rows: int, length: int) -> None:
         """As `SlotLayer.relayout`."""
@@ -184,25 +192,25 @@ class CacheExtension(Protocol):
         """As `SlotLayer.move`."""
 
     def read(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """As `SlotLayer.read`, of any shape whose dimension before the last is that of the positions."""
+        """As `SlotLayer.read`; positions are the dimension before the last."""
 
     def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
         """As `SlotLayer.write`."""
 
 
 class SlotCache(Cache):
-    """The slots of every layer, their common layout, and the plan of the forward to come.
+    """The slots of every layer, their common layout, and the plan of the coming forward.
 
     Args:
-        memories: what each layer of the model keeps.
-        device: where the model lives.
-        max_total_tokens: bound of rows x length.
+        memories: kinds of memory of each layer of the model.
+        device: the model's device.
+        max_total_tokens: limit of rows x length.
 
     Attributes:
         tokens: positions that are allocated.
-        state_rows: slots for which recurrent states are allocated; 0 where the model has none.
+        state_rows: slots for which recurrent states are allocated; 0 if the model has none.
         make_room: called before one of these grows, with both as they will be.
-        spare_room: True: the next `reserve` gives back what is far more than it needs.
+        spare_room: True makes the next `reserve` release what is far more than it needs.
     """
 
     def __init__(self, memories: Sequence[LayerMemory], device: torch.device, max_total_tokens: int) -> None:
@@ -231,7 +239,7 @@ class SlotCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, and of what is spare; states and companions are not counted."""
+        """Bytes of keys, values and the spare buffer; without states and extensions."""
         return sum(storage.nbytes() for _, storage in storages(self._buffers()))
 
     def _buffers(self) -> Iterator[Tensor]:
@@ -262,13 +270,15 @@ class SlotCache(Cache):
             layer.relayout(live_rows, min(live_length, planned))
 
     def _allocation(self, now: int, needed: int, most: int | None) -> int:
-        """Positions or rows to allocate where there are `now` and `needed` ones are in use, at most `most`."""
+        """Return the positions or rows to allocate if there are `now`, `needed` ones are in use, and `most` is the
+        limit.
+        """
         wanted = int(needed * BUFFER_GROWTH)
         wanted = wanted if most is None else max(needed, min(most, wanted))
         return wanted if needed > now or (self.spare_room and now >= SHRINK * wanted) else now
 
     def swap_spare(self, buffer: Tensor) -> Tensor:
-        """Hand out a buffer like `buffer`, of the present size, and keep `buffer` as the next spare."""
+        """Return a buffer like `buffer`, of the present size, and keep `buffer` as the next spare one."""
         spare = self._spares.get(buffer.shape[1])
         self._spares[buffer.shape[1]] = buffer
         if spare is None or len(spare) != self.tokens:
@@ -285,8 +295,8 @@ class SlotCache(Cache):
         """Set the plan: a part of one prefix.
 
         Args:
-            rows: what is before it, in the form of `read`; none: nothing is.
-            states: after what is before it, in the form of `read_states`; none: nothing is.
+            rows: keys and values before the part, in the form of `read`; empty if there are none.
+            states: recurrent states before the part, in the form of `read_states`; empty if there are none.
         """
         if not self.length:
             self.reserve(1, 1, 0, 0)  # the forward tells the layers' shapes
@@ -297,7 +307,7 @@ class SlotCache(Cache):
             each.begin_part(left if states else None)
 
     def part(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the part's forward has left: as `read` and as `read_states`."""
+        """Return the rows and states that the part's forward has made, as `read` and as `read_states`."""
         plan = self.plan
         assert isinstance(plan, PartPlan)
         layers = (*self._slot_layers, *self.companions)
@@ -311,7 +321,7 @@ class SlotCache(Cache):
             states.begin_decode(rows)
 
     def end_forward(self) -> None:
-        """Keep what the planned forward has made of the states; keys and values are in their slots already."""
+        """Keep the states that the planned forward has made; keys and values are in their slots already."""
         plan = self.plan
         for states in self.states:
             if isinstance(plan, PartPlan):
@@ -322,7 +332,9 @@ class SlotCache(Cache):
                 states.end_decode(plan.rows)
 
     def write_index(self, kv_heads: int) -> Tensor:
-        """Flat index `[R * kv_heads]` of this step's positions in a `[rows * kv_heads * length, head_dim]` view."""
+        """Return the flat index `[R * kv_heads]` of this step's positions in a `[rows * kv_heads * length, head_dim]`
+        view.
+        """
         if self._index is not None and self._index[0] == kv_heads:
             return self._index[1]
         plan = self.plan
@@ -332,7 +344,7 @@ class SlotCache(Cache):
         return index
 
     def prefill_index(self, kv_heads: int) -> Tensor:
-        """As `write_index`, of the positions that the planned prefill writes, `[M * kv_heads]`."""
+        """As `write_index`, for the positions that the planned prefill writes, `[M * kv_heads]`."""
         if self._index is not None and self._index[0] == kv_heads:
             return self._index[1]
         plan = self.plan
@@ -342,7 +354,7 @@ class SlotCache(Cache):
         return index
 
     def _begins(self, kv_heads: int) -> Tensor:
-        """The flat index of the first position of every head of every slot, `[rows, kv_heads]`."""
+        """Return the flat index of the first position of every head of every slot, `[rows, kv_heads]`."""
         begins = self._bases.get(kv_heads)
         if begins is None:
             count = self.tokens // self.length * kv_heads
@@ -351,7 +363,9 @@ class SlotCache(Cache):
         return begins
 
     def decode_slots(self) -> list[Tensor] | None:
-        """Keys and values of every layer for the planned decode step; None before the first forward allocated them."""
+        """Return keys and values of every layer for the planned decode step; None before the first forward has
+        allocated them.
+        """
         plan = self.plan
         assert isinstance(plan, DecodePlan)
         slots: list[Tensor] = []
@@ -369,27 +383,27 @@ class SlotCache(Cache):
             states.copy(targets, sources)
 
     def read(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copies of what the positions `[start, end)` of a slot have."""
+        """Return copies of the positions `[start, end)` of a slot."""
         return [rows for layer in (*self._slot_layers, *self.companions) for rows in layer.read(slot, start, end)]
 
     def write(self, targets: Sequence[int], start: int, rows: Sequence[Tensor], length: int) -> None:
-        """Write the first `length` positions of what `read` gave to slots `targets`, from position `start`."""
+        """Write the first `length` positions of a result of `read` to slots `targets`, from position `start`."""
         left = iter(rows)
         for layer in (*self._slot_layers, *self.companions):
             layer.write(targets, start, left, length)
 
     def read_states(self, slot: int) -> list[Tensor]:
-        """Copies of the states of a slot."""
+        """Return copies of the states of a slot."""
         return [state for states in self.states for state in states.read_states(slot)]
 
     def write_states(self, targets: Sequence[int], held: Sequence[Tensor]) -> None:
-        """Write what `read_states` gave to slots `targets`."""
+        """Write a result of `read_states` to slots `targets`."""
         left = iter(held)
         for states in self.states:
             states.write_states(targets, left)
 
     def clear(self, slots: Tensor) -> None:
-        """Have `slots` begin with no token; keys and values of the former samples there are masked anyway."""
+        """Let `slots` begin without a token. Keys and values of their former samples are masked anyway."""
         for states in self.states:
             states.clear(slots)
 

@@ -1,9 +1,9 @@
-"""Per-row state of the decode batch as tensors, so that a step runs no Python per sample.
+"""State of the decode batch by row, as tensors, so that a step runs no Python per sample.
 
-A row is a sample; which slot of the KV cache it reads is not known here (`slots`). What a sample produces is written to
-a column of the output buffers that it keeps while its row may change; one more column takes what rows without a sample
-produce. The buffers are indexed `[output position, column]` and addressed flat, so that "next output position" is one
-addition for all rows and a longer buffer leaves every index valid.
+A row is a sample. Its slot of the KV cache is not known here (`slots`). The tokens of a sample are written to a column
+of the output buffers, which it keeps while its row may change. One more column receives the tokens of empty rows. The
+buffers are indexed `[output position, column]` and addressed flat: the next output position is one addition for all
+rows, and a longer buffer leaves every index valid.
 
 Shapes: R = rows in use, N = most rows, T = output positions, V = vocabulary.
 """
@@ -51,12 +51,11 @@ class RowTable:
         return self._columns.pop()
 
     def release_columns(self, columns: list[int]) -> None:
-        """Give output columns back; their rows must have been idled or reused."""
+        """Release output columns; their rows must have been idled or reused."""
         self._columns += columns
 
     def idle(self, rows: list[int]) -> None:
-        """Let rows run empty: at position 0, writing to the spare output column, never finishing by
-        length."""
+        """Let rows run empty: at position 0, writing to the spare output column, never finishing by length."""
         self._ints[:, self._tensor(rows)] = self._idle_state
 
     def join(self, sequences: list[Sequence]) -> None:
@@ -88,7 +87,7 @@ class RowTable:
         self._restore_outputs(sequences)
 
     def _restore_outputs(self, sequences: list[Sequence]) -> None:
-        """Fill the columns: the stream's uniform numbers, and what a retracted sample had produced."""
+        """Fill the columns: the random numbers of the stream, and the earlier output of a retracted sample."""
         columns = self._tensor([sequence.column for sequence in sequences])
         length = max(sequence.request.sampling.max_new_tokens for sequence in sequences)
         seeds = self._tensor([signed_64(sequence.seed) for sequence in sequences])
@@ -121,7 +120,7 @@ class RowTable:
         self._stops[targets] = self._stops[sources]
 
     def refresh(self, running: list[Sequence]) -> None:
-        """Work out what holds for the whole batch, after samples joined, left or moved."""
+        """Update what holds for the whole batch, after samples joined, left or moved."""
         specs = [sequence.request.sampling for sequence in running]
         rows = len(specs)
         greedy = [spec.temperature == 0.0 for spec in specs]
@@ -142,7 +141,7 @@ class RowTable:
         self._minimum_lengths = any(spec.min_new_tokens > 0 for spec in specs)
 
     def _forbidden(self, allowed: list[tuple[int, ...]]) -> Tensor | None:
-        """The tokens that rows with these allowed ones may not draw, as `RowSampling.forbidden`."""
+        """Return the tokens that rows with these allowed tokens may not sample, as `RowSampling.forbidden`."""
         masks = dict.fromkeys(allowed)
         if masks.keys() <= {()}:
             return None
@@ -157,7 +156,7 @@ class RowTable:
         return self._ints[POSITION, :rows]
 
     def deltas(self, rows: int) -> Tensor:
-        """What is added to `positions` to give those of the rotary embedding, `[R]`."""
+        """Return the difference between the positions of the rotary embedding and `positions`, `[R]`."""
         return self._ints[DELTA, :rows]
 
     def inputs(self, rows: int) -> Tensor:
@@ -165,7 +164,7 @@ class RowTable:
         return self._ints[TOKEN, :rows]
 
     def advance(self, logits_RV: Tensor, rows: int) -> Tensor:
-        """Draw every row's next token, write it down and move on.
+        """Sample every row's next token, record it and move on.
 
         Returns:
             bool `[R]`: rows that are finished, by a stop token or by length.
@@ -191,7 +190,7 @@ class RowTable:
         logits_RV[rows, stops[rows, columns]] = -torch.inf
 
     def read(self, columns: list[int], length: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The first `length` tokens and log-probabilities of output columns, as lists."""
+        """Return the first `length` tokens and log-probabilities of output columns, as lists."""
         index = self._tensor(columns)
         tokens: list[list[int]] = self._tokens[:length].index_select(1, index).T.tolist()
         logprobs: list[list[float]] = self._logprobs[:length].index_select(1, index).T.tolist()

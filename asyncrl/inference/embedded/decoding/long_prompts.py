@@ -1,8 +1,8 @@
-"""Long prompts are prefilled in parts, one between two decode steps, so that they do not hold up the samples that run.
+"""Prefill long prompts in parts, one between two decode steps, so that running samples do not wait for them.
 
-A prompt that lacks more than `part` tokens has its place in the batch (the admission rule counts it), but joins once
-all but the last part is computed. The parts are kept as rows of earlier requests are (`prefix_cache`); a long prompt
-has no other state, and where its rows are dropped by an update of weights it begins again.
+A prompt that lacks more than `part` tokens has its place in the batch, as the admission rule counts it. It joins once
+all parts but the last are computed. The parts are kept like rows of earlier requests (`prefix_cache`). A long prompt
+has no other state: if a weight update drops its rows, it begins again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class LongPrompts:
     """The samples whose prompts are prefilled in parts.
 
     Args:
-        prefills: compute and keep the parts.
-        part: most tokens of one.
+        prefills: computes and keeps the parts.
+        part: tokens of a part, at most.
 
     Attributes:
-        waiting: those that lack parts, in order of arrival.
-        ready: those that may join.
+        waiting: samples that lack parts, in order of arrival.
+        ready: samples that may join.
     """
 
     def __init__(self, prefills: Prefills, part: int) -> None:
@@ -30,11 +30,13 @@ class LongPrompts:
 
     @property
     def held(self) -> list[Sequence]:
-        """All of them."""
+        """All samples that wait for parts or may join."""
         return [*self.waiting, *self.ready]
 
     def sift(self, admitted: list[Sequence], epoch: int) -> list[Sequence]:
-        """Hold those of `admitted` whose prompts are long; returns the others, and those that had been held for it."""
+        """Hold the samples of `admitted` whose prompts are long; return the others, and those held earlier that may
+        join now.
+        """
         joining: list[Sequence] = []
         for sequence in (*self.ready, *admitted):
             (self.waiting if self._is_long(sequence, epoch) else joining).append(sequence)
@@ -42,7 +44,7 @@ class LongPrompts:
         return joining
 
     def advance(self, epoch: int) -> None:
-        """Compute one part of the first."""
+        """Compute one part of the first prompt."""
         if not self.waiting:
             return
         self._prefills.compute_part(self.waiting[0], epoch, self._part)
@@ -51,7 +53,7 @@ class LongPrompts:
             (self.waiting if self._is_long(sequence, epoch) else self.ready).append(sequence)
 
     def take(self, sequences: list[Sequence]) -> None:
-        """Let go of `sequences`."""
+        """Remove `sequences`."""
         self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
         self.ready = [sequence for sequence in self.ready if sequence not in sequences]
 

@@ -1,4 +1,4 @@
-"""Plans of the cache for the forward to come: what the layers write where, and what they read."""
+"""Plans of the cache for the coming forward: where the layers write, and what they read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asyncrl.inference.embedded.decoding.prefix_rows import Targets
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The next forward is of rows of prefixes (`prefix_rows`).
+    """The next forward computes rows of prefixes (`prefix_rows`).
 
     Attributes:
-        targets: where each position that a slot takes comes from and goes to.
-        sources_B: a slot that has what was computed before of each row.
-        before: positions of it that are read, of the longest; 0: nothing was computed before.
+        targets: source and destination of each position that a slot receives.
+        sources_B: for each row, a slot that has what was computed before.
+        before: positions of the longest of these slots that are read; 0 if nothing was computed before.
         width: tokens of a row.
     """
 
@@ -28,11 +28,11 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """The next forward is of a part of one prefix, which no slot takes yet.
+    """The next forward computes a part of one prefix, which no slot receives yet.
 
     Attributes:
         known: keys and values before the part, by layer, `[1, kv_heads, positions, dim]`.
-        made: what the forward leaves, by layer, in the form of `SlotCache.read`.
+        made: results of the forward, by layer, in the form of `SlotCache.read`.
         states: recurrent states after the part.
     """
 

@@ -1,12 +1,12 @@
-"""What samples that join find in their slots, and what is kept of those that end.
+"""Fill the slots of samples that join, and keep rows of samples that end.
 
-A slot is filled from the cheapest source that there is: a running sample with the same prefix, rows that are kept of
-earlier requests (`prefix_cache`), and for the rest a prefill, which goes on from what is there. What is prefilled is
-kept at once, so that a system prompt is computed once for all rollouts of a version, and what an answer's tokens have
-left in their slot when it ends, so that the next turn of its conversation computes its new tokens alone.
+A slot is filled from the cheapest source: a running sample with the same prefix, kept rows of earlier requests
+(`prefix_cache`), and for the rest a prefill, which continues from them. Prefilled rows are kept at once, so a system
+prompt is computed once for all rollouts of a version. The rows of an answer are kept when it ends, so the next turn of
+its conversation computes its new tokens only.
 
-Kept rows lie beside the slots and take of the KV cache what the slots leave: before these grow, kept rows go; only
-those of a prompt that was prefilled in parts are there until its slot has them, beyond the room if need be.
+Kept rows lie beside the slots, in the part of the KV cache that the slots leave. Before the slots grow, kept rows are
+evicted. The rows of a prompt that was prefilled in parts stay until its slot has them, even beyond that limit.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 
 WORTH_A_FORWARD = 64
-"""Tokens in common for which the others wait until the first has computed them, which takes a forward more."""
+"""Number of common tokens from which on other prefixes wait until the first has computed them. That takes one more
+forward.
+"""
 
 
 @dataclass
 class TokenCounts:
-    """Tokens since the engine began."""
+    """Token counts since the engine began."""
 
     prompt: int = 0
     cached: int = 0
-    """Of `prompt`, those whose keys and values were not computed for their sample alone."""
+    """Tokens of `prompt` whose keys and values were not computed for their sample alone."""
     generated: int = 0
     decoded_rows: int = 0
-    """Rows that the model has computed; of samples that share one it is fewer than `generated`."""
+    """Rows that the model has computed. Fewer than `generated`, as samples share rows."""
 
 
 class Prefills:
@@ -46,9 +48,9 @@ class Prefills:
     Args:
         runner: the model with its cache.
         samples: the slots.
-        counts: of tokens; those in common are added.
-        room: positions of the KV cache for slots and for what is kept.
-        max_running: most samples decoded together.
+        counts: token counts, to which common tokens are added.
+        room: positions of the KV cache for slots and kept rows.
+        max_running: largest number of samples that are decoded together.
 
     Attributes:
         kept: rows of earlier requests; None if the model computes every prefix from its beginning.
@@ -76,17 +78,19 @@ class Prefills:
         return lambda tokens: [seen for _, seen in ids.within(tokens)]
 
     def _fit(self, tokens: int, states: int) -> None:
-        """Leave room for slots of so many positions and states."""
+        """Leave room for slots of this number of positions and states."""
         if self.kept is not None:
             self.kept.fit(self._room - tokens, self._most_states - states)
 
     def forget(self) -> None:
-        """Give up all that is kept."""
+        """Drop all kept rows."""
         if self.kept is not None:
             self.kept.clear()
 
     def announce(self, sequences: Iterable[Sequence], epoch: int) -> None:
-        """Say whose slots will be filled, so that what they need is not given up for the room of these slots."""
+        """Name the samples whose slots will be filled, so that rows they need are not evicted for the room of these
+        slots.
+        """
         if self.kept is None:
             return
         in_parts = {sequence.prefix for sequence in sequences if sequence.known_before is not None}
@@ -96,13 +100,14 @@ class Prefills:
                 self.kept.pinned.append(match.path[-1][0])
 
     def missing(self, sequence: Sequence, epoch: int) -> int:
-        """Tokens of its prefix that have to be computed."""
+        """Return the number of tokens of the sample's prefix that have to be computed."""
         match = self._known(sequence.prefix, epoch)
         return len(sequence.prefix) - (0 if match is None else match.length)
 
     def compute_part(self, sequence: Sequence, epoch: int, most: int) -> None:
-        """Compute the next `most` tokens of its prefix, and keep them; without room for them it is no longer to be
-        prefilled in parts."""
+        """Compute the next `most` tokens of the sample's prefix, and keep them. Without room for them it is no longer
+        prefilled in parts.
+        """
         assert self.kept is not None
         match, cache = self._known(sequence.prefix, epoch), self._runner.cache
         base, states, before = 0, [], []
@@ -112,7 +117,7 @@ class Prefills:
             before = [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
         if sequence.known_before is None or base < sequence.known_before:
             sequence.known_before = base
-        prefix = sequence.prefix[: base + most]
+        prefix = sequence.prefix[: self._runner.end_of_part(sequence.prefix, base + most)]
         rows, after = self._runner.prefill_part(prefix, base, before, states)
         self._fit(cache.tokens, cache.state_rows)
         kept = self.kept.insert(
@@ -124,15 +129,15 @@ class Prefills:
         sequence.in_parts = kept
 
     def fill(self, admitted: list[Sequence], running: list[Sequence], epoch: int) -> None:
-        """Fill the slots of `admitted`, for each distinct prefix once.
+        """Fill the slots of `admitted`; each distinct prefix is computed once.
 
-        Recurrent states are of a sample's whole length, so that one that has gone on since it joined has none of its
-        prefix to give.
+        Recurrent states are those of a sample's whole length. So a running sample that has continued since it joined
+        cannot give its prefix to others.
 
         Args:
-            admitted: their slots are reserved.
-            running: those that joined before.
-            epoch: of the weights.
+            admitted: samples that join; their slots are reserved.
+            running: samples that joined before.
+            epoch: epoch of the weights.
         """
         donating = [] if self._runner.cache.states else running
         donors = {s.prefix_hash: s for s in donating if s.weights_epoch == epoch}
@@ -162,7 +167,9 @@ class Prefills:
         return None if self.kept is None else self.kept.match(prefix, epoch)
 
     def _later(self, bases: Mapping[Prefix, int]) -> list[Prefix]:
-        """The prefixes that begin as others do, in rows of their own, and so had better wait for what these leave."""
+        """Return the prefixes, in rows of their own, that begin like others and are computed after them, to use their
+        rows.
+        """
         if self.kept is None or self._runner.cache.states:
             return []
         later: list[Prefix] = []
@@ -176,7 +183,7 @@ class Prefills:
         return later
 
     def _prefill(self, fresh: Mapping[Prefix, list[Sequence]], known: Mapping[Prefix, Match | None]) -> None:
-        """Fill the slots of those with these prefixes from what is known of them, and compute the rest."""
+        """Fill the slots of samples with these prefixes from what is known, and compute the rest."""
         slots_of = {prefix: sorted({sequence.slot for sequence in alike}) for prefix, alike in fresh.items()}
         bases: dict[Prefix, int] = {}
         for prefix, alike in fresh.items():
@@ -197,7 +204,7 @@ class Prefills:
             self._keep(first, prefix)
 
     def _restore(self, match: Match, slots: list[int]) -> None:
-        """Write what is known to `slots`."""
+        """Write the known rows to `slots`."""
         cache, start = self._runner.cache, 0
         for node, used in match.path:
             cache.write(slots, start, node.rows, used)
@@ -207,7 +214,7 @@ class Prefills:
             cache.write_states(slots, match.states)
 
     def keep_answer(self, sequence: Sequence, output: list[int], length: int) -> None:
-        """Keep what the slot of a sample has at its first `length` positions, now that its answer has ended."""
+        """Keep the first `length` positions of a sample's slot, as its answer has ended."""
         if self.kept is not None:
             self._keep(sequence, (*sequence.prompt, *output)[:length], ends_turn=True)
 
@@ -222,7 +229,7 @@ class Prefills:
         self.kept.lacked_room = False
 
     def _count_cached(self, sequences: Iterable[Sequence], tokens: int) -> None:
-        """Note that so many positions of each sample's prefix were not computed for it alone."""
+        """Count this number of positions of each sample's prefix as not computed for it alone."""
         for sequence in sequences:
             own = sequence.known_before is not None
             sequence.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens

@@ -1,18 +1,18 @@
-"""Rows of earlier requests, kept for later ones that begin alike: a radix tree over token ids.
+"""Rows of earlier requests, kept for later requests that begin alike: a radix tree over token ids.
 
 A node has the tokens between two branchings, and what the model computed for them (keys, values, recorded experts: the
-`rows`). A request takes the rows of the longest path that its prefix has in common with the tree: of the turns before
-it in its conversation, of a system prompt that other rollouts had before it. Recurrent states stand for all tokens so
-far and so belong to the end of a node; where the model has some, a prefix is as long as the last node that has states.
+`rows`). A request uses the rows of the longest path that its prefix has in common with the tree: earlier turns of its
+conversation, or a system prompt of other rollouts. Recurrent states stand for all tokens so far, so they belong to the
+end of a node. For a model with states, a match ends at the last node that has states.
 
-Rows of pictures have ids of their own as long as somebody holds the picture (`asyncrl.models.picture_ids`). The tree
-holds none: nodes whose pictures are gone are gone too.
+Rows of pictures have ids of their own as long as the picture is held somewhere (`asyncrl.models.picture_ids`). The tree
+does not hold pictures: nodes whose pictures are gone are dropped.
 
-Rows belong to the weights that computed them. `in_place` updates go on with rows of older weights, but only those of
-the samples that were there: so every version has a tree of its own, and an older one gives its rows to prompts that go
-on where an answer of its had ended, which are the next turns of those samples.
+Rows belong to the weights that computed them. After an `in_place` update, running samples continue with rows of older
+weights. So every version has a tree of its own. An older tree gives its rows only to prompts that continue after the
+end of one of its answers, which are the next turns of those samples.
 
-The room is what the slots leave (`fit`). Least recently used leaves go first.
+The room is what the slots leave (`fit`). The least recently used leaves are evicted first.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch import Tensor
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, common_length
 
 Rows = list[Tensor]
-"""Tensors of which the dimension before the last is that of the positions."""
+"""Tensors in which positions are the dimension before the last."""
 ReadRows = Callable[[int, int], Rows]
-"""Reads the rows at positions `[start, end)` into memory of their own."""
+"""Copies the rows at positions `[start, end)`."""
 FindPictures = Callable[[Prefix], Sequence[Any]]
-"""The pictures that begin within these ids."""
+"""Finds the pictures that begin within these ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,23 +47,23 @@ class Node:
     states: Rows | None = None
     """Recurrent states after the last token."""
     ends_turn: bool = False
-    """An answer has ended here."""
+    """An answer has ended after the last token."""
     used: int = 0
     pictures: tuple[weakref.ref[Any], ...] = ()
 
     @property
     def whole(self) -> bool:
-        """True if its pictures are still there, so that its ids mean what they did."""
+        """True if its pictures still exist, so that its ids have the same meaning."""
         return all(picture() is not None for picture in self.pictures)
 
 
 class Match(NamedTuple):
-    """What a tree has of a prefix.
+    """The part of a prefix that a tree has.
 
     Attributes:
-        length: tokens.
-        path: nodes from the root, and how many tokens of each count.
-        epoch: of the weights.
+        length: its number of tokens.
+        path: nodes from the root, each with the number of its tokens that belong to the match.
+        epoch: epoch of the weights.
     """
 
     length: int
@@ -72,24 +72,24 @@ class Match(NamedTuple):
 
     @property
     def states(self) -> Rows | None:
-        """Recurrent states after the last of its tokens."""
+        """Recurrent states after the last token; None if they are not known."""
         node, used = self.path[-1]
         return node.states if used == len(node.tokens) else None
 
 
 class PrefixCache:
-    """The trees of all versions within one room.
+    """The trees of all versions, which share one room.
 
     Args:
-        has_states: whether the model has recurrent states.
-        pictures_in: finds the pictures of some ids; None: there are none.
+        has_states: the model has recurrent states.
+        pictures_in: finds the pictures of some ids; None if there are no pictures.
 
     Attributes:
-        tokens: kept at present.
-        states: kept at present.
-        lacked_room: rows were given up, or not taken in, since this was last set to False.
-        evicted: tokens given up for want of room, since the beginning.
-        pinned: ends of paths that are not given up for it now.
+        tokens: number of tokens kept now.
+        states: number of states kept now.
+        lacked_room: rows were evicted, or not taken in, since this was last set to False.
+        evicted: number of tokens evicted so far.
+        pinned: ends of paths that may not be evicted now.
     """
 
     def __init__(self, *, has_states: bool = False, pictures_in: FindPictures | None = None) -> None:
@@ -103,20 +103,21 @@ class PrefixCache:
         self.pinned: list[Node] = []
 
     def fit(self, tokens: int, states: int) -> None:
-        """From now on there is room for so many tokens and states; what is too much goes."""
+        """Set the room for tokens and states; evict what exceeds it."""
         self._capacity, self._state_capacity = tokens, states
         self._make_room(0, 0)
 
     def clear(self) -> None:
-        """Give everything up."""
+        """Drop everything."""
         self._roots.clear()
         self._leaves.clear()
         self.pinned.clear()
         self.tokens = self.states = 0
 
     def match(self, prefix: Prefix, epoch: int) -> Match | None:
-        """The longest that is known of `prefix`, under the weights of `epoch` or in an older tree of its conversation;
-        None if nothing is. It counts as used."""
+        """Return the longest match of `prefix` under the weights of `epoch`, or in an older tree of its conversation;
+        None if there is none. The match counts as used.
+        """
         best: Match | None = None
         for each, root in sorted(self._roots.items(), reverse=True):
             found = self._match_in(root, prefix, each)
@@ -131,13 +132,13 @@ class PrefixCache:
     def insert(
         self, tokens: Prefix, epoch: int, read: ReadRows, states: Callable[[], Rows] | None, *, ends_turn: bool = False
     ) -> bool:
-        """Keep the rows of `tokens`, as far as they are not there already; False where there is no room.
+        """Keep the rows of `tokens` that are not kept yet; return False if there is no room.
 
         Args:
-            tokens: from the beginning of a sequence.
-            epoch: of the weights that computed them, the oldest if there are several.
-            read: reads those that are missing.
-            states: reads the recurrent states after the last token.
+            tokens: tokens from the beginning of a sequence.
+            epoch: epoch of the weights that computed them, the oldest if there are several.
+            read: reads the missing rows.
+            states: reads the recurrent states after the last token; None if the model has none.
             ends_turn: an answer ends here.
         """
         if not tokens:
@@ -194,8 +195,9 @@ class PrefixCache:
         return Match(length, path[:best], epoch) if best else None
 
     def _descend(self, root: Node, tokens: Prefix) -> tuple[Node, int, int]:
-        """The deepest node whose path `tokens` begins with, the length of that path, and how many tokens of one of its
-        children follow."""
+        """Return the deepest node whose path is a prefix of `tokens`, the length of that path, and the number of tokens
+        of one of its children that follow.
+        """
         node, at = root, 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             if not child.whole:
@@ -208,7 +210,7 @@ class PrefixCache:
         return node, at, 0
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` after `at` tokens; returns the first part."""
+        """Cut `node` after `at` tokens; return the first part."""
         assert node.parent is not None
         head = Node(node.tokens[:at], [each[..., :at, :].clone() for each in node.rows], node.parent, used=node.used)
         node.parent.children[head.tokens[0]] = head
@@ -230,7 +232,7 @@ class PrefixCache:
         heapq.heappush(self._leaves, (node.used, next(self._serial), node))
 
     def _make_room(self, tokens: int, states: int) -> bool:
-        """Give up leaves, those used now excepted, until there is room for so many more."""
+        """Evict leaves, except those used now, until there is room for this number of further tokens and states."""
         while self.tokens + tokens > self._capacity or self.states + states > self._state_capacity:
             self.lacked_room = True
             leaf = self._oldest_leaf(tokens + states > 0)
@@ -241,8 +243,9 @@ class PrefixCache:
         return True
 
     def _oldest_leaf(self, spare_newest: bool) -> Node | None:
-        """Take the least recently used leaf from the heap, where each leaf has at least one entry, of an earlier use
-        maybe."""
+        """Take the least recently used leaf from the heap. Each leaf has at least one entry there, perhaps of an
+        earlier use.
+        """
         passed: list[tuple[int, int, Node]] = []
         found: Node | None = None
         while self._leaves and found is None:
@@ -262,7 +265,7 @@ class PrefixCache:
         return found
 
     def _drop(self, node: Node) -> None:
-        """Forget `node` and what follows it, and those before it that were of use to it alone."""
+        """Drop `node` with its descendants, and ancestors that were of use to it alone."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens[0]]
@@ -283,6 +286,6 @@ class PrefixCache:
             self._prune(next(epoch for epoch, root in self._roots.items() if root is parent))
 
     def _prune(self, epoch: int) -> None:
-        """Forget the tree of `epoch` if it is empty."""
+        """Drop the tree of `epoch` if it is empty."""
         if not self._roots[epoch].children:
             del self._roots[epoch]

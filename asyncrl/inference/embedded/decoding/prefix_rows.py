@@ -40,13 +40,19 @@ from torch import Tensor
 Prefix = tuple[int, ...]
 
 MOST_SHARED_TOKENS = 4096
-"""Tokens of a row with several prefixes: its mask is the square of it, 64 MiB in fp32."""
+"""Largest number of tokens of a row with several prefixes. Its mask is the square of that, 64 MiB in fp32."""
 
 
 @dataclass(slots=True)
 class PrefixRow:
-    """Prefixes in lexicographic order, what each shares with the one before it, how many tokens they have so, and the
-    length of their base; `shared` and `size` do not count it."""
+    """Prefixes in lexicographic order that are computed as one row.
+
+    Attributes:
+        prefixes: the prefixes.
+        shared: for each, the number of tokens that it shares with the one before, without the base.
+        size: tokens of the row, without the base.
+        base: number of tokens that are computed already.
+    """
 
     prefixes: list[Prefix]
     shared: list[int]
@@ -59,12 +65,12 @@ class PrefixRow:
         return len(self.prefixes) > 1
 
     def pays(self, prefix: Prefix, shared: int, pairs: int) -> bool:
-        """True if `prefix`, which shares `shared` tokens with the last one, costs less here than alone.
+        """True if `prefix`, which shares `shared` tokens with the last prefix, costs less in this row than alone.
 
         Args:
-            prefix: what might join.
-            shared: tokens in common.
-            pairs: of a query and a key, whose attention costs as much as all else that is done for a token.
+            prefix: prefix that might join.
+            shared: number of tokens in common.
+            pairs: number of pairs of query and key whose attention costs as much as everything else for one token.
         """
         own = len(prefix) - self.base
         joined = self.size + own - shared
@@ -72,7 +78,7 @@ class PrefixRow:
         return joined <= MOST_SHARED_TOKENS and joined**2 - before - own**2 // 2 < shared * pairs
 
     def add(self, prefix: Prefix, shared: int) -> None:
-        """Let `prefix` join."""
+        """Add `prefix` to the row."""
         self.prefixes.append(prefix)
         self.shared.append(shared)
         self.size += len(prefix) - self.base - shared
@@ -81,12 +87,12 @@ class PrefixRow:
 def rows_of(
     prefixes: Iterable[Prefix], pairs: int | None, bases: Mapping[Prefix, int] | None = None
 ) -> list[PrefixRow]:
-    """The rows of distinct `prefixes`.
+    """Lay out distinct prefixes as rows.
 
     Args:
         prefixes: each longer than its base.
-        pairs: as of `PrefixRow.pays`; None: a row for each.
-        bases: lengths of bases; of those that are not in it 0.
+        pairs: see `PrefixRow.pays`; None gives each prefix a row of its own.
+        bases: by prefix, length of its base; 0 for missing ones.
     """
     rows: list[PrefixRow] = []
     for prefix in sorted(prefixes):
@@ -101,8 +107,14 @@ def rows_of(
 
 
 def batches_of(rows: Sequence[PrefixRow], most: int, *, ragged: bool) -> list[list[PrefixRow]]:
-    """Rows that are computed together, shortest first, of at most `most` tokens with their padding, but one row at
-    least; those that need no mask by themselves, those with a base, and without `ragged` none that need padding."""
+    """Group rows that are computed together, shortest first.
+
+    A batch has rows of one kind: rows that need no mask, or that branch; with a base, or without.
+
+    Args:
+        most: largest number of tokens of a batch with padding; a single row may have more.
+        ragged: rows of different lengths may be padded.
+    """
 
     def order(row: PrefixRow) -> tuple[bool, bool, int, int]:
         about = row.size.bit_length() if ragged and row.base else row.size
@@ -127,12 +139,12 @@ class Targets:
     """The positions that a prefill writes.
 
     Attributes:
-        slots_N: slots, each with its row in `rows_N`.
-        rows_N: see `slots_N`.
+        slots_N: slots.
+        rows_N: row of each of these slots.
         slots_M: slot of each position that is written.
-        positions_M: its position there.
-        rows_M: the row that it comes from.
-        places_M: its place in the row.
+        positions_M: position in that slot.
+        rows_M: row that it comes from.
+        places_M: place in that row.
     """
 
     slots_N: Tensor
@@ -143,20 +155,20 @@ class Targets:
     places_M: Tensor
 
     def gather(self, states_BU: Tensor) -> Tensor:
-        """What is written, `[M, ...]`, from `[B, U, ...]`."""
+        """Return the written values, `[M, ...]`, from those of the rows, `[B, U, ...]`."""
         return states_BU[self.rows_M, self.places_M]
 
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """A batch of rows as the model takes it, and where each slot finds its prefix in it."""
+    """A batch of rows as the model receives it, and the place of each slot's prefix in it."""
 
     tokens_BU: Tensor
     depths_BU: Tensor
     positions: Tensor
     """`depths_BU`, or three positions of each token, `[3, B, U]`."""
     ends_BU: Tensor | None
-    """One past the last token of the subtree that each token is the root of; None where no row branches."""
+    """One past the last token of the subtree that each token is the root of; None if no row branches."""
     bases_B: Tensor
     before: int
     """The longest base."""
@@ -173,10 +185,10 @@ class RowTensors:
         device: torch.device,
         positions_of: Callable[[Prefix], NDArray[np.int64]] | None = None,
     ) -> RowTensors:
-        """Lay `rows` out, each prefix for every slot that `slots_of` has for it, which have its base.
+        """Lay out `rows`, each prefix for every slot in `slots_of`, which has its base.
 
         Args:
-            positions_of: gives three positions `[3, L]` of the tokens of a prefix; None: they are the depths.
+            positions_of: returns three positions `[3, L]` of the tokens of a prefix; None if positions are the depths.
         """
         width = max(row.size for row in rows)
         tokens_BU: list[list[int]] = []
@@ -230,7 +242,7 @@ class RowTensors:
 
 
 def common_length(a: Prefix, b: Prefix) -> int:
-    """Tokens that both begin with."""
+    """Return the number of tokens with which both begin."""
     if a == b:
         return len(a)
     return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))

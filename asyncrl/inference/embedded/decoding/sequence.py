@@ -1,4 +1,4 @@
-"""A sample on its way through the engine: what Python knows of it between two events (never touched in between)."""
+"""A sample on its way through the engine: its state in Python, which changes only at events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.inference.seeds import fresh_seed
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample: its request, what it produced before its current stay in the batch, and where it sits now."""
+    """One sample: its request, its output before its present stay in the batch, and its present place."""
 
     job: Job
     index: int
@@ -29,10 +29,12 @@ class Sequence:
     version: str = ""
     prompt_logprobs: list[float | None] | None = None
     routing: NDArray[np.int16] | None = None
-    """Experts chosen at the positions from `request.routing_from` on, as far as they are read from its slot."""
+    """Experts chosen at the positions from `request.routing_from` on, as far as they were read from its slot."""
     cached_tokens: int = 0
     known_before: int | None = None
-    """Positions of the prefix that were known before parts of it were computed for this sample; None: none were."""
+    """Positions of the prefix that were known before parts of it were computed for this sample; None if there were no
+    parts.
+    """
     in_parts: bool = True
     """False if there is no room to prefill it in parts."""
     retractions: int = 0
@@ -48,7 +50,7 @@ class Sequence:
 
     @classmethod
     def of(cls, job: Job, index: int, arrival: int) -> Sequence:
-        """The sample `index` of `job`, arrived as number `arrival`."""
+        """Return sample `index` of `job`, which arrived as number `arrival`."""
         request = job.inputs[index]
         seed = request.sampling.seed
         sequence = cls(job, index, arrival, fresh_seed() if seed is None else seed)
@@ -67,22 +69,23 @@ class Sequence:
 
     @property
     def delta(self) -> int:
-        """What is added to the place of a generated token to give its position."""
+        """Difference between the position of a generated token and its place."""
         return self.job.shown[self.index].delta if self.job.shown else 0
 
     @property
     def reserved_tokens(self) -> int:
-        """Longest the sample can become: prompt plus max_new_tokens."""
+        """Longest possible length of the sample: prompt plus max_new_tokens."""
         return len(self.request.input_ids) + self.request.sampling.max_new_tokens
 
     @property
     def watched(self) -> bool:
-        """True where Python has to look at it after every step: it is streamed, or stops at a string."""
+        """True if Python looks at it after every step: it is streamed, or stops at a string."""
         return self.job.on_progress is not None or bool(self.request.sampling.stop)
 
     def set_prefix(self) -> None:
-        """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last
-        token."""
+        """Set the tokens that a prefill covers: the prompt and what was generated before a retraction, without the last
+        token.
+        """
         prompt = self.prompt
         self.known_before, self.in_parts = None, True
         self.prefix = prompt[:-1] if not self.tokens else (*prompt, *self.tokens[:-1])
@@ -90,12 +93,12 @@ class Sequence:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens that it has when it joins; samples with the same share a slot."""
+        """All its tokens when it joins; samples with the same tokens share a slot."""
         return (*self.prefix, self.last_token)
 
     @property
     def last_token(self) -> int:
-        """The token to be decoded first when the sample joins."""
+        """Token that is decoded first when the sample joins."""
         return self.tokens[-1] if self.tokens else self.request.input_ids[-1]
 
     def join(self, row: int, column: int, step: int, version: str, epoch: int) -> None:
@@ -104,11 +107,11 @@ class Sequence:
         self.relabel(version, step)
 
     def produced(self, step: int) -> int:
-        """Output tokens so far, after `step` engine steps; for a running sample."""
+        """Return the number of output tokens of a running sample after engine step `step`."""
         return len(self.tokens) + step - self.joined_at
 
     def relabel(self, version: str, step: int) -> None:
-        """Tokens from here on are produced under `version`."""
+        """Label later tokens with `version`."""
         if self.version != version:
             self._close_span(self.produced(step))
             self.version = version
@@ -119,7 +122,7 @@ class Sequence:
             self.spans.append(VersionSpan(self.version, start, end))
 
     def output(self, tokens: list[int], logprobs: list[float], label: str, finish: Finish | None) -> GenerationOutput:
-        """The reply for all output so far; `label` is the weight version in force now."""
+        """Return the reply for all output so far; `label` is the present weight version."""
         spans = list(self.spans)
         start = spans[-1].end if spans else 0
         if len(tokens) > start:

@@ -1,7 +1,7 @@
-"""The rows of samples and the slots of the model, and which row reads which slot.
+"""Rows of samples, slots of the model, and their assignment.
 
-A row is a sample's place in the tables of the decode step, a slot its place in the model's cache. Samples that have the
-same tokens so far have rows of their own and share a slot (`slots`).
+A row is a sample's place in the tables of the decode step, a slot its place in the model's cache. Samples with the same
+tokens so far have separate rows and share a slot (`slots`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.inference.embedded.model.model_io import ModelRunner
 
 
 class SlotRows:
-    """The running samples by row, their slots, and index tensors between both, made again where they changed.
+    """The running samples by row, their slots, and index tensors between both, which are rebuilt after changes.
 
     Attributes:
         rows: samples by row; None is a hole.
@@ -43,7 +43,7 @@ class SlotRows:
         return len(self.rows) - self.holes
 
     def take_rows(self, sequences: list[Sequence]) -> list[int]:
-        """Give each of `sequences` a row, holes first; returns them."""
+        """Give each of `sequences` a row, holes first; return the rows."""
         free = [row for row, sequence in enumerate(self.rows) if sequence is None]
         taken: list[int] = []
         for sequence in sequences:
@@ -57,12 +57,12 @@ class SlotRows:
         return taken
 
     def enter(self, sequences: list[Sequence]) -> None:
-        """Give samples that have the same tokens a slot."""
+        """Give samples with the same tokens a slot."""
         self.slots.enter(sequences)
         self._changed = True
 
     def leave(self, sequence: Sequence) -> None:
-        """Make holes of the row and, if nobody else reads it, the slot of `sequence`."""
+        """Turn the row of `sequence` into a hole, and its slot too if no other sample reads it."""
         self.rows[sequence.row] = None
         self.holes += 1
         self.slots.leave(sequence)
@@ -70,13 +70,13 @@ class SlotRows:
         self._changed = True
 
     def logits(self, tokens: Tensor, positions: Tensor, full_rows: bool, deltas: Tensor | None = None) -> Tensor:
-        """Logits `[rows, V]` after one decode step of every slot.
+        """Compute one decode step of every slot; return logits `[rows, V]`.
 
         Args:
             tokens: the last token of each row, `[rows]`.
             positions: its position, `[rows]`.
             full_rows: all slots are filled up to the cache's last column.
-            deltas: as of `ModelRunner.decode`, `[rows]`.
+            deltas: as in `ModelRunner.decode`, `[rows]`.
         """
         self._refresh()
         if self._one_to_one:
@@ -87,7 +87,7 @@ class SlotRows:
         return self._runner.decode(tokens, positions, full_rows, deltas).index_select(0, self._slot_of_rows)
 
     def differing(self, tokens: Tensor) -> list[tuple[Sequence, int]]:
-        """Samples whose newest token, of `tokens` `[rows]`, is another than that of their slot's first sample."""
+        """Return samples whose newest token, of `tokens` `[rows]`, differs from that of their slot's first sample."""
         if not self.live:
             return []
         self._refresh()
@@ -97,12 +97,12 @@ class SlotRows:
         return [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
 
     def part(self, differing: list[tuple[Sequence, int]]) -> dict[int, int]:
-        """Give samples that have drawn another token a slot of their own; returns by new slot the one to copy."""
+        """Give samples that continue differently a slot of their own; return by new slot the slot to copy."""
         self._changed = True
         return self.slots.part(differing)
 
     def pack_rows(self) -> dict[int, int]:
-        """Move the last rows into the holes; returns by row the one that it had."""
+        """Move the last rows into the holes; return by row its former row."""
         moved: dict[int, int] = {}
         count = self.live
         targets = (row for row in range(count) if self.rows[row] is None)
@@ -118,7 +118,7 @@ class SlotRows:
         return moved
 
     def pack_slots(self) -> dict[int, int]:
-        """Move the last slots into those that nobody reads; returns by slot the one to copy."""
+        """Move the last slots into unused ones; return by slot the slot to copy."""
         self._changed = True
         return self.slots.pack()
 
@@ -128,13 +128,14 @@ class SlotRows:
             self._runner.cache.move(self.indices(list(sources)), self.indices(list(sources.values())), length)
 
     def indices(self, numbers: list[int]) -> Tensor:
-        """`numbers` on the model's device, `[len(numbers)]`."""
+        """Return `numbers` as a tensor on the model's device, `[len(numbers)]`."""
         return torch.tensor(numbers, dtype=torch.long, device=self._runner.device)
 
     def _refresh(self) -> None:
-        """Make the index tensors again. `_first_rows[slot]` is the row whose token is fed to the slot;
-        `_slot_of_rows[row]` is the slot whose output the row samples from. An empty slot is fed from an arbitrary live
-        row; nothing reads its output.
+        """Rebuild the index tensors.
+
+        `_first_rows[slot]` is the row whose token is fed to the slot. `_slot_of_rows[row]` is the slot whose output the
+        row samples from. An empty slot is fed from an arbitrary live row; nothing reads its output.
         """
         if not self._changed:
             return

@@ -1,13 +1,13 @@
 """Slots of the KV cache by running sample: samples whose tokens have been the same so far share one.
 
-The samples of a group begin with one prompt, and a policy that is sure of itself goes on alike in many of them. What
-the model computes for a sample depends on its tokens alone, so as long as several have the same, one row of the model
-serves them all; each draws from its distribution with random numbers of its own. Once their tokens differ, those that
-go another way get a slot of their own, with a copy of what the old one holds. So the model decodes distinct sequences
-only, and every sample's tokens are what they would be without it.
+The samples of a group begin with one prompt, and often continue alike for a while. The model's results for a sample
+depend on its tokens alone. So as long as several samples have the same tokens, one row of the model serves them all;
+each samples with its own random numbers. Once their tokens differ, those that differ get slots of their own, with a
+copy of the old one. So the model decodes distinct sequences only, and every sample has the tokens that it would have
+without sharing.
 
-Slots are numbered without gaps, so that a decode step reads the first ones as a view; one whose samples have all left
-is a hole until it is taken again or `pack` closes it. Pure; no tensors.
+Slots are numbered without gaps, so a decode step reads the first ones as a view. A slot whose samples have all left is
+a hole until it is taken again or `pack` closes it. Pure; no tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.inference.embedded.decoding.sequence import Sequence
 
 
 class Slots:
-    """The samples of each slot; a sample knows its slot as `sequence.slot`."""
+    """The samples of each slot. A sample knows its slot as `sequence.slot`."""
 
     def __init__(self) -> None:
         self.members: list[list[Sequence]] = []
@@ -33,7 +33,7 @@ class Slots:
         return any(len(members) > 1 for members in self.members)
 
     def enter(self, sequences: Iterable[Sequence]) -> int:
-        """Give `sequences`, which have the same tokens, a slot; returns it."""
+        """Give `sequences`, which have the same tokens, a slot; return it."""
         slot = self.holes.pop() if self.holes else len(self.members)
         if slot == len(self.members):
             self.members.append([])
@@ -43,7 +43,7 @@ class Slots:
         return slot
 
     def leave(self, sequence: Sequence) -> None:
-        """The sample is over."""
+        """Remove the sample."""
         members = self.members[sequence.slot]
         members.remove(sequence)
         if not members:
@@ -51,10 +51,10 @@ class Slots:
         sequence.slot = -1
 
     def part(self, differing: Iterable[tuple[Sequence, int]]) -> dict[int, int]:
-        """Samples whose last token is not that of their slot's first sample, with it, get slots of their own.
+        """Give samples whose last token differs from that of their slot's first sample slots of their own.
 
         Returns:
-            By new slot the one whose content it has to copy.
+            By new slot, the slot whose content it has to copy.
         """
         ways: dict[tuple[int, int], list[Sequence]] = {}
         for sequence, token in differing:
@@ -65,7 +65,7 @@ class Slots:
         return {self.enter(sequences): slot for (slot, _), sequences in ways.items()}
 
     def pack(self) -> dict[int, int]:
-        """Close the holes by moving the last slots into them; returns by slot the one whose content it gets."""
+        """Close the holes by moving the last slots into them; return by slot the one whose content it gets."""
         moved: dict[int, int] = {}
         targets = sorted(self.holes, reverse=True)
         while targets:

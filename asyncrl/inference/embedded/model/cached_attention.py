@@ -1,12 +1,12 @@
-"""The attention function that the engine registers with transformers, and the masks it feeds the model.
+"""The attention function that the engine registers with transformers, and the masks that it passes to the model.
 
 Decoding is one query per row against keys of ragged length. As two batched matrix products over `rows x kv_heads` it
 needs no copy of the cache (a slice of the slot tensor collapses to one batch dimension), no repeat of the keys for
-grouped-query attention, and about half the time of torch's CPU flash kernel at one query. Prefill goes to torch's
-`scaled_dot_product_attention`, but for what that does not know: capped logits and attention sinks.
+grouped-query attention, and about half the time of torch's CPU flash kernel at one query. A prefill uses torch's
+`scaled_dot_product_attention`, except for capped logits and attention sinks, which that does not support.
 
-Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D = head dimension of queries and keys,
-E = that of values (DeepSeek's latent attention has another).
+Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D = head dimension of queries and keys, E
+= that of values (different in DeepSeek's latent attention).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reach(NamedTuple):
     chunked: bool = False
 
     def first(self, positions: Tensor) -> Tensor:
-        """The first position that each of `positions` sees."""
+        """Return the first position that each of `positions` sees."""
         return positions // self.size * self.size if self.chunked else positions - self.size + 1
 
 
@@ -45,11 +45,12 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form that transformers' `ALL_ATTENTION_FUNCTIONS` asks for; output `[R, Q, H, E]`.
+    """Attention in the form of transformers' `ALL_ATTENTION_FUNCTIONS`; output `[R, Q, H, E]`.
 
-    `s_aux` `[H]` are the logits of sinks, which take their part of the attention and give nothing. `attention_mask` is
-    additive and broadcasts to `[R, 1, Q, L]`; None with several queries means causal, None with one
-    query means that the row sees all L keys.
+    Args:
+        s_aux: `[H]`, logits of sinks, which take their part of the attention and contribute nothing.
+        attention_mask: additive, broadcasts to `[R, 1, Q, L]`. None with several queries means causal; None with one
+            query means that the row sees all L keys.
     """
     if query_RHQD.shape[2] == 1:
         return slot_decode_attention(
@@ -82,7 +83,7 @@ def slot_decode_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`slot_attention` for exactly one query a row."""
+    """`slot_attention` for exactly one query per row."""
     rows, heads, _one, dim = query_RH1D.shape
     kv_heads, length = key_RKLD.shape[1], key_RKLD.shape[2]
     group = heads // kv_heads
@@ -124,41 +125,66 @@ def _written_out_prefill(
 
 
 def _additive(allowed: Tensor, like: Tensor) -> Tensor:
-    """0 where allowed, the dtype's minimum elsewhere (minus infinity would make a fully masked row NaN)."""
+    """Return 0 where allowed, the dtype's minimum elsewhere: minus infinity would make a fully masked row NaN."""
     blocked = torch.finfo(like.dtype).min
     return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, blocked)
 
 
-def causal_bias(length: int, reach: Reach | None, like: Tensor) -> Tensor:
-    """Additive mask `[1, 1, length, length]` of a prefill, limited to `reach` where one is given."""
+def _also_in_block(allowed: Tensor, blocks_BU: Tensor | None) -> Tensor:
+    """Return `allowed` [U, U] or [B, U, U] with each token's own block added; a token with block -1 is in none."""
+    if blocks_BU is None:
+        return allowed
+    return allowed | ((blocks_BU[:, :, None] == blocks_BU[:, None, :]) & (blocks_BU[:, :, None] >= 0))
+
+
+def causal_bias(length: int, reach: Reach | None, like: Tensor, blocks_BU: Tensor | None = None) -> Tensor:
+    """Return the additive mask `[1 or B, 1, length, length]` of a prefill, within `reach` if given.
+
+    Args:
+        blocks_BU: blocks of tokens that see each other in both directions; -1 for a token in none.
+    """
     positions = torch.arange(length, device=like.device)
-    allowed = positions[None, :] <= positions[:, None]
+    allowed = _also_in_block(positions[None, :] <= positions[:, None], blocks_BU)
     if reach is not None:
-        allowed &= positions[None, :] >= reach.first(positions)[:, None]
-    return _additive(allowed, like)[None, None]
+        allowed = allowed & (positions[None, :] >= reach.first(positions)[:, None])
+    return _additive(allowed.view(-1, 1, length, length), like)
 
 
-def tree_bias(ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor) -> Tensor:
-    """Additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree it is,
-    within `reach` where one is given."""
+def tree_bias(
+    ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor, blocks_BU: Tensor | None = None
+) -> Tensor:
+    """Return the additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree
+    it is, and its own block (`causal_bias`), within `reach` if given.
+    """
     places = torch.arange(ends_BU.shape[1], device=like.device)
     allowed = (places[:, None] >= places) & (places[:, None] < ends_BU[:, None, :])
+    allowed = _also_in_block(allowed, blocks_BU)
     if reach is not None:
         allowed &= depths_BU[:, None, :] >= reach.first(depths_BU)[:, :, None]
     return _additive(allowed, like)[:, None]
 
 
 def after_base_bias(
-    bases_B: Tensor, before: int, depths_BU: Tensor, ends_BU: Tensor | None, reach: Reach | None, like: Tensor
+    bases_B: Tensor,
+    before: int,
+    depths_BU: Tensor,
+    ends_BU: Tensor | None,
+    reach: Reach | None,
+    like: Tensor,
+    blocks_BU: Tensor | None = None,
 ) -> Tensor:
-    """Additive mask `[B, 1, U, before + U]` of rows that go on from a base: a token sees the base of its row, which is
-    the first `bases_B[b]` of the `before` keys that come first, and in the row what `tree_bias` says, or where no row
-    branches (`ends_BU` None) those before it; all within `reach` where one is given."""
+    """Return the additive mask `[B, 1, U, before + U]` of rows that continue from a base.
+
+    A token sees the base of its row, the first `bases_B[b]` of the `before` keys. In the row it sees what `tree_bias`
+    allows, or, if no row branches (`ends_BU` None), the tokens before it and its own block. All of it is within
+    `reach` if given.
+    """
     places = torch.arange(depths_BU.shape[1], device=like.device)
     known = torch.arange(before, device=like.device)
     base = (known < bases_B[:, None])[:, None, :].expand(-1, len(places), -1)
     own = places[:, None] >= places
     own = own.expand(len(bases_B), -1, -1) if ends_BU is None else own & (places[:, None] < ends_BU[:, None, :])
+    own = _also_in_block(own, blocks_BU)
     if reach is not None:
         first = reach.first(depths_BU)[:, :, None]
         base, own = base & (known >= first), own & (depths_BU[:, None, :] >= first)
@@ -166,7 +192,7 @@ def after_base_bias(
 
 
 def decode_bias(position_R: Tensor, length: int, reach: Reach | None, like: Tensor) -> Tensor:
-    """Additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, within `reach` where one is given."""
+    """Return the additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, within `reach` if given."""
     keys = torch.arange(length, device=like.device)
     allowed = keys <= position_R[:, None]
     if reach is not None:

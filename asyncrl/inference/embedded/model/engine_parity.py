@@ -1,8 +1,9 @@
-"""The engine against transformers at load: prompts that branch into slots, steps of decoding, a slot that is copied in
-between, prompts that go on from the copy, a prompt scored.
+"""Compare the engine with transformers when a model is loaded: prompts that branch into slots, decode steps, a slot
+that is copied meanwhile, prompts that continue from the copy, a scored prompt.
 
-A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
-in longer sequences than the parity check has is proven on a copy with short lengths (`asyncrl.models.short_lengths`).
+A model that passes is served. Any other is refused with its name, the reason, and what serves it. Faults that show only
+in longer sequences than those of the check are searched for on a copy with short lengths
+(`asyncrl.models.short_lengths`).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _log = logging.getLogger(__name__)
 STEPS = 5
 """Tokens of each sequence that are decoded one by one; what is before goes into its slot as a prompt."""
 _LATE = 2
-"""The others join so many steps after the first, while those go on."""
+"""The other sequences join this number of steps after the first."""
 _FIRST = 4
-"""Sequences that join first."""
+"""Number of sequences that join first."""
 
 
 def _positions(sequences: Sequence[Tokens]) -> int:
-    """Positions of a cache for all `sequences`."""
+    """Return the number of cache positions for all `sequences`."""
     return len(sequences) * (max(map(len, sequences)) + 2 * LENGTH_STEP)
 
 
@@ -79,15 +80,15 @@ def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
 
 
 def check_parity(runner: ModelRunner, longest: int) -> None:
-    """Find a way in which `runner` computes what transformers' plain forward does, and leave it set to that.
+    """Find a way in which `runner` computes what transformers' plain forward computes, and leave it set to that.
 
-    Several sequences share the batch: of the model, and of a copy whose lengths they are longer than.
+    Several sequences share the batch. They are computed by the model, and by a copy with lengths below theirs.
 
     Args:
         longest: tokens of the longest sequence that will be served.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding, or the model cannot be computed so.
+        UnsupportedModelError: the results differ by more than rounding, or the model cannot be computed so.
     """
     model, subject, sharing = runner.model, _Subject(runner), runner.pairs_per_token
     own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
@@ -112,11 +113,11 @@ def check_parity(runner: ModelRunner, longest: int) -> None:
 
 
 class _Subject:
-    """A model that its runner has to compute right, and what transformers' plain forward makes of it.
+    """A model that its runner has to compute right, and the results of transformers' plain forward for it.
 
     Args:
         runner: computes the model.
-        original: of a copy with short lengths, what it is a copy of.
+        original: of a copy with short lengths, the subject that it is a copy of.
         lengths: of a copy, the fields that were lowered and the original's values.
 
     Raises:
@@ -142,7 +143,9 @@ class _Subject:
             raise _refusal(model, f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
 
     def with_short_lengths(self, reach: int) -> _Subject | None:
-        """A copy of which the sequences are longer than the lengths that rows of `reach` tokens come up to, if any."""
+        """Return a copy whose lengths are below its sequences', of the lengths that rows of `reach` tokens reach; None
+        if there is no such length.
+        """
         model, fitting = self._runner.model, max(len(tokens) for tokens in self._sequences)
         short = short_model(model, dict(model.named_parameters(remove_duplicate=False)), reach, fitting)
         if short is None:
@@ -153,7 +156,7 @@ class _Subject:
 
     @property
     def shortest(self) -> int:
-        """The shortest length that was lowered."""
+        """The shortest lowered length."""
         return min(self._lengths.values())
 
     def fault(self, pattern: int, pairs_per_token: int | None, goes_on: bool) -> str | None:
@@ -183,8 +186,8 @@ class _Subject:
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
 
     def _difference(self, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> Difference:
-        """Compare what is decoded and scored of `sequences` with what is `plain`; other sequences join them until they
-        are as many as the probes of text.
+        """Compare what is decoded and scored of `sequences` with `plain`. Other sequences join them until they are as
+        many as the text probes.
         """
         others = self._sequences[len(sequences) :]
         decoded = _decoded(self._runner, [*sequences, *others])[: len(sequences)]
@@ -218,7 +221,9 @@ def _refusal(model: PreTrainedModel, reason: str, other: str = "") -> Unsupporte
 
 @torch.inference_mode()
 def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
-    """Log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS] each."""
+    """Return log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS]
+    each.
+    """
     steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
     prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
     cache, runner.cache = runner.cache, runner.new_cache(_positions(sequences))
@@ -251,7 +256,7 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
 def _join(
     runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, held: Mapping[tuple[int, ...], int]
 ) -> None:
-    """Copy what rows before them hold of the prompts of `rows`, and prefill the rest."""
+    """Copy what earlier rows have of the prompts of `rows`, and prefill the rest."""
     live = max((len(tokens) for tokens in held), default=0)
     runner.cache.reserve(rows.stop, max(live, max(len(prompts[row]) for row in rows)) + 1, rows.start, live)
     slots_of: dict[tuple[int, ...], list[int]] = {}

@@ -1,12 +1,12 @@
 """Linear layers over weights in oneDNN's own blocked layout, without touching the model.
 
-A decode step is mostly products of a few rows with large weights. Torch hands fp32 products to MKL with the weight as
-it is; oneDNN takes it packed once, and was up to twice as fast where it was measured (AMD Zen 5, 8 to 128 rows). While
+A decode step is mostly products of a few rows with large weights. Torch passes fp32 products to MKL with the weight as
+it is. oneDNN packs the weight once, and was up to twice as fast where it was measured (AMD Zen 5, 8 to 128 rows). While
 a `PackedLinears` is in force (it is a context manager), `F.linear` with a weight that it has packed goes to oneDNN;
-everything else is as it was.
+everything else is unchanged.
 
-The copies cost the memory of the weights once more and are made anew after a weight update: some 0.1 ms for each
-weight, for what oneDNN prepares, beside the copying. A few dozen decode steps of many rows win it back.
+The copies take the memory of the weights once more. They are rebuilt after a weight update: some 0.1 ms per weight for
+oneDNN's preparation, beside the copying. A few dozen decode steps of many rows win that back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _packed_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class PackedLinears(TorchFunctionMode):
-    """The packed weights of a model's linear layers; empty where oneDNN would not help (other dtypes and devices).
+    """The packed weights of a model's linear layers; empty if oneDNN would not help (other dtypes and devices).
 
     Args:
         weights: the parameters, as the layers hold them.
@@ -59,13 +59,13 @@ class PackedLinears(TorchFunctionMode):
         return cls(weights, [_pack(weight) for weight in weights])
 
     def drop(self) -> int:
-        """Give up the copies until `renew`; returns their bytes."""
+        """Drop the copies until `renew`; return their bytes."""
         freed = sum(weight.numel() * weight.element_size() for weight in self.weights) if self.packed else 0
         self.packed, self._by_id = (), {}
         return freed
 
     def renew(self) -> None:
-        """Pack the weights as they are now, into the memory of the former copies, which are given up first."""
+        """Pack the weights as they are now, into the memory of the former copies, which are dropped first."""
         self.drop()
         self._hold([_pack(weight) for weight in self.weights])
 
@@ -76,7 +76,7 @@ class PackedLinears(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Send `F.linear(states, weight, bias)` to oneDNN where `weight` is packed."""
+        """Send `F.linear(states, weight, bias)` to oneDNN if `weight` is packed."""
         if func is nn.functional.linear and not kwargs:
             packed = self._by_id.get(id(args[1]))
             if packed is not None:

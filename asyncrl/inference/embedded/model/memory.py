@@ -1,11 +1,11 @@
-"""Memory that the engine gives back while it generates nothing, and takes again.
+"""Memory that the engine releases while it generates nothing, and allocates again.
 
     weights     the parameters' storages are emptied, and the copies in oneDNN's layout dropped: their values are gone,
                 so that a weight update has to follow `resume`
-    kv_cache    the slots are dropped; the cache grows again with the samples that come
+    kv_cache    the slots are dropped; the cache grows again with later samples
 
-What is no parameter (rotary frequencies, other buffers) stays. Every tensor stays the object that it is, so that the
-recorded decode step, views of parts and tied weights need not know.
+Rotary frequencies and other buffers that are not parameters stay. Every tensor stays the same object, so the recorded
+decode step, views of parts and tied weights are not affected.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class EngineMemory:
     """The memory of a runner's model and cache.
 
     Args:
-        runner: whose model has its weights in storages of their own (`own_storage`).
+        runner: its model has its weights in separate storages (`own_storage`).
 
     Attributes:
-        released: kinds that are given back now.
-        has_values: the weights are those of an update or of the start; False once they were given back.
+        released: kinds that are released now.
+        has_values: the weights are those of an update or of the start; False after a release.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -39,7 +39,7 @@ class EngineMemory:
         self.has_values = True
 
     def release(self, tags: Collection[MemoryTag]) -> int:
-        """Give the memory of these kinds back; kinds that are released already stay so. Returns its bytes."""
+        """Release the memory of these kinds, if it is not released already. Return its bytes."""
         freed, wanted = 0, frozenset(tags) - self.released
         if MemoryTag.kv_cache in wanted:
             freed += self._runner.drop_cache()
@@ -55,14 +55,14 @@ class EngineMemory:
         return freed
 
     def _return_to_system(self) -> None:
-        """Have the allocators keep nothing of what is free."""
+        """Return free memory from the allocators to the system."""
         if self._runner.device.type == "cuda":
             torch.cuda.empty_cache()
         elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
             trim(0)
 
     def resume(self, tags: Collection[MemoryTag]) -> None:
-        """Take the memory of these kinds again; the weights have no values until they are updated."""
+        """Allocate the memory of these kinds again; the weights have no values until they are updated."""
         if MemoryTag.weights in self.released & frozenset(tags):
             for storage, size in self._sizes:
                 storage.resize_(size)
@@ -73,7 +73,7 @@ class EngineMemory:
         """Check that the engine may generate.
 
         Raises:
-            MemoryStateError: memory is given back, or the weights have no values.
+            MemoryStateError: memory is released, or the weights have no values.
         """
         if self.released:
             raise MemoryStateError(f"the memory of {', '.join(sorted(self.released))} is released; resume it first")

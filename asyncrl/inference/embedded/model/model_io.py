@@ -1,4 +1,4 @@
-"""The three ways the engine calls the model: prefill into slots, one decode step, and plain scoring of a prompt."""
+"""The engine's three calls of the model: prefill into slots, one decode step, and plain scoring of a prompt."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AttentionPattern:
     """Keys that the model's layers see.
 
     Attributes:
-        window: of the sliding or chunked layers.
+        window: reach of the sliding or chunked layers.
         mixed: the model takes masks by the type of a layer.
     """
 
@@ -63,7 +63,7 @@ class AttentionPattern:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> list[AttentionPattern]:
-        """The patterns that a model of `config` may have, the likeliest first."""
+        """Return the patterns that a model of `config` may have, the likeliest first."""
         settings, kinds = config.get_text_config(), layer_types(config)
         if "chunked_attention" in kinds:
             return [cls(Reach(settings.attention_chunk_size, chunked=True), mixed=True)]
@@ -80,10 +80,10 @@ class ModelRunner:
 
     Args:
         model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
-        max_total_tokens: bound of the KV cache, in positions.
-        record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
-        lean: whether weights are not copied in a faster layout and steps not recorded, as in a parity check.
-        pictures: of `model`; None: it is served text alone.
+        max_total_tokens: limit of the KV cache, in positions.
+        record_routing: record the experts that it chooses; steps are then computed eagerly.
+        lean: do not copy weights to a faster layout and do not record steps, as in a parity check.
+        pictures: pictures of `model`; None if it serves text alone.
 
     Raises:
         UnsupportedModelError: it has no routers whose choices could be recorded.
@@ -141,20 +141,20 @@ class ModelRunner:
         return self.patterns[self.pattern]
 
     def new_cache(self, max_total_tokens: int) -> SlotCache:
-        """An empty cache for this model, of so many positions."""
+        """Return an empty cache for this model, with this number of positions."""
         cache = SlotCache(self._memories, self.device, max_total_tokens)
         if self._places:
             cache.states.append(ModuleStates(self._places))
         return cache
 
     def find_states(self) -> None:
-        """Look for states that the model keeps outside its cache, by a forward of it; only while no sample runs."""
+        """Search for states that the model keeps outside its cache, by a forward; only while no sample runs."""
         if self.cache.states:
             self._places = states_in_modules(self.model)
             self.cache = self.new_cache(self.cache.limit)
 
     def drop_cache(self) -> int:
-        """Give up the slots; only while no sample runs. Returns their bytes."""
+        """Drop the slots; only while no sample runs. Return their bytes."""
         freed = self.cache.nbytes
         for states in self.cache.states:
             states.expose({})  # the model's modules hold what it exposed last
@@ -165,26 +165,26 @@ class ModelRunner:
         return freed
 
     def drop_copies(self) -> int:
-        """Give up what was made from the weights, which are about to change. Returns the bytes of packed weights."""
+        """Drop what was made from the weights, which are about to change. Return the bytes of packed weights."""
         freed = self._linears.drop()
         if self.pictures is not None:
             self.pictures.weights_changed()
         return freed
 
     def weights_changed(self) -> None:
-        """Forget what was computed from the weights before."""
+        """Drop what was computed from the earlier weights."""
         self._linears.renew()
         if self.pictures is not None:
             self.pictures.weights_changed()
 
     def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """One eager forward of the model."""
+        """Compute one eager forward of the model."""
         with self._linears if self._linears.packed else nullcontext():
             logits: Tensor = self.model(input_ids=input_ids, **inputs).logits
         return logits
 
     def _logits_with_slots(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """One eager forward that writes to the slots, and beside them what it chooses."""
+        """Compute one eager forward that writes to the slots, and records the chosen experts."""
         inputs |= {"cache": self.cache, "use_cache": True}
         if self._routers is None or self.routing is None or self.routing.owner is not self.cache:
             logits = self._logits(input_ids, **inputs)
@@ -198,14 +198,14 @@ class ModelRunner:
     def prefill(
         self, slots_of: Mapping[Prefix, Sequence[int]], bases: Mapping[Prefix, int] | None = None
     ) -> dict[Prefix, int]:
-        """Compute keys, values and states of the prefixes and store each in its slots; an empty prefix has none.
+        """Compute keys, values and states of the prefixes, and store each in its slots; an empty prefix has none.
 
         Args:
             slots_of: slots of each prefix.
-            bases: how many tokens of a prefix its slots have already, fewer than all; of those that are not in it none.
+            bases: by prefix, the number of its tokens that its slots have already, fewer than all; 0 for missing ones.
 
         Returns:
-            How much of each prefix was computed for another one anyway, its base not counted.
+            By prefix, the number of its tokens that were computed for another prefix anyway, without its base.
         """
         if empty := slots_of.get(()):
             self.cache.clear(torch.tensor(empty, device=self.device))
@@ -215,16 +215,20 @@ class ModelRunner:
         self.prefilled_tokens += sum(row.size for row in rows)
         return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
 
+    def end_of_part(self, prefix: Prefix, end: int) -> int:
+        """Return the first place from `end` on at which a part of `prefix` may end."""
+        return self.pictures.end_outside(prefix, end) if self.pictures is not None and self.pictures.two_way else end
+
     def prefill_part(
         self, prefix: Prefix, base: int, rows: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Compute `prefix[base:]` for no slot yet.
+        """Compute `prefix[base:]` without a slot.
 
         Args:
-            prefix: the tokens up to the end of the part.
-            base: where it begins.
-            rows: what is before it, as `SlotCache.read` gives it.
-            states: as `SlotCache.read_states` gives them.
+            prefix: tokens up to the end of the part.
+            base: beginning of the part.
+            rows: rows before the part, in the form of `SlotCache.read`.
+            states: states before the part, in the form of `SlotCache.read_states`.
 
         Returns:
             Rows and states of the part, in the same forms.
@@ -244,42 +248,43 @@ class ModelRunner:
         self._forward(rows)
 
     def _forward(self, rows: RowTensors) -> None:
-        """Compute `rows` as the cache plans it."""
-        width = rows.tokens_BU.shape[1]
+        """Compute `rows` by the cache's plan."""
         plain = rows.ends_BU is None and rows.before == 0
         with self._holding(rows.tokens_BU):
             self._logits_with_slots(
                 rows.tokens_BU,
-                attention_mask=self._prefill_mask(width) if plain else self._drawn_mask(rows),
+                attention_mask=self._prefill_mask(rows.tokens_BU) if plain else self._drawn_mask(rows),
                 position_ids=rows.positions,
                 logits_to_keep=1,
             )
 
     def _holding(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Within it the model knows the pictures in `ids`."""
+        """Let the model know the pictures in `ids` within this block."""
         return nullcontext() if self.pictures is None else self.pictures.holding(ids, keep=True)
 
     def _drawn_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
-        """Return the attention mask of rows whose prefixes branch or go on from a base."""
-        window = self._pattern.window
+        """Return the attention mask of rows whose prefixes branch or continue from a base."""
+        window, blocks_BU = self._pattern.window, self._blocks(rows.tokens_BU, rows.depths_BU)
 
         def drawn(reach: Reach | None) -> Tensor:
             if rows.before:
-                return after_base_bias(rows.bases_B, rows.before, rows.depths_BU, rows.ends_BU, reach, self._like)
+                return after_base_bias(
+                    rows.bases_B, rows.before, rows.depths_BU, rows.ends_BU, reach, self._like, blocks_BU
+                )
             assert rows.ends_BU is not None
-            return tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like)
+            return tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like, blocks_BU)
 
         full = drawn(None) if window is None or self._pattern.mixed else None
         windowed = None if window is None else drawn(window)
         return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
     def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool, deltas_R: Tensor | None = None) -> Tensor:
-        """Logits `[R, V]` after feeding one token a row.
+        """Feed one token per row; return logits `[R, V]`.
 
         Args:
             positions_R: places in the slots.
             full_rows: every row fills its slot to the end.
-            deltas_R: what is added to the places to give positions, where `three_positions`.
+            deltas_R: difference between positions and places, for models with `three_positions`.
         """
         length, window = self.cache.length, self._pattern.window
         self.cache.begin_decode(tokens_R.shape[0], positions_R)
@@ -310,21 +315,33 @@ class ModelRunner:
             :, 0
         ]
 
-    def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
-        """None lets the attention be plainly causal; sliding layers need their window drawn, and a model with an
-        attention of its own would draw a mask for the whole slots."""
-        window = self._pattern.window
-        if window is None:
-            return causal_bias(length, None, self._like) if self._draws_masks else None
-        return AttentionMasks(None, causal_bias(length, window, self._like), self._pattern.mixed).argument()
+    def _blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor | None:
+        """Return the pictures whose tokens see each other in both directions, [B, U]; None if there are none."""
+        pictures = self.pictures
+        if pictures is None or not pictures.two_way or not bool((ids_BU >= pictures.ids.first).any()):
+            return None
+        return pictures.blocks(ids_BU, depths_BU)
+
+    def _prefill_mask(self, ids_BU: Tensor) -> Tensor | dict[str, Tensor | None] | None:
+        """Return None if the attention can be plainly causal. Sliding layers need their window drawn, pictures that
+        are seen in both directions need their blocks, and a model with an attention of its own would draw a mask for
+        the whole slots.
+        """
+        window, length = self._pattern.window, ids_BU.shape[1]
+        blocks_BU = self._blocks(ids_BU, torch.arange(length, device=self.device).expand_as(ids_BU))
+        full = None
+        if blocks_BU is not None or (window is None and self._draws_masks):
+            full = causal_bias(length, None, self._like, blocks_BU)
+        windowed = None if window is None else causal_bias(length, window, self._like, blocks_BU)
+        return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
     def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
-        """Temperature-1 log-probabilities of `prompt[start:]`; None for the prompt's first token.
+        """Return log-probabilities of `prompt[start:]` at temperature 1; None for the prompt's first token.
 
         Rows of pictures count as the placeholder.
         """
         ids = torch.tensor([prompt], device=self.device)
-        inputs: dict[str, Any] = {"attention_mask": self._prefill_mask(len(prompt)), "use_cache": False}
+        inputs: dict[str, Any] = {"attention_mask": self._prefill_mask(ids), "use_cache": False}
         if self.pictures is not None:
             if self.three_positions:
                 inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)

@@ -1,13 +1,13 @@
-"""The decode step recorded once as a TorchScript program, which spares Python's share of a small model's forward.
+"""The decode step, recorded once as a TorchScript program, which saves Python's share of a small model's forward.
 
-A decode forward of a small model is some hundred short operations, and Python spends more time between them than they
-take: at 32 rows of a 0.2 M-parameter model the recorded program needs a third of the time, at 256 rows four fifths.
+A decode forward of a small model is some hundred short operations, and Python takes more time between them than they
+take themselves. At 32 rows of a 0.2 M-parameter model the recorded program needs a third of the time, at 256 rows four
+fifths.
 
-The recording (`torch.jit.trace`) holds for every number of rows and keys as long as the model's control flow does not
-depend on data. That is made sure of, not assumed: a tracer warning (data turned into a Python value) refuses the
-recording, and the first shapes it meets are computed both ways and compared. Whatever fails, the engine goes on eagerly
-and says so once. Parameters are arguments of the program, not constants in it, so that nothing computed from them
-outlives a weight update.
+The recording (`torch.jit.trace`) is valid for every number of rows and keys, as long as the model's control flow does
+not depend on data. That is checked: a tracer warning (data turned into a Python value) refuses the recording, and the
+first shapes are computed both ways and compared. If a check fails, the engine continues eagerly and logs that once.
+Parameters are arguments of the program, not constants in it, so nothing computed from them outlives a weight update.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ COARSE_TOLERANCE = 5e-2
 
 @dataclass(frozen=True, slots=True)
 class AttentionMasks:
-    """The additive masks of a forward, by kind of layer; None where no layer of the kind needs one.
+    """The additive masks of a forward, by kind of layer; None if no layer of the kind needs one.
 
-    `mixed` says that the model takes them by layer type; otherwise it takes the one there is.
+    Attributes:
+        mixed: the model takes masks by layer type; otherwise it takes the only one.
     """
 
     full: Tensor | None
@@ -60,7 +61,7 @@ class AttentionMasks:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Inputs of a decode step: a token per row, its position, where its key goes, and what the layers read."""
+    """Inputs of a decode step: a token per row, its position, the place of its key, and what the layers read."""
 
     tokens_R: Tensor
     position_ids: Tensor
@@ -80,11 +81,11 @@ class DecodeInputs:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and keys."""
+        """Numbers of rows and keys."""
         return (self.tokens_R.shape[0], self.slots[0].shape[2])
 
     def flat(self) -> tuple[Tensor, ...]:
-        """The program's arguments."""
+        """Return the program's arguments."""
         masks = [mask for mask in (self.masks.full, self.masks.windowed) if mask is not None]
         return (
             self.tokens_R[:, None],
@@ -97,7 +98,7 @@ class DecodeInputs:
 
 
 class _SlotTensors:
-    """Stands in for the cache while recording: writes to slot tensors that are inputs of the program."""
+    """Replaces the cache while recording: writes to slot tensors that are inputs of the program."""
 
     def __init__(self, index: Tensor, slots: tuple[Tensor, ...]) -> None:
         self._index, self._slots = index, slots
@@ -125,7 +126,9 @@ class _DecodeStep(nn.Module):
         self._weights = tuple(weights)
 
     def forward(self, tokens_R1: Tensor, position_ids: Tensor, index: Tensor, *tensors: Tensor) -> Tensor:
-        """Logits `[R, 1, V]`; `tensors` are the masks there are, the packed weights, keys and values of every layer."""
+        """Return logits `[R, 1, V]`; `tensors` are the present masks, the packed weights, keys and values of every
+        layer.
+        """
         rest = list(tensors)
         full = rest.pop(0) if self._has_full else None
         windowed = rest.pop(0) if self._has_windowed else None
@@ -143,9 +146,9 @@ class _DecodeStep(nn.Module):
 
 @contextmanager
 def _recording(model: PreTrainedModel) -> Iterator[list[warnings.WarningMessage]]:
-    """The decode attention in place, warnings caught.
+    """Install the decode attention, and catch warnings.
 
-    The tracer reads every property of the model, `loss_function` among them, and transformers would tell the user that
+    The tracer reads every property of the model, among them `loss_function`, and transformers would tell the user that
     the config names no loss.
     """
     reader = logging.getLogger("transformers.modeling_utils")
@@ -162,12 +165,12 @@ def _recording(model: PreTrainedModel) -> Iterator[list[warnings.WarningMessage]
 
 
 class DecodeProgram:
-    """Runs recorded decode steps, one program for each set of masks; `None` answers mean "do it eagerly".
+    """Runs recorded decode steps, one program for each set of masks. An answer of `None` means: compute it eagerly.
 
     Args:
-        model: what is recorded.
+        model: model that is recorded.
         weights: the parameters that every step brings packed.
-        usable: whether steps are recorded at all.
+        usable: steps are recorded at all.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Sequence[Tensor], *, usable: bool = True) -> None:
@@ -177,7 +180,7 @@ class DecodeProgram:
         self._usable = usable and model.device.type == "cpu"
 
     def __call__(self, step: DecodeInputs) -> Tensor | None:
-        """Logits `[R, V]`, or None where this shape has to be computed eagerly (then see `check`)."""
+        """Return logits `[R, V]`; None if this shape has to be computed eagerly, and then passed to `check`."""
         checked = self._checked.setdefault(step.kind, set())
         if not self._usable or (len(checked) < CHECKED_SHAPES and step.shape not in checked):
             return None
@@ -185,9 +188,9 @@ class DecodeProgram:
         return None if program is None else program(*step.flat())[:, 0]
 
     def check(self, step: DecodeInputs, expected_RV: Tensor) -> None:
-        """Record the step if it is not yet, and compare it with what the eager forward gave for the same input.
+        """Record the step if it is not recorded yet, and compare it with the eager forward's result for the same input.
 
-        The step writes the same keys and values once more, so that repeating it is harmless.
+        The step writes the same keys and values once more, so repeating it is harmless.
         """
         if not self._usable:
             return

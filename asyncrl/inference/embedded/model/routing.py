@@ -1,8 +1,8 @@
-"""The experts that the model chose for what its slots hold: recorded with the keys and values, and moved with them.
+"""Experts that the model chose for the contents of its slots: recorded with keys and values, and moved with them.
 
-A choice belongs to a position of a slot as a key does: it is made by the forward that writes the key, samples that
-share a slot share it, and a copied slot has it too. So it is kept as one more layer of the cache, of `layers x
-per_token` numbers a position, and what a sample is told are the choices behind the very keys that it was decoded with.
+A choice belongs to a position of a slot like a key: the forward that writes the key makes it, samples that share a slot
+share it, and a copied slot has it too. So choices are one more layer of the cache, with `layers x per_token` numbers
+per position. The choices reported for a sample are those behind the keys that it was decoded with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.models.routers import RoutingShape
 
 
 class RoutingSlots:
-    """The choices of every position of the slots of `owner`: `[rows, length, layers * per_token]`, in the owner's
+    """The choices at every position of the slots of `owner`: `[rows, length, layers * per_token]`, in the owner's
     layout.
     """
 
@@ -31,11 +31,11 @@ class RoutingSlots:
         owner.companions.append(self)
 
     def of(self, owner: SlotCache) -> RoutingSlots:
-        """Choices of the same kind for the slots of another cache."""
+        """Return choices of the same kind for the slots of another cache."""
         return RoutingSlots(owner, self._shape, self._device)
 
     def record(self, recorded: Mapping[int, Tensor]) -> None:
-        """Write what the forward that the owner planned has chosen: [tokens, per_token] by layer, but dense ones."""
+        """Record the choices of the planned forward: [tokens, per_token] by layer, without dense layers."""
         plan = self.owner.plan
         parts = [self._of_layer(recorded.get(layer)) for layer in range(self._shape.layers)]
         tokens = max(len(part) for part in parts)
@@ -55,7 +55,7 @@ class RoutingSlots:
         return chosen.to(torch.int16)
 
     def choices(self, slot: int, start: int, end: int) -> NDArray[np.int16]:
-        """A copy of the choices at positions `[start, end)` of a slot, `[end - start, layers, per_token]`."""
+        """Return a copy of the choices at positions `[start, end)` of a slot, `[end - start, layers, per_token]`."""
         choices = np.array(self._slots[slot, start:end].cpu().numpy())
         return choices.reshape(-1, self._shape.layers, self._shape.per_token)
 

@@ -1,10 +1,10 @@
-"""Drawing the next token of every row at once.
+"""Sample the next token of every row at once.
 
-A row's token is found by inverse CDF from one uniform number of its own stream (`seeds`), so that a sample does not
-depend on its neighbours in the batch. The log-probability returned is that of the whole distribution at the row's
-temperature, over the tokens that the row may draw (`RowSampling.forbidden`), before top-k, top-p and min-p cut it: the
-one that the trainer computes too, so that their ratio is 1 where the weights are the same (docs/algorithms.md,
-"Truncated sampling"). A greedy row returns its temperature-1 value. Both as SGLang does.
+A row's token is found by inverse CDF from one uniform number of its own stream (`seeds`), so a sample does not depend
+on its neighbours in the batch. The log-probability returned is that of the whole distribution at the row's temperature,
+over the tokens that the row may draw (`RowSampling.forbidden`), before top-k, top-p and min-p cut it. The trainer
+computes the same, so their ratio is 1 if the weights are the same (docs/algorithms.md, "Truncated sampling"). A greedy
+row returns its value at temperature 1. SGLang does both likewise.
 
 Shapes: R = rows (running samples), V = vocabulary, T = output positions.
 """
@@ -20,7 +20,7 @@ from asyncrl.inference import seeds
 
 
 def signed_64(value: int) -> int:
-    """The signed 64-bit integer with the bits of `value` modulo 2^64, as int64 tensors hold it."""
+    """Return the signed 64-bit integer with the bits of `value` modulo 2^64, as int64 tensors hold it."""
     value &= seeds.MASK
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -31,7 +31,7 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def uniforms_TR(seeds_R: Tensor, offsets_R: Tensor, length: int) -> Tensor:
-    """Float64 `[length, R]`: entry (t, r) is `seeds.uniform(seeds_R[r], offsets_R[r] + t)`, bit for bit."""
+    """Return float64 `[length, R]`: entry (t, r) is `seeds.uniform(seeds_R[r], offsets_R[r] + t)`, bit for bit."""
     counters = torch.arange(1, length + 1, device=seeds_R.device)[:, None] + offsets_R
     bits = seeds_R + counters * signed_64(seeds.GAMMA)
     bits = (bits ^ _shift_right(bits, 30)) * signed_64(seeds.MIX_1)
@@ -42,11 +42,15 @@ def uniforms_TR(seeds_R: Tensor, offsets_R: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Per-row parameters `[R]`, with what holds for the whole batch so that unused work is skipped.
+    """Parameters `[R]` of the rows, with facts about the whole batch so that unused work is skipped.
 
-    Greedy rows carry inverse temperature 1. `filtered` is None where no row filters; `greedy` None where none is
-    greedy. `forbidden` `[R, V]`, or `[1, V]` for all rows alike, marks tokens that may not be drawn; None: there are
-    none.
+    Greedy rows have inverse temperature 1.
+
+    Attributes:
+        filtered: rows with top-k, top-p or min-p; None if there are none.
+        greedy: greedy rows; None if there are none.
+        forbidden: tokens that may not be drawn, `[R, V]`, or `[1, V]` if they are the same for all rows; None if all
+            may.
     """
 
     inverse_temperature: Tensor | None
@@ -60,9 +64,10 @@ class RowSampling:
 
 
 def _filter(logprobs_RV: Tensor, rows: RowSampling) -> Tensor:
-    """Log-probabilities renormalised over the kept tokens, -inf elsewhere; rows that filter nothing pass bit for bit.
+    """Return log-probabilities renormalised over the kept tokens, -inf elsewhere; rows without filters stay the same
+    bit for bit.
 
-    As SGLang's torch path: top-k and top-p both look at the distribution before either; min-p is relative to its
+    As in SGLang's torch path, top-k and top-p both use the distribution before either, and min-p is relative to its
     maximum.
     """
     assert rows.filtered is not None
@@ -79,12 +84,12 @@ def _filter(logprobs_RV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def sample(logits_RV: Tensor, uniforms_R: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token per row.
 
     Args:
         logits_RV: `[R, V]`, any float type; the arithmetic is in fp32, the CDF in fp64.
         uniforms_R: float64 `[R]` in [0, 1).
-        rows: the rows' parameters.
+        rows: parameters of the rows.
 
     Returns:
         tokens int64 `[R]` and their natural log-probabilities fp32 `[R]`, of the distribution before it was cut.

@@ -1,12 +1,12 @@
 """Recurrent states of the slots: what a model carries from token to token beside keys and values.
 
-A state (of a convolution, a scan, a linear attention) stands for all tokens so far. So a slot holds one, at the length
-that it has now: it can be copied, when samples of one slot part, and it can be zeroed, but nothing shorter can be read
-from it. What is prefilled together is of one length, because a recurrence would go on through padding.
+A state (of a convolution, a scan, a linear attention) stands for all tokens so far. So a slot has one state, at its
+present length. It can be copied when samples of one slot part, and it can be zeroed, but no shorter prefix can be read
+from it. Prefixes that are prefilled together have one length, because a recurrence would continue through padding.
 
 The model works on transformers' own cache layer (`LinearAttentionLayer`), or on attributes of its modules
-(RecurrentGemma). Before a forward each holds nothing, for a prefill, or the rows of the slots themselves, for a decode
-step; after it, what the model left there is written to the slots.
+(RecurrentGemma). Before a prefill each of these is empty; before a decode step it has the rows of the slots themselves.
+Afterwards, what the model left there is written to the slots.
 
 Shapes: R = rows of the decode batch, B = rows of a prefill, N = slots to fill.
 """
@@ -29,7 +29,7 @@ Place = tuple[nn.Module, str]
 
 
 class SlotStates(ABC):
-    """The states that one holder of the model has, for every slot."""
+    """The states of one holder of the model, for every slot."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
@@ -41,10 +41,10 @@ class SlotStates(ABC):
 
     @abstractmethod
     def exposed(self) -> States:
-        """States as the last forward has left them."""
+        """Return the states as the last forward has left them."""
 
     def resize(self, capacity: int, live_rows: int) -> None:
-        """Have room for `capacity` slots, keeping the first `live_rows`."""
+        """Make room for `capacity` slots; keep the first `live_rows`."""
         self._capacity = capacity
         for name, buffer in self._buffers.items():
             other = buffer.new_zeros(capacity, *buffer.shape[1:])
@@ -52,34 +52,36 @@ class SlotStates(ABC):
             self._buffers[name] = other
 
     def begin_prefill(self, sources_B: Tensor | None) -> None:
-        """Have the next forward start from the states of slots `sources_B`, one a row; None: afresh in all rows."""
+        """Let the next forward start from the states of slots `sources_B`, one per row; None: from the beginning in all
+        rows.
+        """
         if sources_B is None:
             self.expose({})
         else:
             self.expose({name: buffer.index_select(0, sources_B) for name, buffer in self._buffers.items()})
 
     def end_prefill(self, slots_N: Tensor, rows_N: Tensor) -> None:
-        """Give slot `slots_N[i]` the state in which the forward has left row `rows_N[i]`."""
+        """Give slot `slots_N[i]` the state of row `rows_N[i]` after the forward."""
         for name, states_B in self.exposed().items():
             self._buffer(name, states_B)[slots_N] = states_B[rows_N]
 
     def begin_part(self, held: Iterator[Tensor] | None) -> None:
-        """Have the next forward of one row start from what `read_states` gave; None: afresh."""
+        """Let the next forward of one row start from a result of `read_states`; None: from the beginning."""
         self.expose({} if held is None else {name: next(held)[None].clone() for name in self._buffers})
 
     def end_part(self) -> list[Tensor]:
-        """The states in which the forward has left its row, as `read_states` gives them."""
+        """Return the states of its row after the forward, in the form of `read_states`."""
         exposed = self.exposed()
         for name, states in exposed.items():
             self._buffer(name, states)
         return [exposed[name][0].clone() for name in self._buffers]
 
     def begin_decode(self, rows: int) -> None:
-        """Have the next forward go on in the first `rows` slots."""
+        """Let the next forward continue in the first `rows` slots."""
         self.expose({name: buffer[:rows] for name, buffer in self._buffers.items()})
 
     def end_decode(self, rows: int) -> None:
-        """Keep what the forward has made of the first `rows` slots; most models have written it there already."""
+        """Keep the states of the first `rows` slots after the forward; most models have written them there already."""
         for name, states_R in self.exposed().items():
             slots_R = self._buffer(name, states_R)[:rows]
             if slots_R.data_ptr() != states_R.data_ptr():
@@ -97,18 +99,18 @@ class SlotStates(ABC):
             buffer[targets] = buffer[sources]
 
     def read_states(self, slot: int) -> list[Tensor]:
-        """Copies of the states of a slot."""
+        """Return copies of the states of a slot."""
         return [buffer[slot].clone() for buffer in self._buffers.values()]
 
     def write_states(self, targets: Sequence[int], held: Iterator[Tensor]) -> None:
-        """Write what `read_states` gave to slots `targets`."""
+        """Write a result of `read_states` to slots `targets`."""
         for buffer in self._buffers.values():
             state = next(held)
             for target in targets:
                 buffer[target] = state
 
     def clear(self, slots: Tensor) -> None:
-        """Have `slots` begin with no token."""
+        """Let `slots` begin without a token."""
         for buffer in self._buffers.values():
             buffer[slots] = 0
 
@@ -122,7 +124,7 @@ class StateLayer(LinearAttentionLayer, SlotStates):
     """A layer of the cache with recurrent states, as transformers' models use it.
 
     Args:
-        count: how many states of each kind it has.
+        count: number of its states of each kind.
     """
 
     def __init__(self, count: int) -> None:
@@ -154,7 +156,7 @@ class ModuleStates(SlotStates):
     """States that a model keeps in attributes of its modules.
 
     Args:
-        places: which; see `states_in_modules`.
+        places: these attributes; see `states_in_modules`.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -173,7 +175,7 @@ class ModuleStates(SlotStates):
 
 
 def states_in_modules(model: PreTrainedModel) -> list[Place]:
-    """Attributes of modules that a forward with a cache sets to tensors."""
+    """Return the attributes of modules that a forward with a cache sets to tensors."""
     before = _tensor_attributes(model)
     positions = torch.arange(2, device=model.device)[None]
     with torch.inference_mode():
@@ -182,7 +184,7 @@ def states_in_modules(model: PreTrainedModel) -> list[Place]:
 
 
 def _tensor_attributes(model: nn.Module) -> dict[Place, Tensor]:
-    """Tensors that modules of `model` hold as plain attributes, not as parameters or buffers."""
+    """Return tensors that modules of `model` hold as plain attributes, not as parameters or buffers."""
     return {
         (module, name): value
         for module in model.modules()

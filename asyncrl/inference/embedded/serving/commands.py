@@ -1,4 +1,4 @@
-"""Commands of other threads to the engine's thread: a mailbox, run between two steps, answered by futures."""
+"""Commands of other threads to the engine's thread: a mailbox that is read between two steps, with futures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Command(Generic[T]):
-    """Something the engine's thread does, and the future that learns of it.
+    """A function for the engine's thread, and the future that gets its result.
 
-    A command whose caller has given up (the future is cancelled) is skipped.
+    A command whose future is cancelled is skipped.
     """
 
     function: Callable[[], T]
     future: Future[T] = field(default_factory=Future)
 
     def run(self) -> None:
-        """Do it. A refusal goes to the caller alone; any other exception is also raised here, and ends the engine."""
+        """Run it. A refusal goes to the caller alone; any other exception is also raised here, and ends the engine."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -38,13 +38,13 @@ class Command(Generic[T]):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the caller that it will not happen."""
+        """Fail the caller's future."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
 class Mailbox:
-    """Commands from any thread to the one that reads; closing it refuses what comes later."""
+    """Commands from any thread to the one that reads; after it is closed, later ones are refused."""
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
@@ -67,7 +67,7 @@ class Mailbox:
         return command.future
 
     def take(self) -> Command[Any] | None:
-        """The oldest command not yet taken."""
+        """Take the oldest command; None if there is none."""
         with self._wake:
             return self._commands.popleft() if self._commands else None
 
@@ -77,7 +77,7 @@ class Mailbox:
             self._wake.wait_for(lambda: self._commands or self.closed)
 
     def close(self) -> None:
-        """Accept no more, and wake the reader."""
+        """Accept no more commands, and wake the reader."""
         with self._wake:
             self.closed = True
             self._wake.notify()

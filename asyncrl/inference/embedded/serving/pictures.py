@@ -1,7 +1,7 @@
-"""The pictures that a server keeps for requests which name them: each content once, up to a limit in bytes.
+"""The pictures that a server keeps for requests that name them: each content once, up to a limit in bytes.
 
-A request names its pictures by hash. Those that are not here are sent once, by whoever asks, and asked again. What was
-used longest ago is dropped first; a running request holds its own pictures, so a drop costs only another journey.
+A request names its pictures by hash. The client sends missing ones once and repeats the request. The least recently
+used are dropped first. A running request holds its own pictures, so a drop only costs another transfer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CACHE_BYTES = 512 << 20
 
 
 class MissingPicture(LookupError):
-    """Pictures that a request names are not kept here; `hashes` are theirs."""
+    """The request names pictures that are not kept here; `hashes` are theirs."""
 
     def __init__(self, hashes: Sequence[str]) -> None:
         super().__init__(f"{len(hashes)} pictures are not kept here: send their bytes to /pictures, then ask again")
@@ -27,10 +27,10 @@ class PictureCache:
     """Pictures by hash, the least recently used first. For one thread.
 
     Args:
-        max_bytes: most bytes that are kept; one picture is kept however large.
+        max_bytes: largest number of bytes that are kept; one picture is kept however large.
 
     Attributes:
-        received: pictures received since the start.
+        received: number of pictures received so far.
     """
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:

@@ -22,7 +22,7 @@ class EngineCollector(Collector):
         self._engine, self._model_name, self._pictures = engine, model_name, pictures
 
     def collect(self) -> Iterator[Metric]:
-        """The metric families of one scrape."""
+        """Return the metric families of one scrape."""
         stats, kept = self._engine.stats(), self._pictures
         cached_share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
         gauges = (
@@ -58,7 +58,7 @@ class EngineCollector(Collector):
 def build_registry(
     engine: GenerationEngine, model_name: str, pictures: PictureCache | None
 ) -> tuple[CollectorRegistry, Histogram]:
-    """A registry of its own for one server, and the histogram of whole-request latencies to observe."""
+    """Return a registry for one server, and its histogram of latencies of whole requests."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, model_name, pictures))
     latency = Histogram(

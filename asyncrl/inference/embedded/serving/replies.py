@@ -1,4 +1,4 @@
-"""Building `/generate` replies in SGLang's form."""
+"""Build `/generate` replies in SGLang's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.inference.embedded.types import Finish, GenerationOutput
 
 
 def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:
-    """SGLang's finish_reason object; None while the sample is still being streamed."""
+    """Return SGLang's finish_reason object; None while the sample is still being streamed."""
     if finish is None:
         return None
     if finish.reason == FinishReason.length:
@@ -42,7 +42,7 @@ def _text(output: GenerationOutput, tokenizer: Tokenizer, trim_stop: bool) -> st
 def sample_reply(
     call: GenerateCall, index: int, output: GenerationOutput, tokenizer: Tokenizer | None, received: float
 ) -> dict[str, Any]:
-    """The JSON object of sample `index`; `received` is the call's arrival on the monotonic clock."""
+    """Return the JSON object of sample `index`; `received` is the call's arrival on the monotonic clock."""
     length = len(output.output_ids)
     finish = output.finish
     meta: dict[str, Any] = {"id": output.rid, "finish_reason": finish_reason(finish, length)}

@@ -1,4 +1,4 @@
-"""Reading a `/generate` body: SGLang's request form into engine inputs, with its three shapes of refusal.
+"""Read a `/generate` body: SGLang's request form into engine inputs, with its three shapes of refusal.
 
 A field that the engine cannot honour (a grammar, a penalty) is refused rather than ignored, unless it has its neutral
 value. Unknown top-level fields are ignored and unknown sampling parameters refused, as SGLang does.
@@ -83,7 +83,7 @@ MAX_SAMPLES = 65536
 
 
 class Refusal(ValueError):
-    """A refusal with the JSON body that SGLang would send."""
+    """The request is refused with the JSON body that SGLang would send."""
 
     def __init__(self, message: str, body: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -91,20 +91,20 @@ class Refusal(ValueError):
 
 
 def schema_error(message: str) -> Refusal:
-    """The body is not of the right form."""
+    """Return the refusal of a body that does not have the right form."""
     return Refusal(message, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})
 
 
 def handler_error(message: str) -> Refusal:
-    """The form is right, but the request cannot be served."""
+    """Return the refusal of a request that has the right form but cannot be served."""
     return Refusal(message, {"error": {"message": message}})
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """The request body `raw` as a message.
+    """Decode the request body `raw`.
 
     Raises:
-        Refusal: it is no JSON, or not of this form; the message holds the field's path and what was expected.
+        Refusal: it is not JSON, or not of this form; the message has the field's path and what was expected.
     """
     try:
         return msgspec.json.decode(raw, type=kind)
@@ -114,7 +114,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A parsed call: its samples in reply order, and how to reply."""
+    """A parsed call: its samples in reply order, and the form of the reply."""
 
     inputs: tuple[GenerationInput, ...]
     as_list: bool
@@ -124,7 +124,7 @@ class GenerateCall:
 
 
 def _prompts(request: GenerateRequest, tokenizer: Tokenizer | None) -> tuple[list[Sequence[int]], bool]:
-    """The prompts as token ids, and whether they came as a list."""
+    """Return the prompts as token ids, and True if they came as a list."""
     ids, text = request.input_ids, request.text
     if (ids is None) == (text is None):
         raise handler_error("Either text, input_ids or input_embeds should be provided, and only one of them.")
@@ -144,7 +144,7 @@ def _prompts(request: GenerateRequest, tokenizer: Tokenizer | None) -> tuple[lis
 
 
 def _params(request: GenerateRequest, count: int) -> tuple[list[UsedParams], bool]:
-    """Sampling parameters by prompt, and whether all prompts share one object."""
+    """Return sampling parameters by prompt, and True if all prompts share one object."""
     given = {} if request.sampling_params is None else request.sampling_params
     if isinstance(given, dict):
         return [_checked(given)] * count, True
@@ -154,7 +154,7 @@ def _params(request: GenerateRequest, count: int) -> tuple[list[UsedParams], boo
 
 
 def _checked(params: dict[str, Any]) -> UsedParams:
-    """One object of sampling parameters; null means the default."""
+    """Check one object of sampling parameters; null means the default."""
     for name, value in params.items():
         if name not in KNOWN_PARAMS:
             expected = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
@@ -173,7 +173,11 @@ def _check_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]
 
 
 def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
-    """One sample's specification; raises RequestError for values out of range."""
+    """Return one sample's specification.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
     strings = [params.stop] if isinstance(params.stop, str) else params.stop
     eos = () if params.ignore_eos else eos_token_ids
     return SamplingSpec(
@@ -192,7 +196,7 @@ def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
 
 
 def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
-    """One id a sample: the client's where it gave one each, else `<rid>_<i>`, so that its prefix aborts them all."""
+    """Return one id per sample: the client's if it gave one each, else `<rid>_<i>`; the prefix aborts them all."""
     count = prompts * copies
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
@@ -208,7 +212,7 @@ def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
 def _pictures(
     request: GenerateRequest, prompts: Sequence[Sequence[int]], cache: PictureCache | None
 ) -> Sequence[tuple[PlacedPicture, ...]]:
-    """The pictures of each prompt."""
+    """Return the pictures of each prompt."""
     refs = request.pictures
     if refs is None or not any(refs):
         return [()] * len(prompts)
@@ -230,10 +234,10 @@ def parse_generate(
     eos_token_ids: tuple[int, ...],
     cache: PictureCache | None = None,
 ) -> GenerateCall:
-    """Turn the body of `/generate` into a call; `cache` has the pictures, and is None if the model takes none.
+    """Parse the body of `/generate`; `cache` has the pictures, and is None if the model takes none.
 
-    A seed given once for several samples is split: sample i of those that share it draws from `derive_seed(seed, i)`.
-    One given for a single sample is that sample's stream itself.
+    A seed that is given once for several samples is split: sample i of those that share it draws from
+    `derive_seed(seed, i)`. A seed of a single sample is that sample's stream itself.
 
     Raises:
         Refusal: the body is refused.

@@ -4,16 +4,16 @@
     POST /pictures                    the bytes of a picture, for requests that name it by hash
     POST /pause_generation            modes abort, retract, in_place
     POST /continue_generation
-    POST /release_memory_occupation   weights and KV cache, while paused; POST /resume_memory_occupation takes it again
+    POST /release_memory_occupation   weights and KV cache, while paused; POST /resume_memory_occupation reverses it
     POST /abort_request               by prefix of the request id, or all
     POST /update_weights_from_disk
     GET  /health, /ready              alive; alive and not paused
-    GET  /model_info, /server_info    what is served; the settings and the load
+    GET  /model_info, /server_info    model and version; settings and load
     GET  /metrics                     Prometheus text
 
-One aiohttp application over one engine. Where SGLang's behaviour would only hurt its client this server differs: a
-token outside the vocabulary is a 400, weights are never replaced under a 400, health answers at once also while paused,
-and an abort that names nothing is refused instead of ending everything.
+One aiohttp application over one engine. Where SGLang's behaviour would only hurt its client, this server differs: a
+token outside the vocabulary is a 400, weights are never replaced under a 400, `/health` answers at once also while
+paused, and an abort that names nothing is refused instead of ending everything.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Server:
     http: HttpServer
 
     async def close(self) -> None:
-        """Stop listening and end open connections; the engine is the caller's to close."""
+        """Stop listening and close open connections. The caller closes the engine."""
         await self.http.close()
 
 
@@ -90,7 +90,7 @@ class GenerationApp:
 
     Args:
         engine: started by the caller.
-        token: bearer token asked of every call but health, readiness and metrics; None for none.
+        token: bearer token of every call but health, readiness and metrics; None if calls need none.
         tls: makes it https.
         tokenizer: enables `text` in and out.
         picture_bytes: memory for pictures that are kept.
@@ -148,7 +148,9 @@ class GenerationApp:
             await asyncio.to_thread(self._engine.prepare, job)
 
     async def _stream(self, request: web.BaseRequest, call: GenerateCall, received: float) -> web.StreamResponse:
-        """Server-sent events, each the whole output of one sample so far; a slow client gets fewer, not later, ones."""
+        """Send server-sent events, each with the whole output of one sample so far. A slow client gets fewer, not
+        later, events.
+        """
         loop = asyncio.get_running_loop()
         latest: dict[int, GenerationOutput] = {}
         changed = asyncio.Event()
@@ -300,7 +302,7 @@ async def serve(
     tokenizer: Tokenizer | None = None,
     picture_bytes: int = CACHE_BYTES,
 ) -> Server:
-    """Start serving a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
+    """Serve a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
     http = GenerationApp(engine, token, tls, tokenizer, picture_bytes).http
     url = await http.start(host, port)
     logger.info("serving %s on %s", Path(engine.model_path).name, url)

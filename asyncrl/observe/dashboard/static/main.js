@@ -5,7 +5,7 @@ const TOKEN = new URLSearchParams(location.hash.slice(1)).get("token") || "";
 const EVERY_MS = 3000;
 const state = {
   page: "Overview", hidden: new Set(), smoothing: 0, search: "", colouring: "version",
-  filter: { step: "", least: "", most: "", length: "", age: "" }, runs: [], resizers: [],
+  filter: { step: "", group: "", least: "", most: "", length: "", age: "" }, runs: [], resizers: [],
 };
 
 function view() {

@@ -120,19 +120,20 @@ function sampleText(sample, colouring) {
 function samples(view) {
   const { run, filter } = view;
   if (!run.samples.rows.length) return [card(12, "No samples", run.samples.why)];
-  const steps = [...new Set(run.samples.rows.map((row) => row.step))];
-  const fits = (row) => (filter.step === "" || row.step === Number(filter.step)) && row.reward >= (filter.least === "" ? -Infinity : Number(filter.least))
+  const values = (of) => [...new Set(run.samples.rows.map(of))], groups = values((row) => row.group).sort();
+  const fits = (row) => (filter.step === "" || row.step === Number(filter.step)) && (filter.group === "" || row.group === filter.group) && row.reward >= (filter.least === "" ? -Infinity : Number(filter.least))
     && row.reward <= (filter.most === "" ? Infinity : Number(filter.most)) && row.length >= Number(filter.length || 0) && (row.staleness || 0) >= Number(filter.age || 0);
   const rows = run.samples.rows.filter(fits);
   const input = (name, label) => element("label", {}, `${label} `, element("input", { type: "number", step: "any", value: filter[name], onchange: (event) => view.set({ filter: { ...filter, [name]: event.target.value } }) }));
+  const choice = (name, among) => element("label", {}, `${name} `, element("select", { onchange: (event) => view.set({ filter: { ...filter, [name]: event.target.value } }) },
+    element("option", { value: "" }, "all"), among.map((each) => { const option = element("option", { value: each }, String(each)); option.selected = String(each) === filter[name]; return option; })));
   const colourings = ["version", "log-probability", "advantage", "difference of engines"];
   return [element("section", { class: "card w12" }, element("h3", {}, "Samples"),
     element("div", { class: "controls" }, "colour by ", colourings.map((each) => element("button", { "aria-pressed": each === view.colouring, onclick: () => view.set({ colouring: each }) }, each))),
-    element("div", { class: "controls" }, element("label", {}, "step ", element("select", { onchange: (event) => view.set({ filter: { ...filter, step: event.target.value } }) },
-      element("option", { value: "" }, "all"), steps.map((step) => { const option = element("option", { value: step }, String(step)); option.selected = String(step) === filter.step; return option; }))),
+    element("div", { class: "controls" }, choice("step", values((row) => row.step)), groups.length > 1 ? choice("group", groups.filter(Boolean)) : null,
     input("least", "reward from"), input("most", "to"), input("length", "tokens from"), input("age", "age from"), element("span", {}, `${rows.length} of ${run.samples.rows.length}`)),
     rows.map((row) => element("div", { class: "sample" },
-      element("div", { class: "about" }, `step ${row.step} · ${row.prompt} · reward ${number(row.reward, 3)}`
+      element("div", { class: "about" }, `step ${row.step} · ${row.prompt}${row.group ? ` · ${row.group}` : ""} · reward ${number(row.reward, 3)}`
         + Object.entries(row.parts).map(([name, value]) => `, ${name} ${number(value, 3)}`).join("") + ` · age ${row.staleness ?? "–"} · ${row.length} tokens${row.truncated ? " · cut off" : ""}`),
       (row.pictures || []).map((url) => element("img", { class: "picture", src: url, alt: "" })), sampleText(row, view.colouring))),
     rows.length ? null : element("div", { class: "sub" }, "no sample fits these filters"))];
@@ -147,7 +148,7 @@ function health(view) {
   const processes = run.processes.map((each) => [each.name, each.ended ? "ended" : each.silent_s > 10 && run.state === "running" ? `silent since ${seconds(each.silent_s)}` : `${each.stage}, ${seconds(each.since_s)}`,
     bytes(each.rss), each.cpu === null ? "–" : each.cpu.toFixed(2), `${each.late_s.toFixed(2)} s`, each.loop_late_s === null ? "–" : `${each.loop_late_s.toFixed(2)} s`]);
   const memory = { ...view, smoothing: 0, runs: run.processes.map((each) => ({ name: each.name, series: { step: each.at, rss: each.rss_at } })), colour: (one) => RUN_COLOURS[run.processes.findIndex((each) => each.name === one.name) % RUN_COLOURS.length] };
-  const servers = run.processes.filter((each) => each.name.startsWith("generation_server"));
+  const servers = run.processes.filter((each) => each.name.startsWith("generation_server") || each.name.startsWith("policy_server"));
   const ranks = run.processes.filter((each) => each.name.startsWith("model_worker"));
   const figures = ["running", "queued", "max_running", "kv_share", "tokens_per_s", "retracted_total"];
   return [
@@ -159,8 +160,8 @@ function health(view) {
       ? table(["process", "does", "memory", "processors", "late", "loop late"], processes, [2, 3, 4, 5]) : element("div", { class: "sub" }, "no lines in observed/")),
     chart(5, "Memory", "MiB over seconds", [["rss", "memory"]], memory),
     ...(servers.length ? [card(12, "Servers", "their newest figures", table(["server", ...figures.map((name) => name.replaceAll("_", " "))],
-      servers.map((each) => [each.name, ...figures.map((name) => number(each.figures[name]))]), figures.map((_, column) => column + 1)))] : []),
-    ...(ranks.length ? [card(12, "Training ranks", "share of the device's peak in the newest step's calls; memory in use, and at most", table(["rank", "MFU", "peak", "resident", "GPU", "GPU at most", "GPU has"],
+      servers.map((each) => [each.policy ? `${each.name} (${each.policy})` : each.name, ...figures.map((name) => number(each.figures[name]))]), figures.map((_, column) => column + 1)))] : []),
+    ...(ranks.length ? [card(12, "Training ranks", "share of the device's peak in the newest step's calls, in which attention between the patches of a picture and the states of recurrent layers are not counted; memory in use, and at most", table(["rank", "MFU", "peak", "resident", "GPU", "GPU at most", "GPU has"],
       ranks.map((each) => [each.name, each.figures.mfu === undefined ? "–" : `${(100 * each.figures.mfu).toFixed(1)} %`, each.figures.peak_flops === undefined ? "–" : `${number(each.figures.peak_flops / 1e12)} TFLOP/s`,
         ...[each.rss, each.figures.gpu_used, each.figures.gpu_peak, each.figures.gpu_bytes].map((size) => size === undefined ? "–" : bytes(size))]), [1, 2, 3, 4, 5, 6]))] : []),
     ...(run.restarts.length ? [card(12, "Restarts", null, table(["time", "what"], run.restarts.map((each) => [new Date(1000 * each.time).toLocaleTimeString(),

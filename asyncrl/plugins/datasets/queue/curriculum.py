@@ -5,6 +5,9 @@ in epoch m, is outside `low` to `high`, the row rests in epochs m + 1 to m + `re
 for good as `curriculum`, without a rollout. In epoch m + rest + 1 it is used and measured again. So a row that stays
 outside is used once in `rest` + 1 epochs.
 
+With `least_weight` w0 below 1, prompts are weighted by difficulty besides: a row of success s is used in a share of
+1 - (1 - w0) (2 s - 1)^2 of the later epochs, drawn for each row and epoch by a hash. So no choice needs to be kept.
+
 Only the measurements decide which prompts rest, so a run that resumes with those of its checkpoint makes the same
 decisions. A measurement that arrives after the row's turn in a later epoch (a dataset with fewer rows than running
 rollouts) counts from the epoch after that.
@@ -19,6 +22,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from asyncrl.api.seeds import seed_from
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
@@ -34,11 +38,14 @@ class Curriculum:
     Args:
         low, high: range of success, both ends included, that keeps a row in every epoch.
         rest: number of epochs in which a row outside is left out.
+        least_weight: share of the epochs in which a row of success 0 or 1 is used.
         state: result of an earlier curriculum's `state`.
     """
 
-    def __init__(self, low: float, high: float, rest: int, state: Iterable[Sequence[float]] = ()) -> None:
-        self._low, self._high, self._rest = low, high, rest
+    def __init__(
+        self, low: float, high: float, rest: int, state: Iterable[Sequence[float]] = (), least_weight: float = 1.0
+    ) -> None:
+        self._low, self._high, self._rest, self._least = low, high, rest, least_weight
         self._newest: dict[int, tuple[int, float]] = {
             int(row): (int(epoch), float(success)) for row, epoch, success in state
         }
@@ -61,11 +68,19 @@ class Curriculum:
         if parsed is None or (newest := self._newest.get(parsed[1])) is None:
             return False
         epoch, success = newest
-        return not self._low <= success <= self._high and epoch < parsed[0] <= epoch + self._rest
+        if parsed[0] <= epoch:
+            return False
+        outside = not self._low <= success <= self._high and parsed[0] <= epoch + self._rest
+        return outside or _draw(*parsed) >= 1 - (1 - self._least) * (2 * success - 1) ** 2
 
     def state(self) -> Any:
         """Row, epoch and success of the newest measurements, for JSON."""
         return [(row, epoch, success) for row, (epoch, success) in sorted(self._newest.items())]
+
+
+def _draw(epoch: int, row: int) -> float:
+    """A number from 0 to below 1 for a row in an epoch, the same in every process."""
+    return seed_from("curriculum", epoch, row) / 2**31
 
 
 class OwnCurriculum(Curriculum):
@@ -134,7 +149,7 @@ def make_curriculum(settings: CurriculumConfig, state: Any = ()) -> Curriculum:
         _log.warning("dataset.curriculum.path=%r begins anew: what was kept is of %r", settings.path, before)
         state = ()
     if not settings.path:
-        return Curriculum(settings.low, settings.high, settings.rest, state)
+        return Curriculum(settings.low, settings.high, settings.rest, state, settings.least_weight)
     own = OwnCurriculum(settings.path, settings.args)
     if state:
         own.restore(state["state"])

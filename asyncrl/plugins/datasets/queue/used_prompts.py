@@ -108,7 +108,7 @@ class UsedPrompts:
 
 
 def parse_prompt_id(prompt_id: str) -> tuple[int, int] | None:
-    """Epoch and row of the prompt id `e<epoch>-<row>`; None where it is of another form."""
+    """Epoch and row of the prompt id `e<epoch>-<row>`; None if it is of another form."""
     match = _PROMPT_ID.fullmatch(prompt_id)
     if match is None or int(match[2]) >= _MAX_ROW:
         return None

@@ -52,10 +52,10 @@ class TemplateProcess:
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def rendered(self, source: str, variables: Mapping[str, Any] | None, now: datetime) -> str:
-        """The text of the template `source`, filled with `variables` at the time `now`; without them it is only tried.
+        """Render the template `source` with `variables` at the time `now`; without variables it is only parsed.
 
         Raises:
-            TemplateRefusal: the template fails, or is none.
+            TemplateRefusal: the template fails, or is not valid.
             TemplateLimit: it takes more than the limits.
         """
         try:

@@ -43,6 +43,7 @@ _BOTH_WITH_PICTURES = frozenset(
         "internvl",
         "llava",
         "llava_onevision",
+        "mistral3",
         "qwen2_5_vl",
         "qwen2_vl",
         "smolvlm",

@@ -125,6 +125,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return config
 
     def step(self) -> StepOutcome:
+        self._before_changes()
         outcome = self.optimizer.step()
         self._weights_changed()
         return outcome
@@ -317,6 +318,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
         assert isinstance(source, ShardedPolicyEngine), type(source)
         mine, theirs = self.parameters(), source.parameters()
+        self._before_changes()
         self._reshard()
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
         self._weights_changed()

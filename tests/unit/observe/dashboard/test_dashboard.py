@@ -19,6 +19,8 @@ from asyncrl.observe.dashboard.page import SCRIPTS, STYLES, UPLOT_SHA256, html, 
 from asyncrl.observe.dashboard.page_data import MOST_POINTS, TIMELINE_SPANS, page_data
 from asyncrl.observe.dashboard.server import Dashboard
 from asyncrl.observe.history import History
+from asyncrl.observe.timeline.spans import OTHER, PHASES
+from asyncrl.observe.timeline.svg import PHASE_COLOURS
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -42,6 +44,24 @@ def test_the_data_has_what_the_page_shows(run: Path) -> None:
     assert {"steps", "trainer", "rollout_worker/0"} <= set(data["timeline"]["tracks"])
     assert data["samples"]["why"].startswith("no samples were kept; samples.every=16")
     json.dumps(data, allow_nan=False)
+
+
+def test_the_page_has_a_colour_for_each_phase_of_a_step() -> None:
+    """Else a phase is told as the rest of the step."""
+    table = re.search(r"const PHASES = \{(.*?)\n\};", static("parts.js"), re.DOTALL)
+    assert table is not None
+    assert re.findall(r"^  (\w+):", table[1], re.MULTILINE) == [*PHASES, OTHER]
+    assert list(PHASE_COLOURS) == [*PHASES, OTHER]
+
+
+def test_servers_of_other_policies_are_told_with_their_policy(run: Path) -> None:
+    config = json.loads((run / "config.yaml").read_text())
+    config["policies"] = [{"name": "past", "servers": 2}, {"name": "judge", "servers": 1}]
+    (run / "config.yaml").write_text(json.dumps(config))
+    own = (run / "observed" / "generation_server-0.jsonl").read_text()
+    (run / "observed" / "policy_server-2.jsonl").write_text(own)
+    told = {each["name"]: each["policy"] for each in page_data(History(run))["processes"]}
+    assert told == {"generation_server/0": "", "policy_server/2": "judge"}
 
 
 def test_numbers_that_are_none_become_null(run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ INJECTED = {
     "server-batch-too-small": Knobs(max_running=8),
     "kv-cache-too-small": Knobs(max_tokens=1000),
     "slow-updates": Knobs(update_s=1.5, eta=1),
+    "shared-devices": Knobs(guests=True, train_s=1.5),
 }
 RELIEF = {
     "slow-generation": lambda k: replace(k, speed=2 * k.speed, sample_speed=2 * k.sample_speed),
@@ -37,6 +39,7 @@ RELIEF = {
     "server-batch-too-small": lambda k: replace(k, max_running=4 * k.max_running),
     "kv-cache-too-small": lambda k: replace(k, max_tokens=4 * k.max_tokens),
     "slow-updates": lambda k: replace(k, update_s=k.update_s / 4),
+    "shared-devices": lambda k: replace(k, guests=False),
 }
 """What the advice of each finding changes, generously."""
 
@@ -59,13 +62,34 @@ def test_an_injected_cause_is_named_and_its_relief_helps(kind: str, tmp_path: Pa
 def test_at_best_is_no_promise_that_the_run_beats(tmp_path: Path) -> None:
     """What the doctor promises is a lower bound: the stage that comes next is not known."""
     for number, (kind, change) in enumerate(
-        {"slow-reward": {"places": 48}, "too-few-places": {"places": 48}, "evaluation": {"eval_samples": 0}}.items()
+        {
+            "slow-reward": {"places": 48},
+            "too-few-places": {"places": 48},
+            "evaluation": {"eval_samples": 0},
+            "shared-devices": {"guests": False},
+        }.items()
     ):
         _, diagnosis = played(INJECTED[kind], tmp_path / f"ill{number}")
         after_s, _ = played(replace(INJECTED[kind], **change), tmp_path / f"well{number}")  # type: ignore[arg-type]
         assert diagnosis.bottleneck is not None
         assert diagnosis.bottleneck.at_best_s is not None
         assert diagnosis.bottleneck.at_best_s < 1.05 * after_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("slow-reward", {"reward_s": 3.0}),
+        ("server-batch-too-small", {"max_running": 8}),
+        ("too-few-places", {"places": 2}),
+    ],
+)
+def test_what_makes_generation_long_on_shared_devices_comes_before_sharing_them(
+    kind: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    _, diagnosis = played(replace(Knobs(guests=True), **change), tmp_path / "ill")
+    assert next(each.kind for each in diagnosis.findings if each.kind in RELIEF) == kind
+    assert "eta-too-small" not in [each.kind for each in diagnosis.findings]
 
 
 def random_knobs(seed: int) -> Knobs:
@@ -81,6 +105,7 @@ def random_knobs(seed: int) -> Knobs:
         eval_samples=rng.choice([0, 0, 300]),
         max_running=rng.choice([16, 256]),
         max_tokens=rng.choice([1200, 40_000]),
+        guests=seed % 5 == 4,
         seed=seed,
     )
     if knobs.eval_samples:  # the virtual server does not hold evaluations back

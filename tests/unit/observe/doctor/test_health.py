@@ -213,6 +213,22 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
     assert standing_lines(history, examine(history).verdict) == ["the processes are starting"]
 
 
+def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_still(run: Path) -> None:
+    lock = hold(run)
+    again = max(step.at for step in History(run).steps.values()) + 7200
+    line = {"at": again, "pid": 9, "stage": "starts processes", "since": again}
+    write(run / "observed" / "launcher-0.jsonl", line)
+    write(run / "observed" / "model_worker-0.jsonl", line | {"stage": "loads the models", "since": again - 5})
+    history = History(run)
+    diagnosis = examine(history)
+    shown = standing_lines(history, diagnosis.verdict)
+    os.close(lock)
+    told = {each.kind: each for each in diagnosis.findings}
+    assert "stalled" not in told
+    assert told["no-step-yet"].sentence.startswith("the run continues after step 30: model_worker/0 loads the models")
+    assert shown == ["model_worker/0 loads the models (5 s)"]
+
+
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     lock = hold(run)
     history = History(run)
@@ -263,6 +279,79 @@ def test_a_slow_server_of_two_is_named(tmp_path: Path) -> None:
     write(run / "observed" / "generation_server-1.jsonl", *slow)
     kinds = {each.kind: each for each in examine(History(run)).findings}
     assert "generation_server/1 decodes" in kinds["slow-server"].sentence
+
+
+def policy_servers(run: Path, change: Any, count: int = 1) -> None:
+    """Give the run servers of a policy `judge`, whose lines are those of the run's own server, changed."""
+    config = json.loads((run / "config.yaml").read_text())
+    config["policies"] = [{"name": "judge", "servers": count}]
+    (run / "config.yaml").write_text(json.dumps(config))
+    own = [json.loads(line) for line in (run / "observed" / "generation_server-0.jsonl").read_text().splitlines()]
+    for index in range(count):
+        write(run / "observed" / f"policy_server-{index}.jsonl", *[line | change(index, line) for line in own])
+
+
+def test_samples_that_queue_at_another_policy_are_told_with_its_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(replace(Knobs(), speed=1000), run).play()
+    policy_servers(run, lambda _, line: {"queued": 90, "running": 8, "max_running": 8})
+    kinds = {each.kind: each for each in examine(History(run)).findings}
+    assert "90 samples wait in the servers of policy judge while 8 of at most 8 run" in (
+        kinds["server-batch-too-small"].sentence
+    )
+    assert "the servers of policy judge decode" in kinds["slow-generation"].sentence
+    assert kinds["slow-generation"].advice.startswith("More of the servers of policy judge")
+
+
+def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(replace(Knobs(), speed=1000), run).play()
+    policy_servers(run, lambda _, line: {"generated_total": line["generated_total"] / 10}, 2)
+    assert "slow-server" not in [each.kind for each in examine(History(run)).findings], "a larger model is no fault"
+    policy_servers(run, lambda index, line: {"generated_total": line["generated_total"] / (10 + 40 * index)}, 2)
+    kinds = {each.kind: each for each in examine(History(run)).findings}
+    assert "policy_server/1 decodes" in kinds["slow-server"].sentence
+
+
+def test_a_plan_for_a_run_that_the_simulation_does_not_know_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy_servers(run, lambda _, line: {})
+    assert main([str(run), "--plan", "4"], "asyncrl") == 2
+    assert "the run has policies, which the simulation does not know" in capsys.readouterr().err
+
+
+def evaluate(run: Path, accuracy: Any, reward: Any) -> None:
+    """Give each step a reward, and each second one an accuracy on held-out prompts."""
+
+    def change(number: int, row: dict[str, Any]) -> None:
+        row |= {"reward/mean": reward(number), "reward/right": 0.5, "reward/format": 2 * reward(number)}
+        if number % 2:
+            row["eval/held_out/accuracy"] = accuracy(number)
+
+    change_rows(run, change)
+
+
+def test_a_reward_that_rises_while_the_evaluation_falls_is_told_with_the_part_that_rose(run: Path) -> None:
+    evaluate(run, lambda n: 0.8 - 0.02 * n, lambda n: 0.2 + 0.02 * n)
+    told = problems(run)["reward-exploited"]
+    assert "accuracy on held_out fell from 0.700 (steps 2 to 10) to 0.300 (steps 22 to 30)" in told
+    assert "of its parts format rose most" in told
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "reward"),
+    [
+        (lambda n: 0.8 - 0.02 * n, lambda n: 0.8 - 0.02 * n),
+        (lambda n: 0.2 + 0.02 * n, lambda n: 0.2 + 0.02 * n),
+        (lambda n: 0.8 - 0.001 * n, lambda n: 0.2 + 0.02 * n),
+        (lambda n: 0.5 + 0.2 * (n % 4 - 2), lambda n: 0.2 + 0.02 * n),
+    ],
+    ids=["both fall", "both rise", "hardly falls", "noise"],
+)
+def test_other_evaluations_are_no_sign_of_an_exploited_reward(run: Path, accuracy: Any, reward: Any) -> None:
+    evaluate(run, accuracy, reward)
+    assert "reward-exploited" not in problems(run)
 
 
 def test_a_server_that_never_serves_is_named(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ KIND = re.compile(r"[a-z]+(-[a-z]+)*")
 
 
 def kinds() -> set[str]:
-    """First arguments of `Finding` and second ones of `_finding`, and the kinds that rules choose among."""
+    """First arguments of `Finding` and second ones of `bottleneck`, and the kinds that rules choose among."""
     found = {f"slow-{what}" for what in ADVICE_OF_CALL} | {"publish", "checkpoint-disk", "trainer"}
     for file in ROOM.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                place = {"Finding": 0, "_finding": 1}.get(node.func.id)
+                place = {"Finding": 0, "bottleneck": 1}.get(node.func.id)
                 if place is not None and isinstance(kind := node.args[place], ast.Constant):
                     found.add(str(kind.value))
     return found

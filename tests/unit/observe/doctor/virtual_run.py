@@ -40,6 +40,8 @@ class Knobs:
     train_s: float = 0.3
     publish_s: float = 0.05
     update_s: float = 0.05
+    guests: bool = False
+    """The server rests while a step is trained and published."""
     eval_samples: int = 0
     """Answers of the evaluation of each version, which the server decodes beside the rollouts."""
     steps: int = 24
@@ -82,6 +84,7 @@ class VirtualRun:
     rate: float = 0.0
     master: list[dict[str, Any]] = field(default_factory=list)
     updating_until: float = 0.0
+    rests: bool = False
     evaluation_left: float = 0.0
     """Tokens of each of its answers; all are decoded at the same time."""
 
@@ -114,7 +117,10 @@ class VirtualRun:
 
     def _work(self, seconds: float) -> float:
         until = self.now + seconds
-        return self._pass(lambda: self.now >= until)
+        self.rests = self.knobs.guests
+        took = self._pass(lambda: self.now >= until)
+        self.rests = False
+        return took
 
     def _pass(self, done: Any) -> float:
         began = self.now
@@ -166,7 +172,7 @@ class VirtualRun:
             one.generate_s += PIECE_S if one.phase in ("queue", "generate") else 0.0
         evaluating = k.eval_samples if self.evaluation_left > 0 else 0
         running += evaluating
-        if not running or self.now < self.updating_until:
+        if not running or self.now < self.updating_until or self.rests:
             return
         each = min(k.sample_speed, k.speed / running) * PIECE_S
         self.rate = each * running / PIECE_S
@@ -229,6 +235,7 @@ class VirtualRun:
             "total_train_steps": k.steps,
             "group_size": k.group,
             "rollout": {"max_concurrent": k.places, "workers": 1},
+            "generation": {"guests": "all" if k.guests else "none", "servers": 1},
         }
         for name in ("ledger", "observed"):
             (self.folder / name).mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,9 @@ class Policy:
     def __init__(self, choose: Callable[[Any], str]) -> None:
         self._choose, self.requests = choose, list[GenerationRequest]()
         cells = range(9)
-        states = [STATE(g, s, f, c) for g in cells for s in cells for f in cells for c in (False, True)]
-        self._states = {Picture.from_array(s.frame).sha256: s for s in states if s.square == s.gripper or not s.carries}
+        stains = [frozenset(some) for count in range(4) for some in combinations(cells, count)]
+        states = [STATE(gripper, some) for gripper in cells for some in stains]
+        self._states = {Picture.from_array(state.frame).sha256: state for state in states}
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.requests.append(request)
@@ -96,7 +98,7 @@ class Policy:
         return GenerationResult(request.request_id, (completion,))
 
 
-async def played(policy: Policy, *overrides: str) -> list[Sample]:
+async def played(policy: Any, *overrides: str) -> list[Sample]:
     config = load_experiment("embodied_srpo", ["rewards=[]", "rollout.sampling.max_new_tokens=9", *overrides])
     components = UserComponents(config)
     async with components.runner, components.tools:
@@ -131,6 +133,48 @@ async def test_an_episode_that_runs_out_of_turns_has_failed_and_its_frames_are_c
     assert last.metrics["progress"] < 1
     assert len(last.frames) == 5
     assert len({frame.sha256 for frame in last.frames}) <= 3
+
+
+class Reaching:
+    """Answers every picture with the first and the last action token; keeps the pictures."""
+
+    def __init__(self) -> None:
+        self.pictures = list[Picture]()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.pictures.append(request.pictures[-1].picture)
+        ids = [request.sampling.allowed_token_ids[at] for at in (0, -1)]
+        completion = Completion(ids, [-1.0] * 2, [4] * 2, FinishReason.length)
+        return GenerationResult(request.request_id, (completion,))
+
+
+async def test_mujoco_is_played_from_pixels_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mujoco", reason="mujoco is not installed")
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
+    try:
+        from mujoco.egl import GLContext
+
+        GLContext(8, 8).free()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        pytest.skip(f"this machine has no EGL to draw with: {error}")
+    policy = Reaching()
+    samples = await played(
+        policy,
+        "env.path=gymnasium:Reacher-v5",
+        "env.args={kwargs: {render_mode: rgb_array, width: 64, height: 64}}",
+        "env.run_in=process",
+        "env.processes=2",
+        "group_size=2",
+        "agent.args={max_turns: 3, actions: {chunk: 1, dimensions: 2}, reward: total, frames: 8}",
+        "rollout.filters=[]",
+    )
+    assert [sample.episode for sample in samples] == [0, 0, 0, 1, 1, 1]
+    assert all(sample.reward < 0 for sample in samples), "Reacher's reward is a distance"
+    frames = samples[2].frames
+    assert [frame.size for frame in frames] == [(64, 64)] * 4
+    assert len({frame.sha256 for frame in frames}) == 4, "it moves"
+    assert {frame.sha256 for frame in frames[:3]} <= {picture.sha256 for picture in policy.pictures}
 
 
 async def test_without_action_tokens_it_is_refused() -> None:

@@ -37,12 +37,28 @@ def test_the_bounds_themselves_are_within_and_an_older_epoch_replaces_nothing() 
     assert not curriculum.rests("of my own stream")
 
 
+def test_a_weighted_row_is_used_in_its_share_of_the_epochs() -> None:
+    """Besides the range: of rows that are right half the time none rests, of easy and hard ones more and more."""
+    rows, least = range(4000), 0.2
+    for success, share in ((0.5, 1.0), (0.25, 0.8), (0.75, 0.8), (1.0, least), (0.0, least)):
+        curriculum = Curriculum(0.0, 1.0, 2, least_weight=least)
+        for row in rows:
+            curriculum.measured(f"e0-{row}", success)
+        assert not any(curriculum.rests(f"e0-{row}") for row in rows), "it was used in this epoch"
+        for epoch in (1, 7):
+            used = sum(not curriculum.rests(f"e{epoch}-{row}") for row in rows) / len(rows)
+            assert used == pytest.approx(share, abs=0.03)
+    resting = [{row for row in rows if curriculum.rests(f"e{epoch}-{row}")} for epoch in (1, 2)]
+    assert 0.5 < len(resting[0] & resting[1]) / len(rows) < 0.75, "each epoch draws anew"
+    assert CurriculumConfig(least_weight=least).is_on
+
+
 @given(MEASURED)
 def test_one_made_of_its_state_decides_as_it_does(measured: list[tuple[int, int, float]]) -> None:
-    curriculum = Curriculum(0.2, 0.8, 2)
+    curriculum = Curriculum(0.2, 0.8, 2, least_weight=0.5)
     for epoch, row, success in measured:
         curriculum.measured(f"e{epoch}-{row}", success)
-    again = Curriculum(0.2, 0.8, 2, json.loads(json.dumps(curriculum.state())))
+    again = Curriculum(0.2, 0.8, 2, json.loads(json.dumps(curriculum.state())), 0.5)
     ids = [f"e{epoch}-{row}" for epoch in range(10) for row in range(5)]
     assert [again.rests(each) for each in ids] == [curriculum.rests(each) for each in ids]
     assert again.state() == curriculum.state()

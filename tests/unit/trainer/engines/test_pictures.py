@@ -13,7 +13,6 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -100,10 +99,16 @@ def test_a_run_of_text_alone_takes_no_pictures(vlm_folder: Folder) -> None:
         engine.logprobs(batch, batch["loss_mask"])
 
 
-def test_pictures_that_no_layout_computes_are_refused_by_name(vlm_folder: Folder) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Gemma3.* with pictures, .*model.vision=none"):
-        _engine(vlm_folder("gemma3"))
-    assert _engine(vlm_folder("gemma3"), VisionMode.none).pictures is None
+def test_pictures_that_are_seen_in_both_directions_are_trained_on_padded_rows(vlm_folder: Folder) -> None:
+    """Log-probabilities and gradients: `tests/unit/models/test_every_picture_model.py`."""
+    folder = vlm_folder("gemma3")
+    engine, batch = _engine(folder), _batch(folder)
+    assert engine.attention == AttentionKind.padded
+    (padded,) = engine.micro_batches(batch, batch["loss_mask"])
+    types = padded.model_inputs["token_type_ids"]
+    rows = sum(placed.length for pictures in batch.pictures for placed in pictures)
+    assert int(types.sum()) == rows
+    assert _engine(folder, VisionMode.none).attention == AttentionKind.tree
 
 
 @pytest.mark.parametrize("vision", [VisionMode.train, VisionMode.freeze])

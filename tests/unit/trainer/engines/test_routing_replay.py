@@ -21,7 +21,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routers import ROUTERS
 from asyncrl.models.routing import UNRECORDED, Routers
@@ -33,6 +33,7 @@ from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation
+from tests.engine_steps import run
 
 LAYERS, EXPERTS, PER_TOKEN, VOCABULARY = 2, 5, 2, 32
 PROMPT = (5, 6, 7)
@@ -166,11 +167,8 @@ def generated(model: PreTrainedModel, count: int = 12, prompts: Sequence[tuple[i
         GenerationInput(f"r{i}", prompts[i % len(prompts)], SamplingSpec(max_new_tokens=10, seed=i), routing_from=0)
         for i in range(count)
     ]
-    future = engine.submit(Job(tuple(inputs)))
-    while engine.step():
-        pass
     samples = []
-    for request, output in zip(inputs, future.result(timeout=0), strict=True):
+    for request, output in zip(inputs, run(engine, *inputs), strict=True):
         prompt = len(request.input_ids)
         tokens = np.array([*request.input_ids, *output.output_ids], np.int32)
         mask = (np.arange(len(tokens)) >= prompt).astype(np.uint8)

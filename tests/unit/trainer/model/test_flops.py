@@ -24,7 +24,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
-from asyncrl.trainer.model.flops import Attended, NotCounted, Work, model_flops
+from asyncrl.trainer.model.flops import Attended, FlopCount, NotCounted, Work, model_flops
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
@@ -107,6 +107,7 @@ def test_forward_and_backward_are_what_torch_counts(kind: str, backward: bool) -
     model = _model(kind)
     flops = model_flops(model, trunk_of(model))
     assert flops.of(_all_pairs(), backward=backward) == _counted(model, backward=backward)
+    assert FlopCount(model, trunk_of(model)).left_out == []
 
 
 def test_a_frozen_model_has_no_backward_pass() -> None:
@@ -164,6 +165,7 @@ def test_recurrent_layers_have_no_pairs() -> None:
     flops = model_flops(model, trunk_of(model))
     assert flops.pairs == {}
     assert flops.token.forward > 0
+    assert FlopCount(model, trunk_of(model)).left_out == ["the states of 2 recurrent layers"]
 
 
 def test_experts_that_nobody_says_how_many_are_chosen_of_are_not_counted() -> None:
@@ -233,6 +235,8 @@ def test_matrices_of_a_vision_tower_are_counted_as_pictures_need_them(
     micro_batches = list(engine.micro_batches(batch, batch["loss_mask"]))
     works = [Work(each.depths, len(each.targets_N)) for each in micro_batches]
     text = model_flops(engine.module, trunk_of(engine.network))
+    left_out = FlopCount(engine.module, trunk_of(engine.network)).left_out
+    assert left_out == ["attention between the patches of a picture"]
     before = engine.flops
     assert before is not None
     with FlopCounterMode(display=False) as counter:

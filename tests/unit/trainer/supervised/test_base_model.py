@@ -102,6 +102,10 @@ def shipped_record(experiment: str) -> dict[str, Any]:
     return record
 
 
+MADE_BY_BENCHMARKS = ("distill_teacher",)
+"""Further models of the package, by folder."""
+
+
 @pytest.mark.parametrize("experiment", SHIPPED)
 def test_the_package_has_the_base_model_of_the_recipe_as_it_is(experiment: str) -> None:
     """A recipe that was changed needs `python benchmarks/base_model.py --ship`."""
@@ -112,13 +116,25 @@ def test_the_package_has_the_base_model_of_the_recipe_as_it_is(experiment: str) 
     ]
 
 
+@pytest.mark.parametrize("name", MADE_BY_BENCHMARKS)
+def test_the_package_has_the_teacher_as_it_was_made(name: str) -> None:
+    """A change to it needs `benchmarks/distillation.py --teacher`."""
+    folder = experiments_dir() / SHIPPED_DIR / name
+    record = json.loads((folder / SHIPPED_FILE).read_text(encoding="utf-8"))
+    files = {file.name: file for file in folder.iterdir() if file.name != SHIPPED_FILE}
+    assert {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()} == record["sha256"]
+    assert sum(file.stat().st_size for file in files.values()) < 1 << 20
+    assert 0.8 < record["held_out_accuracy"] < 1
+
+
 def test_the_package_has_no_base_model_of_a_former_recipe() -> None:
     expected = {shipped_dir(load_supervised(experiment)).name for experiment in SHIPPED}
     expected |= {
         "vlm_shapes",
         "embodied_srpo",
         "embodied_srpo_encoder",
-    }  # made by benchmarks/vlm_base.py, embodied_base.py
+        *MADE_BY_BENCHMARKS,
+    }  # made by benchmarks/vlm_base.py, embodied_base.py and distillation.py
     assert {folder.name for folder in (experiments_dir() / SHIPPED_DIR).iterdir()} == expected
 
 

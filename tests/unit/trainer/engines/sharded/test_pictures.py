@@ -16,8 +16,8 @@ from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine, ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
@@ -119,11 +119,8 @@ def test_the_layout_is_chosen_by_a_model_that_sees_its_pictures(
     folder = str(vlm_folder("gemma3"))  # a new one has zeros between its vision tower and its text model
     config.model.path, config.model.dtype, config.trainer.parallel = folder, Dtype.float32, "d1"
 
-    def body(world: World) -> str:
+    def body(world: World) -> AttentionKind:
         loader = ShardedLoader(config, world.place("actor"), torch.device("cpu"))
-        with pytest.raises(UnsupportedModelError) as refused:
-            loader.policy(folder, Dtype.float32, None)
-        return str(refused.value)
+        return loader.policy(folder, Dtype.float32, None).attention
 
-    (refusal,) = on_ranks(config, body)
-    assert "with pictures, 5 sequences computed together differ from transformers' plain forward" in refusal
+    assert on_ranks(config, body) == [AttentionKind.padded], "packed, its pictures would be seen in one direction"

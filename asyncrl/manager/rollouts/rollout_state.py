@@ -1,7 +1,7 @@
 """State of the run's rollouts and of the prompts that wait: gate, prompt queue, and lines for the master to record.
 
 Pure state without sockets. None of it is on disk: after a death the next manager rebuilds it from what other processes
-know (`asyncrl.manager.rebuild`).
+know (`asyncrl.manager.rollouts.rebuild`).
 
 The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
 drop names its reason only. Whether the prompt waits again follows from what is used and what is live (`PromptQueue`).
@@ -15,14 +15,14 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
-from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
-from asyncrl.manager.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
-from asyncrl.manager.suspects import Suspects
+from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 
 NOBODY = "nobody/0"
-"""Stands for the worker of a rollout that only the trainer knows."""
+"""Worker of a rollout that only the trainer knows."""
 
 
 class RolloutState:
@@ -155,15 +155,15 @@ class RolloutState:
         self.enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
 
     def died(self, worker: str) -> list[str]:
-        """The worker's process is gone or silent; return the rollouts that are lost with it."""
+        """Drop the running rollouts of a worker that is gone or silent; return them."""
         self.suspects.silent(worker)
         return self._lose_running(worker)
 
     def replaced(self, worker: str, incarnation: int, *, killed: bool = False) -> list[str]:
-        """Another process has replaced the worker's, which died; return the rollouts that are lost with it.
+        """Drop the running rollouts of a worker whose process died and was replaced; return them.
 
         Args:
-            incarnation: of the new process.
+            incarnation: number of the new process.
             killed: the launcher reports that the old process was killed from outside.
         """
         self.incarnations[worker] = incarnation
@@ -193,7 +193,7 @@ class RolloutState:
         return None
 
     def _finish(self, finished: FinishedRollout) -> None:
-        """The trainer has the rollout; also one that was lost with its worker."""
+        """Note that the trainer has the rollout, even if it was lost with its worker."""
         was_live = self.gate.is_live(finished.rollout_id)
         ticket = self.gate.finish(finished.rollout_id)
         if ticket is not None:
@@ -232,7 +232,7 @@ class RolloutState:
             self._dropped(ticket, dropped.reason, _as_before(ticket))
 
     def _came(self, rollout_id: str) -> None:
-        """The trainer has the rollout, so it has ended, though its worker may not have reported the end."""
+        """Note that the trainer has the rollout, so it has ended, though its worker may not have reported the end."""
         if (ticket := self.gate.running(rollout_id)) is not None:
             self.suspects.ended(ticket.owner, ticket.prompt_id)
             self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
@@ -246,7 +246,7 @@ class RolloutState:
         return running
 
     def _drop_crashing(self, worker: str, *, killed: bool) -> None:
-        """Drop the prompt for good that has crashed too many workers, if this worker ran it."""
+        """Drop for good the prompt that has crashed too many workers, if this worker ran it."""
         running = self.gate.running_of(worker)
         tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
         crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets], killed=killed)

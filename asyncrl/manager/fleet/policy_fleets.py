@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.names import WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
@@ -105,16 +106,18 @@ class PolicyFleets:
         for name in self._trained:
             verify(Path(_of_policy(target, name).path), checksums=False)
 
-    async def published(self, target: Target) -> None:
+    async def published(self, target: Target, win_rates: WinRatesOfPools | None = None) -> None:
         """`target` is a version of the run's own policy, beside older ones, and was checked: it is the goal of the
-        servers of trained policies too, and each server of a pool is assigned its member.
+        servers of trained policies too, and each server of a pool is assigned its member, by `win_rates` if the pool is
+        prioritised.
         """
         for name in self._trained:
             self._runners[name].publish(_of_policy(target, name))
         version, path = target.version, target.path
         for index, policy in enumerate(self._of_server):
             stays = policy.trained or policy.path is not None
-            member = None if stays else policy.versions.choose(version, self._seed, index)
+            rates = (win_rates or {}).get(policy.name)
+            member = None if stays else policy.versions.choose(version, self._seed, index, rates)
             if member is not None and (chosen := await self._target(policy, member, Path(path).parent)) is not None:
                 self._runners[policy.name].assign(index, chosen)
 

@@ -50,8 +50,8 @@ from msgspec import structs
 
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
-from asyncrl.manager.rollout_state import RolloutState
-from asyncrl.manager.staleness_gate import RolloutTicket
+from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 

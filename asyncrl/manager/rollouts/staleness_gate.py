@@ -69,8 +69,8 @@ A rollout that comes back after its worker was silent is the one exception (its 
 at consumption catches it.
 
 All of this spans the death of a manager: its successor begins with all live rollouts at their versions of admission
-(`asyncrl.manager.rebuild`). A finished one of which only its record is left enters at the version of its oldest token,
-which is no older than its admission; it expires by that token, so (H) holds with it.
+(`asyncrl.manager.rollouts.rebuild`). A finished one of which only its record is left enters at the version of its
+oldest token, which is no older than its admission; it expires by that token, so (H) holds with it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _Key = TypeVar("_Key", int, str)
 
 
 class RolloutTicket(NamedTuple):
-    """One rollout. `owner` is the worker that runs it; the others say which prompt it plays, and as which try."""
+    """One rollout. `owner` is the worker that runs it; the other fields name its prompt and try."""
 
     rollout_id: str
     owner: str
@@ -119,17 +119,18 @@ _ABANDONED = _Retired(ABANDONED)
 
 
 class StalenessGate:
-    """Counts rollouts from start to optimizer and says when another may start; the module's docstring has the theory.
+    """Counts rollouts from start to optimizer, and decides when another may start; the module's docstring has the
+    theory.
 
-    Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, but for those that
-    it returns or is given. Every method may be called again with the same arguments without effect.
+    Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, except for those
+    that it returns or is given. A repeated call with the same arguments has no effect.
 
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
         retired_kept: rollouts remembered after they left the count, so that a late or repeated message about them
-            changes nothing; about 100 bytes each. A message about one forgotten since is ignored like any of an unknown
-            one. None: `ids_remembered`.
+            changes nothing; about 100 bytes each. A message about a forgotten one is ignored like one about an unknown
+            rollout. None: `ids_remembered`.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int | None = None) -> None:
@@ -163,23 +164,23 @@ class StalenessGate:
 
     @property
     def running_count(self) -> int:
-        """Rollouts that run."""
+        """Number of running rollouts."""
         return self._running
 
     @property
     def finished(self) -> int:
-        """Rollouts that finished and are not trained yet, those of a step under way among them."""
+        """Number of rollouts that finished and are not trained yet; those of a running step are among them."""
         return len(self._live) - self._running
 
     @property
     def capacity(self) -> int:
-        """Rollouts that may start now."""
+        """Number of rollouts that may start now."""
         return 0 if self.closed else max(0, self.limit - self.counted)
 
     def resume(self, version: int, dropped: Mapping[str, int] | None = None, abandoned: int = 0) -> None:
-        """Take up a run at `version`: `version · B` rollouts count as submitted and trained.
+        """Continue a run at `version`: `version · B` rollouts count as submitted and trained.
 
-        Those `dropped` up to then, by reason, and those abandoned count as submitted too.
+        Earlier drops, by reason, and abandoned rollouts count as submitted too.
 
         Raises:
             ValueError: rollouts were already submitted.
@@ -192,25 +193,26 @@ class StalenessGate:
         self.trained_version = version
 
     def remember(self, rollout_id: str, outcome: str, lost: tuple[RolloutTicket, int] | None = None) -> None:
-        """The rollout left before this gate began, as `outcome` says, and is counted already.
+        """Remember a rollout that left the count before this gate began, with its outcome. It is counted already.
 
-        `lost`: ticket and version of admission, if it may come back.
+        Args:
+            lost: ticket and version of admission, if it may come back.
         """
         known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}.get(outcome)
         self._retired.put(rollout_id, known or _Retired(outcome, None if lost is None else _Live(*lost)))
 
     def enter(self, ticket: RolloutTicket, version: int) -> None:
-        """A rollout runs that the gate before this one admitted at `version`; it counts, whatever the limit is."""
+        """Enter a running rollout that an earlier gate admitted at `version`. It counts, whatever the limit is."""
         self._join(_Live(ticket, version))
         self._submitted += 1
 
     def start(self, ticket: RolloutTicket) -> int | None:
-        """Admit a rollout; returns the version it is admitted at, or None where it has to wait.
+        """Admit a rollout; return the version it is admitted at, or None if it has to wait.
 
-        A rollout that runs already is answered as before. One that has left the count is not started again:
+        A running rollout gets the same answer again.
 
         Raises:
-            ValueError: the id was used before; each attempt needs an id of its own.
+            ValueError: a rollout of this id has left the count; each attempt needs an id of its own.
         """
         live = self._live.get(ticket.rollout_id)
         if live is not None:
@@ -226,7 +228,7 @@ class StalenessGate:
         return self.version
 
     def finish(self, rollout_id: str) -> RolloutTicket | None:
-        """The trainer has the rollout; its ticket if that was not known yet, else None."""
+        """Note that the trainer has the rollout; return its ticket if that was not known yet, else None."""
         live = self._live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)
@@ -241,7 +243,7 @@ class StalenessGate:
         return live.ticket
 
     def drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
-        """The rollout leaves the count for `reason`, for good; its ticket if it was live, else None."""
+        """Remove the rollout from the count for `reason`, for good; return its ticket if it was live, else None."""
         live = self._live.get(rollout_id)
         if live is not None:
             return self._drop(live, _Retired(reason))
@@ -256,10 +258,10 @@ class StalenessGate:
         return None if live is None or live.finished else self._drop(live, _Retired(WORKER_LOST, live))
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
-        """The optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
+        """Note that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
 
-        Ids that this gate never saw (it was restarted since) enter the books as submitted and trained, unless the
-        report is of a version that was reported before.
+        Ids that this gate never saw, because it is newer than they, count as submitted and trained, unless the report
+        is of a version that was reported before.
         """
         repeated = version <= self.trained_version
         for rollout_id in rollout_ids:
@@ -270,7 +272,7 @@ class StalenessGate:
         self.trained_version = max(self.trained_version, version)
 
     def advance(self, version: int) -> bool:
-        """The least version served is now `version`; it never goes back. Whether it changed."""
+        """Set the least served version, which never decreases; return True if it changed."""
         if version <= self.version:
             return False
         self.version = version
@@ -279,12 +281,13 @@ class StalenessGate:
     def is_blocked(self, step: int) -> bool:
         """True if step `step` has to wait for a running rollout, so that none expires (module docstring).
 
-        Looks at the versions of admission alone, a few more than η.
+        Looks only at the versions of admission, a few more than η.
         """
         return bool(self._blocking_versions(step))
 
     def blocking(self, step: int) -> list[str]:
-        """Running rollouts that step `step` has to wait for, so that none expires (module docstring); oldest first.
+        """Return the running rollouts that step `step` has to wait for, so that none expires (module docstring); oldest
+        first.
 
         Looks at all live rollouts.
         """
@@ -293,7 +296,7 @@ class StalenessGate:
         return [live.ticket.rollout_id for live in sorted(found, key=lambda live: live.version)]
 
     def admitted_at(self, rollout_id: str) -> int | None:
-        """Version that a rollout was admitted at, if it runs or may come back; else None."""
+        """Return the version that a rollout was admitted at, if it runs or may come back; else None."""
         live = self._live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)
@@ -316,12 +319,12 @@ class StalenessGate:
         return retired is not None and retired.lost is None
 
     def running(self, rollout_id: str) -> RolloutTicket | None:
-        """RolloutTicket of a rollout that runs; None of any other."""
+        """Return the ticket of a running rollout; None for any other."""
         live = self._live.get(rollout_id)
         return None if live is None or live.finished else live.ticket
 
     def lost(self, rollout_id: str) -> RolloutTicket | None:
-        """RolloutTicket of a rollout that was given up and may come back; None of any other."""
+        """Return the ticket of a rollout that was dropped with its worker and may come back; None for any other."""
         retired = self._retired.get(rollout_id)
         return None if retired is None or retired.lost is None else retired.lost.ticket
 
@@ -331,33 +334,33 @@ class StalenessGate:
 
     @property
     def owners(self) -> set[str]:
-        """The workers that have live rollouts."""
+        """Workers that have live rollouts."""
         return set(self._live_of_owner)
 
     def running_of(self, owner: str) -> list[str]:
-        """Rollouts that run on worker `owner`."""
+        """Return the rollouts that run on worker `owner`."""
         return [key for key, live in self._live_of_owner.get(owner, {}).items() if not live.finished]
 
     def prompts_of(self, owner: str) -> list[str]:
-        """Prompts of which a rollout runs on worker `owner`."""
+        """Return the prompts of the rollouts that run on worker `owner`."""
         return [live.ticket.prompt_id for live in self._live_of_owner.get(owner, {}).values() if not live.finished]
 
     @property
     def live_ids(self) -> list[str]:
-        """All live rollouts."""
+        """Ids of all live rollouts."""
         return list(self._live)
 
     def ticket(self, rollout_id: str) -> RolloutTicket | None:
-        """RolloutTicket of a rollout that is live; None of any other."""
+        """Return the ticket of a live rollout; None for any other."""
         live = self._live.get(rollout_id)
         return None if live is None else live.ticket
 
     def close(self) -> None:
-        """No rollout starts from here on."""
+        """Start no rollout from now on."""
         self.closed = True
 
     def abandon(self) -> list[str]:
-        """Close, and count every live rollout as abandoned at exit; returns those."""
+        """Close, and count every live rollout as abandoned at exit; return these."""
         self.close()
         abandoned = list(self._live)
         for rollout_id in abandoned:
@@ -367,7 +370,7 @@ class StalenessGate:
         return abandoned
 
     def books(self) -> Books:
-        """The ledger as of now."""
+        """Return the present counters."""
         return Books(
             submitted=self._submitted,
             trained=self._trained,
@@ -380,7 +383,7 @@ class StalenessGate:
         )
 
     def _blocking_versions(self, step: int) -> list[int]:
-        """The versions of admission whose running rollouts `step` has to wait for, ascending."""
+        """Return the versions of admission whose running rollouts `step` has to wait for, ascending."""
         finished = live = 0
         blocked_to: int | None = None
         for version in sorted(self._running_at.keys() | self._finished_at.keys()):
@@ -391,14 +394,14 @@ class StalenessGate:
         return [] if blocked_to is None else sorted(version for version in self._running_at if version <= blocked_to)
 
     def _join(self, live: _Live) -> None:
-        """Enter a rollout among the live ones."""
+        """Add a rollout to the live ones."""
         ticket = live.ticket
         self._live[ticket.rollout_id] = live
         self._live_of_owner.setdefault(ticket.owner, {})[ticket.rollout_id] = live
         self._count(live)
 
     def _part(self, rollout_id: str) -> _Live | None:
-        """Take a rollout out of the live ones, if it is one of them."""
+        """Remove a rollout from the live ones, if it is one of them."""
         live = self._live.pop(rollout_id, None)
         if live is None:
             return None
@@ -416,12 +419,12 @@ class StalenessGate:
         self._running += not live.finished
 
     def _uncount(self, live: _Live) -> None:
-        """Take a live rollout out of the count of its state."""
+        """Remove a live rollout from the count of its state."""
         _take_one(self._counts_of(live), live.version)
         self._running -= not live.finished
 
     def _counts_of(self, live: _Live) -> Counter[int]:
-        """The counts, by version of admission, that a live rollout in its state is in."""
+        """Return the counts, by version of admission, that a live rollout of this state belongs to."""
         return self._finished_at if live.finished else self._running_at
 
     def _drop(self, live: _Live, retired: _Retired) -> RolloutTicket:
@@ -439,7 +442,7 @@ class StalenessGate:
         return live
 
     def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
-        """Undo how a rollout left before it is counted as trained; False where it must not be counted (again)."""
+        """Undo how a rollout left before it is counted as trained; return False if it must not be counted (again)."""
         retired = self._retired.get(rollout_id)
         if retired is _TRAINED or (retired is None and repeated):
             return False
@@ -453,7 +456,7 @@ class StalenessGate:
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:
-    """Count `key` once less, and not at all any more after its last."""
+    """Decrease the count of `key` by one, and remove it at zero."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
-from asyncrl.manager.staleness_gate import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 
 T = TypeVar("T")
 
 
 class NumberedLog(Generic[T]):
-    """A queue with acknowledgement. Pure state, bounded by what comes between two reports of the master.
+    """A queue with acknowledgement. Pure state, bounded by what arrives between two reports of the master.
 
     Args:
         after: numbers begin above this; a new manager must begin above the numbers of its predecessor.
@@ -40,7 +40,7 @@ class NumberedLog(Generic[T]):
         self._entries.append(entry)
 
     def forget(self, seq: int) -> None:
-        """Forget the entries with numbers up to `seq`, which the master has recorded."""
+        """Remove the entries with numbers up to `seq`, which the master has recorded."""
         while self._entries and self.last_seq - len(self._entries) < seq:
             self._entries.popleft()
 
@@ -57,14 +57,12 @@ class RolloutEvents(NumberedLog[RolloutLine]):
         self._now = now
 
     def admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
-        """Add that the gate let the rollout start while `version` was served; `adopted`: an earlier manager's gate
-        did.
-        """
+        """Add that the gate, or an earlier manager's if `adopted`, admitted the rollout while `version` was served."""
         head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
         self.add(Admitted(*head, self._at(), ticket.failures, adopted))
 
     def finished(self, rollout_id: str, tokens: int) -> None:
-        """Add that the trainer has the rollout, even if it was given up before."""
+        """Add that the trainer has the rollout, even if it was dropped before."""
         self.add(Finished(rollout_id, tokens, self._at()))
 
     def dropped(
@@ -75,7 +73,7 @@ class RolloutEvents(NumberedLog[RolloutLine]):
         self.add(Dropped(rollout_id, reason, prompt, self._at(), *again))
 
     def abandoned(self, rollout_id: str) -> None:
-        """Add that the run ends before the rollout does."""
+        """Add that the run ended before the rollout did."""
         self.add(Abandoned(rollout_id, self._at()))
 
     def _at(self) -> float:

@@ -40,7 +40,7 @@ default (`system.restarts_per_process`), one that kills it all of them. So one b
 
 
 class Suspects:
-    """Points against prompts, and the suspects that run. Pure state, bounded by the prompts running when workers die.
+    """Points against prompts, and the running suspects. Pure state, bounded by the prompts running when workers die.
 
     Args:
         in_hand: returns the prompts that a worker runs now.
@@ -73,7 +73,7 @@ class Suspects:
         return [prompt for prompt in self._against if self.tried_alone(prompt) and prompt not in others]
 
     def promise(self, worker: str, prompt_id: str) -> None:
-        """`worker` runs `prompt_id` next, and begins nothing until all else that it runs has ended."""
+        """Reserve `prompt_id` for `worker`, which begins no other prompt until all that it runs has ended."""
         self._promised[worker] = prompt_id
 
     def must_wait(self, worker: str, prompt_id: str) -> bool:
@@ -84,22 +84,22 @@ class Suspects:
         return self.tried_alone(prompt_id) and any(other != prompt_id for other in self._in_hand(worker))
 
     def began(self, worker: str, prompt_id: str) -> None:
-        """`worker` runs `prompt_id`."""
+        """Note that `worker` runs `prompt_id`."""
         if prompt_id in self._against and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
 
     def ended(self, worker: str, prompt_id: str) -> None:
-        """`prompt_id` ended on `worker` in some way: it is cleared, and another suspect may run there."""
+        """Clear `prompt_id`, which ended on `worker` in some way; another suspect may run there."""
         self._against.pop(prompt_id, None)
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
 
     def silent(self, worker: str) -> None:
-        """`worker` is silent, which need not be a death; its prompts are played again."""
+        """Note that `worker` is silent, which need not be a death; its prompts are played again."""
         self._stop(worker)
 
     def died(self, worker: str, in_hand: Collection[str], *, killed: bool = False) -> str | None:
-        """`worker` died.
+        """Note that `worker` died.
 
         Args:
             in_hand: prompts that it ran.
@@ -128,6 +128,6 @@ class Suspects:
         return suspect
 
     def _stop(self, worker: str) -> str | None:
-        """`worker` runs no suspect from now on; return the one that it ran."""
+        """Note that `worker` runs no suspect from now on; return the one that it ran."""
         self._promised.pop(worker, None)
         return self._playing.pop(worker, None)

@@ -1,0 +1,58 @@
+"""Sizes of what attention gathers in a micro-batch, by how sequences are laid out; for estimates of memory.
+
+The sizes are those of the layout itself: `lay_out` and `blocks` lay out a micro-batch of whole groups, whose sequences
+all have the greatest lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from asyncrl.trainer.batches.micro_batch_layout import Block, Ints, blocks
+from asyncrl.trainer.batches.prefix_tree import WORTHWHILE, Branches, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes of attention in a micro-batch, per token of its input.
+
+    Attributes:
+        queries: queries that are gathered.
+        keys: keys, and as many values: a prefix that lies once in the input is gathered for each sequence.
+        masked_pairs: pairs of query and key in masks, of the whole micro-batch; all layers share them.
+    """
+
+    queries: float = 1.0
+    keys: float = 1.0
+    masked_pairs: int = 0
+
+    @classmethod
+    def of(cls, made: list[Block[Ints]], tokens: int) -> Self:
+        """The shape of a micro-batch of `tokens` input tokens with these blocks."""
+        queries = sum(block.rows * (block.queries or block.width) for block in made)
+        keys = sum(block.rows * block.width for block in made)
+        masked = sum(block.pairs for block in made if block.queries is not None)
+        return cls(queries / tokens, keys / tokens, masked)
+
+
+def packed_shape(prompt: int, answer: int, group: int, budget: int, *, share: bool) -> AttentionShape:
+    """Return the shape of packed micro-batches of at most `budget` tokens.
+
+    Args:
+        prompt: tokens of a prompt.
+        answer: tokens of each of the `group` answers to it that go into the model.
+        share: prefixes are shared where that saves enough.
+    """
+    length = prompt + answer
+    if share:
+        members = max(1, min(group, (budget - prompt) // max(answer, 1)))
+        groups = max(1, budget // (prompt + members * answer))
+        shared = np.tile(np.array([0] + [prompt] * (members - 1), dtype=np.int64), groups)
+        tree = Branches(np.arange(len(shared)), np.full(len(shared), length, dtype=np.int64), shared)
+        if tree.tokens <= WORTHWHILE * length * len(shared):
+            return AttentionShape.of(lay_out(tree).blocks, tree.tokens)
+    lengths = [length] * max(1, budget // length)
+    return AttentionShape.of(blocks(lengths), sum(lengths))

@@ -1,0 +1,58 @@
+"""Compile those parts of a model's layers that work token by token: norms and feed-forward (`trainer.compile`).
+
+Written for clarity, transformers' modules are many small operations: on a GPU each is a launch and a pass over memory,
+and for training each keeps its result. `torch.compile` makes one or two kernels of a norm, and of what is between the
+matrices of a feed-forward. It is done once, for any number of tokens.
+
+Attention is not compiled: how sequences lie differs with every micro-batch, in Python objects, so each would be
+compiled again. Its kernels are fused already. Experts choose tokens by their values and stay as they are.
+
+A model is checked at load with its compiled parts against transformers' own forward without them
+(`asyncrl.trainer.model.layout_parity`, `as_written`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+TOKENWISE = ("RMSNorm", "LayerNorm", "MLP")
+"""How transformers' classes end that work token by token, whatever the model."""
+BACKEND: str | Callable[..., Any] = "inductor"
+"""torch's name of the compiler, or a function that stands for it."""
+
+
+def compile_layers(trunk: nn.Module) -> int:
+    """Compile the norms and feed-forward of every layer of `trunk`, at their first call; returns their number.
+
+    Raises:
+        NotImplementedError: no layer has one by a name that is known.
+    """
+    layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+    parts = (named for layer in layers for named in layer.named_modules())
+    found = dict.fromkeys(part for name, part in parts if _is_tokenwise(name, part))
+    if not found:
+        raise NotImplementedError(
+            f"trainer.compile=true: no layer of {type(trunk).__name__} has a norm or feed-forward whose class ends "
+            f"with {', '.join(TOKENWISE)}; set it to false"
+        )
+    for module in found:
+        # Not `Module.compile`: torch counts what it compiles by the code that is called, which would be that of all.
+        module.forward = torch.compile(module.forward, dynamic=True, backend=BACKEND)
+    return len(found)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Within this block nothing is computed by compiled code."""
+    with cast(Any, torch.compiler).set_stance("force_eager"):
+        yield
+
+
+def _is_tokenwise(name: str, module: nn.Module) -> bool:
+    return type(module).__name__.endswith(TOKENWISE) and "experts" not in name.split(".")

@@ -1,0 +1,125 @@
+"""On-policy distillation beside RL: the demo's base learns from a teacher alone, or from rewards alone, in equal steps.
+
+    python benchmarks/distillation.py [--out DIR] [--steps 24] [--seeds 1] [--every 4] [--plot docs/distillation.png]
+    python benchmarks/distillation.py --teacher
+
+The first runs `async_distill` and `async_ppo` one after the other, and asks the policies that they kept on the same
+held-out problems after the runs (`kept_policies`). It prints the table of docs/algorithms.md and draws its figure.
+
+`--teacher` makes the teacher in `experiments/base_models`: the recipe of the demo's base (`sft`) without its careless
+phase, for twice as long. It takes some five minutes of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import kept_policies
+from base_model import TRAINING_FILES
+
+from asyncrl.config.load import experiments_dir, load_supervised
+from asyncrl.plugins.datasets.tokenizers import model_files
+from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, ensure_base_model
+from asyncrl.trainer.supervised.loop import make_base_model, phases_of
+
+TEACHER = experiments_dir() / "base_models" / "distill_teacher"
+TEACHER_STEPS = 1500
+RUNS = {"teacher": "async_distill", "rewards": "async_ppo"}
+"""The experiment by what it learns from."""
+Curve = list[tuple[int, float]]
+
+
+def make_teacher() -> None:
+    """Train the teacher and write it to the package."""
+    config = load_supervised("sft")
+    careful = replace(phases_of(config)[0], steps=TEACHER_STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        write_teacher(make_base_model(config, Path(folder) / "model", phases=[careful]))
+
+
+def write_teacher(made: Path) -> None:
+    """Copy the model in `made` to the package, with a record of it."""
+    files = {name: file for name, file in model_files(made).items() if name not in TRAINING_FILES}
+    record = {
+        "steps": TEACHER_STEPS,
+        "held_out_accuracy": round(kept_policies.accuracy(made, made), 4),
+        "sha256": {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
+    }
+    shutil.rmtree(TEACHER, ignore_errors=True)
+    TEACHER.mkdir(parents=True)
+    for name, file in files.items():
+        shutil.copyfile(file, TEACHER / name)
+    (TEACHER / SHIPPED_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(record)
+
+
+def measure(experiment: str, seed: int, steps: int, every: int, out: Path, base: Path) -> Curve:
+    """Run one experiment; return (step, held-out accuracy) of the policies that it kept.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    trial = f"seed{seed}"
+    settings = [f"fileroot={out}", f"trial_name={trial}", "resume=restart", f"seed={seed}", f"model.path={base}"]
+    settings += [f"total_train_steps={steps}", *kept_policies.settings(every, steps)]
+    done = subprocess.run([sys.executable, "-m", "asyncrl.launch", experiment, *settings], check=False)
+    if done.returncode:
+        raise SystemExit(f"{experiment}: exit code {done.returncode}; see {out / experiment / trial / 'logs'}")
+    curve = kept_policies.curve(out / experiment / trial, base, every)
+    return [(step, accuracy) for step, _, accuracy in curve]
+
+
+def plot(curves: dict[str, list[Curve]], teacher: float, target: Path) -> None:
+    """Draw each seed's curve, and the teacher's accuracy."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for color, (name, seeds) in enumerate(curves.items()):
+        for number, points in enumerate(seeds):
+            axes.plot(*zip(*points, strict=True), color=f"C{color}", label=None if number else f"from {name}")
+    axes.axhline(teacher, color="grey", linestyle="--", label="the teacher")
+    axes.set(xlabel="train step", ylabel="held-out accuracy", ylim=(0.3, 1))
+    axes.legend()
+    figure.savefig(target, dpi=110)
+
+
+def main() -> None:
+    """Make the teacher, or measure, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", action="store_true", help="make the package's teacher")
+    parser.add_argument("--out", type=Path, default=Path("~/.cache/asyncrl/distillation"), help="folder of the runs")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--every", type=int, default=4, help="steps between the policies that are asked")
+    parser.add_argument("--plot", type=Path, help="the PNG to write")
+    args = parser.parse_args()
+    if args.teacher:
+        make_teacher()
+        return
+    out, base = args.out.expanduser().resolve(), ensure_base_model(load_supervised("sft"))
+    start, taught = kept_policies.accuracy(base, base), json.loads((TEACHER / SHIPPED_FILE).read_text())
+    curves = {
+        name: [[(0, start), *measure(experiment, seed, args.steps, args.every, out, base)] for seed in args.seeds]
+        for name, experiment in RUNS.items()
+    }
+    steps = [step for step, _ in curves["teacher"][0]]
+    print(f"| learns from | {' | '.join(f'step {step}' for step in steps)} |")
+    print(f"|---|{'--:|' * len(steps)}")
+    for name, seeds in curves.items():
+        means = (sum(accuracy for _, accuracy in same) / len(same) for same in zip(*seeds, strict=True))
+        print(f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
+    print(f"\nThe teacher: {taught['held_out_accuracy']:.3f}")
+    if args.plot:
+        plot(curves, taught["held_out_accuracy"], args.plot)
+
+
+if __name__ == "__main__":
+    main()

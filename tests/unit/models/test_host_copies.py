@@ -1,0 +1,58 @@
+"""Copies to the host run beside the device's work, and neither a reader nor a writer comes before they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.models.host_copies import HostCopies, host_like
+
+from ...late_stream import LateStream
+
+
+@pytest.fixture
+def stream() -> LateStream:
+    return LateStream()
+
+
+def test_what_changes_the_source_after_it_has_waited_does_not_change_the_copy(stream: LateStream) -> None:
+    copies, source = stream.copies(), torch.ones(3)
+    early, late = host_like(source).zero_(), host_like(source).zero_()
+    copies.begin([(early, source)]).before_changes()
+    begun = copies.begin([(late, source)])
+    assert late.tolist() == [0.0] * 3, "the thread goes on before the copy is made"
+    source.fill_(7.0)
+    begun.wait()
+    assert early.tolist() == [1.0] * 3
+    assert late.tolist() == [7.0] * 3, "nobody waited before the change"
+
+
+def test_tensors_that_share_a_buffer_come_one_after_the_other_with_their_own_values(stream: LateStream) -> None:
+    buffer, asked = torch.empty(2), []
+
+    def one_by_one() -> Iterator[tuple[str, Tensor]]:
+        for number in range(4):
+            asked.append(number)
+            yield f"t{number}", buffer.fill_(float(number))
+
+    found = stream.copies().each(one_by_one())
+    first = next(found)
+    assert asked == [0, 1], "one is copied while the one before is used"
+    values = [(name, tensor.tolist()) for name, tensor in (first, *found)]
+    assert values == [(f"t{number}", [float(number)] * 2) for number in range(4)]
+    assert stream.waits.count("device") == 4, "the buffer is filled again only after its copy"
+
+
+def test_without_a_stream_a_copy_is_made_at_once_and_tensors_pass_as_they_are() -> None:
+    copies, source = HostCopies(), torch.ones(2)
+    host = host_like(source).zero_()
+    begun = copies.begin([(host, source)])
+    source.zero_()
+    begun.before_changes()
+    begun.wait()
+    assert host.tolist() == [1.0, 1.0]
+    ((_, passed),) = copies.each([("t", source)])
+    assert passed is source
