@@ -278,7 +278,8 @@ def _pictures(config: ExperimentConfig) -> Iterator[str]:
         roles = {call.role for call in load_graph(config).calls}
     except GraphError:
         return
-    for role in sorted(roles - {ACTOR, "ref", "critic"}):
+    policies = {policy.name for policy in config.policies}  # `policy_checks` refuses them
+    for role in sorted(roles - {ACTOR, "ref", "critic"} - policies):
         yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
     others = {"ref": ("algorithm.reference.path", config.algorithm.reference.path)}
     others["critic"] = ("algorithm.critic.path", config.algorithm.critic.path)
