@@ -7,10 +7,11 @@ One order of collectives. Two calls that run collectives over the same ranks mus
 or the ranks wait for each other for ever. Any two calls arrive in the same order on every worker that gets both,
 because
 
-1. one coroutine decides what starts next; 2. of the ready calls it starts the one that comes first in the graph's
-topological order; 3. it hands a call to all workers of its role before it looks at the next call, without yielding to
-the event loop; 4. requests to one worker arrive in the order in which they were handed over: request-reply is FIFO per
-peer, and so is a worker's queue.
+1. one coroutine decides what starts next;
+2. of the ready calls it starts the one that comes first in the graph's topological order;
+3. it hands a call to all workers of its role before it looks at the next call, without yielding to the event loop;
+4. requests to one worker arrive in the order in which they were handed over: request-reply is FIFO per peer, and so is
+   a worker's queue.
 
 Only metadata is exchanged: names and keys go out, statistics come back.
 """

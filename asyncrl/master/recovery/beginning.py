@@ -1,14 +1,17 @@
 """First actions of a MasterWorker: find the run's current state, then do everything up to the next step.
 
 1. It finds the state from which the run continues (`find`) and loads it. If the ranks were copying a newer state, the
-copy is completed first. 2. It asks the manager for its status, and continues the metrics after that step. `books.json`
-is written. 3. It continues the ledger: after the last step's line, or after the launch's first line if no step has been
-completed since, or as a new launch. 4. It takes over the previous MasterWorker's open reports, and writes the last
-step's row of metrics. 5. It removes weights of later versions than this state, and publishes the current ones. 6. It
-announces the version, unless an evaluation of an older one was cut off: servers keep that one for now. 7. Servers on
-the trainer's devices have them from here on. The ranks are polled, and a new manager gets the master's report and opens
-its gate. From here on trajectories arrive, and the process is ready. 8. The evaluation that was cut off is repeated;
-then the version is announced. 9. The last step is reported, and written into the ledger if its line is missing.
+   copy is completed first.
+2. It asks the manager for its status, and continues the metrics after that step. `books.json` is written.
+3. It continues the ledger: after the last step's line, or after the launch's first line if no step has been completed
+   since, or as a new launch.
+4. It takes over the previous MasterWorker's open reports, and writes the last step's row of metrics.
+5. It removes weights of later versions than this state, and publishes the current ones.
+6. It announces the version, unless an evaluation of an older one was cut off: servers keep that one for now.
+7. Servers on the trainer's devices have them from here on. The ranks are polled, and a new manager gets the master's
+   report and opens its gate. From here on trajectories arrive, and the process is ready.
+8. The evaluation that was cut off is repeated; then the version is announced.
+9. The last step is reported, and written into the ledger if its line is missing.
 
 A death may cut off any of these; the next successor does all of them again.
 """

@@ -3,9 +3,9 @@
 A step:
 
 1. Every few steps, or at once if much has changed, fill the holes of finished samples with waiting ones (each distinct
-prefix is prefilled once), and close the remaining holes, so that rows stay packed. 2. Decode one token for every slot,
-and sample from it for every row of the slot. 3. Return the outputs of finished samples; give samples of one slot that
-continue differently slots of their own.
+   prefix is prefilled once), and close the remaining holes, so that rows stay packed.
+2. Decode one token for every slot, and sample from it for every row of the slot.
+3. Return the outputs of finished samples; give samples of one slot that continue differently slots of their own.
 
 A sample is prefilled up to its last prompt token but one. That last token is decoded with those of the other samples.
 So there is one sampling path, and a sample whose prompt is in the cache joins by a copy.
