@@ -209,9 +209,10 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         """Print the remark above the panel."""
-        # Options of `print` would also apply to the panel, which is drawn again below the remark.
+        # Options of `print` would also apply to the panel, which is drawn again below the remark; and it joins texts to
+        # one without theirs, but not those in a group.
         remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
-        self._live.console.print(remark, crop=False)
+        self._live.console.print(Group(remark), crop=False)
 
     def row(self, row: Row) -> None:
         """Update the figures with a step's row."""

@@ -10,9 +10,9 @@ import termios
 from asyncrl.observe.keys import silence_keys
 
 CONTROLS = """
-import sys, termios
+import os, sys, termios
 from asyncrl.observe.keys import silence_keys
-with open(sys.argv[1], "w") as terminal:  # the first terminal that a new session opens is its own
+with os.fdopen(os.open(sys.argv[1], os.O_RDWR), "w") as terminal:  # the first terminal that a new session opens is its own
     echoes = lambda: bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
     interrupts = lambda: bool(termios.tcgetattr(terminal)[3] & termios.ISIG)
     before = echoes()
