@@ -12,7 +12,8 @@ from asyncrl.algorithms.registry import KINDS
 from asyncrl.config.catalog import known, resolve
 
 DOCS = Path(__file__).parents[3] / "docs"
-TEXT = "\n".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("algorithms", "advantages", "off_policy"))
+PAGES = ("algorithms.md", "advantages.md", "off_policy.md")
+TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def section(kind: str) -> str:
