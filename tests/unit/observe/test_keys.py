@@ -12,7 +12,7 @@ from asyncrl.observe.keys import silence_keys
 CONTROLS = """
 import os, sys, termios
 from asyncrl.observe.keys import silence_keys
-with os.fdopen(os.open(sys.argv[1], os.O_RDWR), "w") as terminal:  # the first terminal that a new session opens is its own
+with os.fdopen(os.open(sys.argv[1], os.O_RDWR), "w") as terminal:  # a new session controls the first that it opens
     echoes = lambda: bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
     interrupts = lambda: bool(termios.tcgetattr(terminal)[3] & termios.ISIG)
     before = echoes()
