@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -119,6 +120,8 @@ async def test_a_server_of_somebody_else_answers_as_version_0_is_never_updated_a
         assert {answer.policy for answer in first} == {"judge"}
         assert engine.weight_version == LABEL
         assert run.manager._policies.served_version() is None
+        with pytest.raises(ValueError, match="'judge': a server of somebody else has no allowed_token_ids"):
+            await rollouts.generate(replace(REQUEST, sampling=replace(REQUEST.sampling, allowed_token_ids=(3,))))
         await server.close()
         await run.until(lambda state: state == "quarantined")
         waiting = asyncio.create_task(rollouts.generate(REQUEST))

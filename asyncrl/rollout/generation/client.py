@@ -195,11 +195,13 @@ class RolloutClient:
             ManagerGone: the manager does not answer.
             UnknownToken: the prompt contains a token outside the vocabulary.
             PictureError: it has pictures, and the servers take none.
-            ValueError: a stop string is not valid, there is no tokenizer to find it with, or `score_from` is outside of
-                the tokens.
+            ValueError: a stop string is not valid, there is no tokenizer to find it with, `score_from` is outside of
+                the tokens, or a server of somebody else is asked with `allowed_token_ids`.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
+        if request.policy in self._frozen and request.sampling.allowed_token_ids:
+            raise ValueError(f"policy {request.policy!r}: a server of somebody else has no allowed_token_ids; use none")
         if request.pictures:
             if not self._takes_pictures:
                 raise PictureError("the request has pictures, and this run's generation servers take none")

@@ -221,8 +221,8 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["policies: 'a': url='http://127.0.0.1:1'", "the run updates that server"],
         ),
         (
-            ["policies=[{name: a, url: 'http://127.0.0.1:1'}]", "rollout.sampling.allowed_token_ids=[3]"],
-            ["policies: 'a': url='http://127.0.0.1:1': rollout.sampling.allowed_token_ids=[3]"],
+            ["policies=[{name: a, url: 'http://127.0.0.1:1'}]", "rollout.sampling.allowed_token_ids=3-5"],
+            ["policies: 'a': url='http://127.0.0.1:1': rollout.sampling.allowed_token_ids='3-5'"],
         ),
         (
             ["policies=[{name: a}]", "generation.backend=sglang", "manager.weight_transport=distributed"],
