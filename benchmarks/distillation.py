@@ -4,7 +4,7 @@
     python benchmarks/distillation.py --teacher
 
 The first runs `async_distill` and `async_ppo` one after the other, and asks the policies that they kept on the same
-held-out problems after the runs (`kept_policies`). It prints the table of docs/algorithms.md and draws its figure.
+held-out problems after the runs (`kept_policies`). It prints the table of docs/distillation.md and draws its figure.
 
 `--teacher` makes the teacher in `experiments/base_models`: the recipe of the demo's base (`sft`) without its careless
 phase, for twice as long. It takes some five minutes of CPU time.

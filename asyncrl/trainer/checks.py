@@ -134,7 +134,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
             "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
-            "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
+            "stale and differing weights only (docs/off_policy.md, Truncated sampling)"
         )
 
 

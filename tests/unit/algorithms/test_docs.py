@@ -1,4 +1,4 @@
-"""The reference table names every algorithm with its parameters and defaults, and its example works."""
+"""The reference tables name every algorithm with its parameters and defaults, and the example works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.config.catalog import known, resolve
 
-TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = ("algorithms.md", "advantages.md", "off_policy.md")
+TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def section(kind: str) -> str:

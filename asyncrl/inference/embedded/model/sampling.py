@@ -3,7 +3,7 @@
 A row's token is found by inverse CDF from one uniform number of its own stream (`seeds`), so a sample does not depend
 on its neighbours in the batch. The log-probability returned is that of the whole distribution at the row's temperature,
 over the tokens that the row may draw (`RowSampling.forbidden`), before top-k, top-p and min-p cut it. The trainer
-computes the same, so their ratio is 1 if the weights are the same (docs/algorithms.md, "Truncated sampling"). A greedy
+computes the same, so their ratio is 1 if the weights are the same (docs/off_policy.md, "Truncated sampling"). A greedy
 row returns its value at temperature 1. SGLang does both likewise.
 
 Shapes: R = rows (running samples), V = vocabulary, T = output positions.
