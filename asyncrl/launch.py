@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
 
-        config = load_experiment(args.experiment, args.overrides, folder)
+        config = load_experiment(args.experiment, args.overrides, folder, commands=COMMANDS)
         if args.help:
             _print(experiment_help(args.experiment, config))
             return 0
@@ -121,7 +121,8 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         name, _, value = unknown[0].lstrip("-").partition("=")
-        parser.error(f"unknown option {unknown[0]}; a setting has no dashes: {name}={value or 'VALUE'}")
+        parser.print_usage(sys.stderr)
+        parser.exit(refuse(f"unknown option {unknown[0]}; a setting has no dashes: {name}={value or 'VALUE'}"))
     return args
 
 

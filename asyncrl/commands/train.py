@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.commands.before_start.space import space_line
 from asyncrl.commands.refusal import refuse
+from asyncrl.config.describe import program
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
@@ -105,18 +107,28 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         code = launcher.run()
     finally:
         display.close()
-    for line in (*summary_lines(run_dir), *_what_to_look_at(run_dir)):
+    for line in (*summary_lines(run_dir), _verdict(run_dir)):
         console.print(wrapped(line, console, SUMMARY_INDENT))
+    for line in what_next(run_dir, code):
+        console.print(line)
     if detached:
         (run_dir / EXIT_FILE).write_text(str(code))
     return code
 
 
-def _what_to_look_at(run_dir: Path) -> list[str]:
-    """Return the doctor's verdict, and the commands that show more."""
+def _verdict(run_dir: Path) -> str:
+    """Return the doctor's verdict on the run."""
     verdict = examine(History(run_dir)).verdict
-    told = "nothing is wrong" if verdict is None else verdict.title
-    return [f"doctor     {told}; python -m asyncrl.launch doctor {run_dir}"]
+    return f"doctor     {'nothing is wrong' if verdict is None else verdict.title}"
+
+
+def what_next(run_dir: Path, code: int) -> list[str]:
+    """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
+    run = shlex.quote(str(run_dir))
+    commands = [f"{program()} doctor {run}", f"{program()} dashboard {run}"]
+    lines = [f"{label:<{SUMMARY_INDENT}}{command}" for label, command in zip(("look at it", ""), commands, strict=True)]
+    continues = f"{'continue':<{SUMMARY_INDENT}}the same command goes on from the newest checkpoint"
+    return [*lines, continues] if code == EXIT_INTERRUPTED else lines
 
 
 def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:

@@ -105,11 +105,16 @@ def known_experiments(folder: Path) -> dict[str, str]:
     return found
 
 
-def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = None) -> Config:
+def load_experiment(
+    name: str, overrides: Sequence[str], folder: Path | None = None, *, commands: Sequence[str] = ()
+) -> Config:
     """Compose experiment `name` with `overrides` and check every value's type.
 
     It is looked for in the user's `folder` first, then among the built-in ones, and so is what its defaults list names.
     `${here:}` in an experiment's file stands for that file's folder.
+
+    Args:
+        commands: what else `name` may be a misspelling of.
 
     Raises:
         ConfigError: no such experiment, a malformed override, an unknown setting, or a value of the wrong type; one
@@ -119,7 +124,10 @@ def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = N
     known = _names_in(folders)
     if name not in known:
         where = " or ".join(map(str, folders))
-        raise ConfigError(f"no experiment {name!r} in {where}{did_you_mean(name, known)}; known: {', '.join(known)}")
+        neither = f"no experiment {name!r} in {where}" + (", and no such command" if commands else "")
+        hint = did_you_mean(name, (*known, *commands))
+        listed = f"known: {', '.join(known)}" + (f"; commands: {', '.join(commands)}" if commands else "")
+        raise ConfigError(f"{neither}{hint} {listed}" if hint else f"{neither}; {listed}")
     _store_schemas()
     ExperimentFolders.folders = folders
     with _hydra():

@@ -36,7 +36,7 @@ class EncoderServer(AsyncWorker):
             key, lease_s = names.encoder_server_key(self.index), self.config.system.lease_s
             self.resolver.add(key, url, lease_s=lease_s, replace=True)
             self.ready()
-            observer.stage("serves")
+            observer.stage(observer.SERVES)
             observer.gauges(
                 lambda: {
                     "encoded_total": service.encoded,

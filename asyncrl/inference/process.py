@@ -20,7 +20,7 @@ from typing import ClassVar, Never
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError
-from asyncrl.comm.name_resolve import NameResolveTimeout
+from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
@@ -37,8 +37,8 @@ from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.weights.staging.messages import MODEL
 
-TURN_WATCH_S = 0.5
-"""Longest time in seconds that a thread waits for a guest's turn, and by which it outlives a stop."""
+WATCH_S = 0.5
+"""Longest time in seconds that a thread waits for a guest's turn or memory, and by which it outlives a stop."""
 
 
 class EngineFailed(RuntimeError):
@@ -127,18 +127,21 @@ class GenerationServer(AsyncWorker):
             while True:
                 self._note_progress_of_others()  # the trainer's ranks have limits of their own
                 with contextlib.suppress(NameResolveTimeout):
-                    await asyncio.to_thread(self.resolver.watch, names.TRAINER_TURN_KEY, TURN_WATCH_S, last)
+                    await asyncio.to_thread(self.resolver.watch, names.TRAINER_TURN_KEY, WATCH_S, last)
                     break
 
     async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
         """Observe the engine until it is gone; return the reason."""
-        observer.stage("serves")
+        observer.stage(observer.SERVES)
         async with connect(served.url, self.http_security) as client:
-            following = asyncio.create_task(self._figures.follow(client))
+            following = [asyncio.create_task(self._figures.follow(client))]
+            if self._is_guest:
+                memory = names.guest_memory_key(self.index)
+                following.append(asyncio.create_task(follow_rests(self.resolver, memory, served.url)))
             try:
                 return await host.failed()
             finally:
-                await cancel(following)
+                await cancel(*following)
 
     async def _check_kept_requests(self, url: str) -> None:
         """Check that answers may span a weight update, if they do in this run.
@@ -231,6 +234,17 @@ class PolicyServer(GenerationServer):
         """Check a trained policy only: no answer of the others spans a weight update."""
         if self._trained:
             await super()._check_kept_requests(url)
+
+
+async def follow_rests(resolver: NameResolver, key: str, url: str) -> Never:
+    """Set this process's stage by what the GserverManager records under `key` (`names.GuestMemory`) of the guest at
+    `url`, until cancelled: it rests while its memory is released, and else it serves.
+    """
+    released, last = names.GuestMemory(url, released=True).encode(), None
+    while True:
+        with contextlib.suppress(NameResolveTimeout):
+            last = await asyncio.to_thread(resolver.watch, key, WATCH_S, last)
+            observer.stage(observer.RESTS if last == released else observer.SERVES)
 
 
 async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, timeout_s: float) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.observe.keys import silence_keys
 from asyncrl.observe.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
 
@@ -203,11 +204,15 @@ class LiveDisplay:
         self._started = time.monotonic()
         self._first_step: tuple[float, float] | None = None
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
+        self._restore_keys = silence_keys(console.file)
         self._live.start()
 
     def note(self, text: str) -> None:
         """Print the remark above the panel."""
-        self._live.console.print(wrapped(text, self._live.console), markup=False, soft_wrap=True)
+        # Options of `print` would also apply to the panel, which is drawn again below the remark; and it joins texts to
+        # one without theirs, but not those in a group.
+        remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
+        self._live.console.print(Group(remark), crop=False)
 
     def row(self, row: Row) -> None:
         """Update the figures with a step's row."""
@@ -233,6 +238,7 @@ class LiveDisplay:
         """Draw the last state and stop."""
         self._standing = ()
         self._live.stop()
+        self._restore_keys()
 
     def _render(self) -> RenderableType:
         body: list[RenderableType] = [self._progress(), self._figures(self._row)]

@@ -30,6 +30,10 @@ EVERY_S = 2.0
 TICK_S = 0.25
 """Time between two checks of how late this process is."""
 FILE_BYTES = 2 << 20
+SERVES = "serves"
+"""Stage of a server that takes requests."""
+RESTS = "rests while the trainer uses the device"
+"""Stage of a guest (`generation.guests`) whose memory is released."""
 _log = logging.getLogger(__name__)
 
 Gauges = Callable[[], Mapping[str, float]]

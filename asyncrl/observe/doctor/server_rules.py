@@ -11,7 +11,8 @@ import math
 from asyncrl.observe.doctor.finding import Finding
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured, typical
 from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
-from asyncrl.observe.doctor.servers import SERVES, Fleet, ServerLoad
+from asyncrl.observe.doctor.servers import Fleet, ServerLoad
+from asyncrl.observe.observer import RESTS, SERVES
 
 LATE_S = 0.3
 BUSY_ENGINE = 0.5
@@ -27,7 +28,8 @@ def slow_server(m: Measured) -> Finding | None:
 
 
 def _absent(m: Measured, fleet: Fleet) -> Finding | None:
-    absent, servers = [server for server in fleet.servers if server.stage != SERVES], len(fleet.servers)
+    absent = [server for server in fleet.servers if server.stage not in (SERVES, RESTS)]
+    servers = len(fleet.servers)
     if not absent or len(absent) == servers:
         return None
     told = ", ".join(f"{server.name} {server.stage}" for server in absent)

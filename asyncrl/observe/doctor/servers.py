@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.observe.history import History, Process
+from asyncrl.observe.observer import SERVES
 
 SERVER, POLICY_SERVER = "generation_server", "policy_server"
 """Kinds of processes that generate: for the run's own policy, and for those in `policies`."""
-SERVES = "serves"
-"""Stage of a generation server that takes requests."""
 QUEUE_SHARE = 0.25
 """Samples queue in the servers if they are more than this share of the running ones."""
 

@@ -9,8 +9,9 @@ from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.servers import policy_of_server
 from asyncrl.observe.history import History, Process, State
 from asyncrl.observe.history.ledger import Rollout
+from asyncrl.observe.observer import RESTS, SERVES
 
-AT_WORK = frozenset({"ready", "serves", "plays", "waits for the master"})
+AT_WORK = frozenset({"ready", SERVES, RESTS, "plays", "waits for the master"})
 SILENT_S = 10.0
 """A living process writes every two seconds."""
 LONG_S = 60.0

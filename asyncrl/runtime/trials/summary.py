@@ -87,12 +87,12 @@ def _last_known_books(run_dir: Path) -> list[str]:
 
 def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
     """Return the balance of rollouts, and the rollouts that someone has to look at."""
-    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items())) or "none"
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items()))
     under_way = books["running"] + books["finished_untrained"]
     total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"] + under_way
     line = (
         f"books      submitted {books['submitted']} {'=' if books['submitted'] == total else '≠'} "
-        f"trained {books['trained']} + dropped {sum(books['dropped'].values())} ({dropped}) "
+        f"trained {books['trained']} + dropped {sum(books['dropped'].values())} {f'({dropped}) ' if dropped else ''}"
         f"+ abandoned {books['abandoned']}"
     )
     if under_way:

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.config.load import experiments_dir
+from asyncrl.observe.display import wrapped
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
@@ -119,8 +120,7 @@ def ensure_base_model(config: SFTConfig) -> Path:
             if not _is_model(folder):  # else another launch has made it meanwhile
                 _copy(shipped, folder) if _is_model(shipped := shipped_dir(config)) else _make(config, folder)
     elif folder.parents[1] != Path(config.fileroot).expanduser().resolve():
-        note = f"base model: {folder} (fileroot={config.fileroot} has none of its own)"
-        Console(highlight=False).print(note, markup=False, soft_wrap=True)
+        _note(f"base model: {folder} (fileroot={config.fileroot} has none of its own)")
     return folder
 
 
@@ -129,8 +129,12 @@ def _copy(shipped: Path, folder: Path) -> None:
     for name, file in model_files(shipped).items():
         atomic_dir.write_file(aside / name, file.read_bytes())
     atomic_dir.commit(folder)
-    note = f"base model: {folder}, copied from the package"
-    Console(highlight=False).print(note, markup=False, soft_wrap=True)
+    _note(f"base model: {folder}, copied from the package")
+
+
+def _note(text: str) -> None:
+    console = Console(highlight=False)
+    console.print(wrapped(text, console), markup=False, soft_wrap=True)
 
 
 def _make(config: SFTConfig, folder: Path) -> None:

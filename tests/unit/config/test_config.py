@@ -19,6 +19,7 @@ from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, loa
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.launch import main
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.trainer.placement import worker_grid
 
 
@@ -98,6 +99,14 @@ def test_all_wrong_overrides_are_told_at_once() -> None:
 def test_a_misspelt_experiment_is_answered_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"no experiment 'async_pop'.*did you mean 'async_ppo'"):
         load_experiment("async_pop", [])
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctr", "some/run"]) == EXIT_CONFIG
+    told = capsys.readouterr().err
+    assert "no experiment 'doctr'" in told
+    assert "and no such command, did you mean 'doctor'?" in told
+    assert "commands: attach, audit" in told
 
 
 def test_a_group_of_settings_takes_no_value() -> None:

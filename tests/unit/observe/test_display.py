@@ -229,3 +229,16 @@ def test_what_processes_do_is_printed_again_only_when_it_changes() -> None:
         "  generation_server/0 loads the model (4 s)",
         "  all processes are at work: the first batch is being generated",
     ]
+
+
+def test_the_panel_below_a_remark_is_drawn_as_elsewhere() -> None:
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, width=60, force_terminal=True, color_system=None), "run", 10, 4)
+    display.note(
+        "the remark [bold]with brackets[/] and /a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log"
+    )
+    below = out.getvalue().partition("with brackets")[2]
+    display.close()
+    assert "step 0/10" in below
+    assert "[bold]" not in below, "the panel's markup is text where a remark's options apply to it"
+    assert "/a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log\n" in below

@@ -20,6 +20,7 @@ from asyncrl.commands.doctor_run import main
 from asyncrl.observe.doctor import Level, examine
 from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History
+from asyncrl.observe.observer import RESTS
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 
@@ -311,6 +312,11 @@ def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> Non
     policy_servers(run, lambda index, line: {"generated_total": line["generated_total"] / (10 + 40 * index)}, 2)
     kinds = {each.kind: each for each in examine(History(run)).findings}
     assert "policy_server/1 decodes" in kinds["slow-server"].sentence
+    policy_servers(run, lambda index, line: {"stage": RESTS if index else line["stage"]}, 2)
+    assert "slow-server" not in [each.kind for each in examine(History(run)).findings], "a guest that rests is no fault"
+    policy_servers(run, lambda index, line: {"stage": "loads the model" if index else line["stage"]}, 2)
+    kinds = {each.kind: each for each in examine(History(run)).findings}
+    assert "policy_server/1 loads the model, and the others serve" in kinds["slow-server"].sentence
 
 
 def test_a_plan_for_a_run_that_the_simulation_does_not_know_is_refused(

@@ -1,0 +1,41 @@
+"""A guest says that it rests while its memory is released."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.names import GuestMemory, guest_memory_key
+from asyncrl.inference.process import follow_rests
+from asyncrl.observe import observer
+from asyncrl.runtime.process.waiting import cancel
+
+KEY, URL = guest_memory_key(0), "http://127.0.0.1:1"
+
+
+def test_a_guest_rests_while_the_memory_of_its_engine_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(resolver: FileResolver) -> None:
+        stages: asyncio.Queue[str] = asyncio.Queue()
+        monkeypatch.setattr(observer, "stage", stages.put_nowait)
+        following = asyncio.create_task(follow_rests(resolver, KEY, URL))
+        states = [
+            (GuestMemory(URL, released=False), observer.SERVES),
+            (GuestMemory(URL, released=True), observer.RESTS),
+            (None, observer.SERVES),
+            (GuestMemory("http://127.0.0.1:2", released=True), observer.SERVES),
+        ]
+        for memory, stage in states:
+            if memory is None:
+                await asyncio.to_thread(resolver.delete, KEY)
+            else:
+                await asyncio.to_thread(resolver.add, KEY, memory.encode(), replace=True)
+            assert await asyncio.wait_for(stages.get(), 60) == stage, memory
+        await cancel(following)
+
+    with FileResolver(tmp_path) as resolver:
+        asyncio.run(play(resolver))
