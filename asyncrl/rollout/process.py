@@ -95,6 +95,7 @@ class RolloutWorker(AsyncWorker):
                     vocab_size=self._components.vocab_size,
                     decode=self._components.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
+                    frozen=[policy.name for policy in self.config.policies if policy.url is not None],
                     servers_cache=wants_prefix_first(self.config.generation) and mode != UpdateMode.in_place,
                     pictures=pictures_taken(self.config) is not None,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,

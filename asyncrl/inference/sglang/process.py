@@ -104,7 +104,9 @@ class ProcessTree:
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self.first_error = ""
-        self._process.stdin.write(b"\n")  # by now its shared memory is there for the supervisor to note
+        with contextlib.suppress(psutil.NoSuchProcess):
+            segments = supervisor.shared_memory(psutil.Process(self._process.pid))
+            self._process.stdin.write(b"".join(os.fsencode(segment) + b"\n" for segment in segments))
         loop = asyncio.get_running_loop()
         watched = [p for p in self._descendants() if _title(p).startswith(title_prefix)]
         for process in watched:

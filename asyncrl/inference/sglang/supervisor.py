@@ -53,18 +53,19 @@ def main() -> int:
 
 
 def await_either_end(server: subprocess.Popen[bytes]) -> set[Path]:
-    """Wait until standard input ends or the server does; returns the shared memory seen at that time and before.
+    """Wait until standard input ends or the server does; returns the shared memory of this time and of the input.
 
-    Input on standard input is a request to look for shared memory now, since a dead process cannot be asked later.
+    A line of standard input is a segment that the GenerationServer has seen: a dead process cannot be asked for it.
     """
-    segments: set[Path] = set()
+    told = b""
     pidfd, stdin = os.pidfd_open(server.pid), sys.stdin.fileno()
     try:
         while True:
             readable, _, _ = select.select([stdin, pidfd], [], [])
-            segments |= shared_memory()
-            if pidfd in readable or not os.read(stdin, 4096):
-                return segments
+            piece = os.read(stdin, 1 << 16) if stdin in readable else b""
+            told += piece
+            if not piece:  # the input has ended, or the server has and all that was told before is read
+                return shared_memory(psutil.Process()) | {Path(os.fsdecode(line)) for line in told.splitlines()}
     finally:
         os.close(pidfd)
 
@@ -122,10 +123,10 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def shared_memory() -> set[Path]:
-    """Segments of shared memory that processes below this one have mapped and that still have a name."""
+def shared_memory(root: psutil.Process) -> set[Path]:
+    """Segments of shared memory that processes below `root` have mapped and that still have a name."""
     segments: set[Path] = set()
-    for process in psutil.Process().children(recursive=True):
+    for process in root.children(recursive=True):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 path = line.partition(_SHARED_MEMORY)[2]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +27,8 @@ from asyncrl.observe.metrics import (
 )
 from asyncrl.observe.sample_tables import Table
 from asyncrl.plugins.tools.settings import McpServerConfig
+
+LIMIT_S = 60.0
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -145,6 +149,8 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
             at += left
             continue
         size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        if at + 7 + size > len(log):
+            return  # it is being written
         record += log[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or its last chunk
@@ -152,8 +158,20 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def wandb_records(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Config and rows of each launch, from the files that wandb keeps without a network."""
+def wandb_records(folder: Path, launches: int, rows: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Config and rows of each launch, from the files that wandb keeps without a network.
+
+    A process of its own writes them, and may still do so after the end of a run: they are read once there are so many
+    `launches`, and so many `rows` of the last.
+    """
+    deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
+    while len(found := _wandb_launches(folder)) < launches or len(found[-1][1]) < rows:
+        assert time.monotonic() < deadline, found
+        pause.wait(0.05)
+    return found
+
+
+def _wandb_launches(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     from wandb.proto import wandb_internal_pb2
 
     launches = []
@@ -187,7 +205,7 @@ def test_wandb_has_the_config_and_goes_on_with_the_same_run_until_the_trial_is_w
                 writer.write(step, {"x": 10 * first_step + step, "parts": [1.0]})
             writer.samples(steps[-1], [["e0-0", "0", "1", "0", "4+5=9"]])
         config.total_train_steps = 9
-    (before, first), (after, second) = wandb_records(tmp_path)
+    (before, first), (after, second) = wandb_records(tmp_path, launches=2, rows=3)
     assert [[row[key] for key in ("step", "x")] for row in first if "x" in row] == [[0, 0], [1, 1], [2, 2]]
     assert [[row[key] for key in ("step", "x")] for row in second if "x" in row] == [[2, 22], [3, 23]]
     assert before["run id"] == after["run id"]
@@ -198,7 +216,7 @@ def test_wandb_has_the_config_and_goes_on_with_the_same_run_until_the_trial_is_w
     (tmp_path / "wandb_id").unlink()
     with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", config)) as writer:
         writer.write(0, {"x": 0})
-    assert wandb_records(tmp_path)[-1][0]["run id"] != after["run id"]
+    assert wandb_records(tmp_path, launches=3, rows=1)[-1][0]["run id"] != after["run id"]
 
 
 def test_wandb_that_is_not_installed_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
