@@ -27,6 +27,7 @@ from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.commands.before_start.input_checks import check_prompts
 from asyncrl.commands.before_start.same_data import keep_inputs
+from asyncrl.commands.before_start.served_policies import check_served_policies
 from asyncrl.commands.eval_answers import write_answers
 from asyncrl.commands.refusal import refuse
 from asyncrl.config.evaluation_sets import evaluation_sets
@@ -125,6 +126,8 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     resolve_hub_names(config)
     config = _alone(config, scratch, answers=answers)
     validate(config)
+    for note in check_served_policies(config):
+        console.print(f"WARNING: {note}")
     for group, found in check_prompts(config, of_evaluation_alone=True).items():
         for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong):
             console.print(f"{group}: {line}")

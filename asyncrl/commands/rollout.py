@@ -66,10 +66,10 @@ def open_gate(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _run(config: ExperimentConfig, console: Console) -> int:
-    check_reachable(config)
+    found = [f"WARNING: {note}" for note in check_reachable(config)]
     with rehearsed(config) as rehearsal_notes:
         check_prompts(config)
-        notes = rehearsal_notes()
+        notes = [*found, *rehearsal_notes()]
     title = f"asyncrl rollout {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display)

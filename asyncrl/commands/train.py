@@ -84,11 +84,11 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
             "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
         )
         return EXIT_OK
-    clocks = [f"WARNING: {note}" for note in check_reachable(config)]
+    found = [f"WARNING: {note}" for note in check_reachable(config)]
     check_guests_fit(config)
     with rehearsed(config) as rehearsal_notes:
         statistics = check_prompts(config)
-        notes = [*clocks, *rehearsal_notes()]
+        notes = [*found, *rehearsal_notes()]
     if again is not None:
         return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"

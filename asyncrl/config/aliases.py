@@ -30,6 +30,7 @@ _SIZE = "there a number of prompts or samples, here the number of parts into whi
 _PROMPTS = "here in prompts (groups), whatever group_size is"
 _DYNAMIC = "here micro-batches are cut by tokens: trainer.tokens_per_micro_batch"
 _LAYOUT = "layouts are written as d<N>t<N>p<N>"
+_TURNS = "servers and trainer then share GPUs and take turns"
 _NO_PADDING = "sequences are packed wherever the model is proven right so"
 
 ALIASES: tuple[Alias, ...] = (
@@ -160,9 +161,9 @@ ALIASES: tuple[Alias, ...] = (
     Alias("rollout.max_model_len", "verl, siiRL", "generation.context_length"),
     Alias("sglang.context_length", "AReaL", "generation.context_length"),
     Alias("enforce_eager", "verl, siiRL", "generation.sglang.args", "{disable_cuda_graph: true}"),
-    Alias("free_cache_engine", "verl, siiRL", "", "servers and trainer have devices of their own and never take turns"),
-    Alias("colocate", "slime", "", "servers and trainer have devices of their own and never take turns"),
-    Alias("vllm_enable_sleep_mode", "TRL", "", "servers and trainer have devices of their own and never take turns"),
+    Alias("free_cache_engine", "verl, siiRL", "generation.guests=all", _TURNS),
+    Alias("colocate", "slime", "generation.guests=all", _TURNS),
+    Alias("vllm_enable_sleep_mode", "TRL", "generation.guests=all", _TURNS),
     # Asynchrony
     Alias("rollout.max_head_offpolicyness", "AReaL", "max_head_offpolicyness"),
     Alias("staleness_threshold", "verl", "max_head_offpolicyness", "there a share of a batch, here in versions"),

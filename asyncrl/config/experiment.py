@@ -92,7 +92,7 @@ class ExperimentConfig:
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     policies: list[PolicyConfig] = setting(
         help="policies that agents ask besides the run's own: older versions of it, other models, or further trained "
-        "ones; each with name, path or versions, servers, and trained",
+        "ones; each with name, path, url or versions, servers, and trained",
         factory=list,
     )
     buffer: BufferConfig = field(default_factory=BufferConfig)
@@ -129,6 +129,11 @@ class ExperimentConfig:
         trainer = self.trainer
         idle = {policy.name for policy in self.policies if policy.trained and not policy.trains_at(version)}
         return idle if version % trainer.train_every == trainer.train_offset else idle | {""}
+
+    @property
+    def adopted_urls(self) -> list[str]:
+        """Addresses of the servers that somebody else runs; they get no token of the run."""
+        return [*self.generation.sglang.urls, *(policy.url for policy in self.policies if policy.url is not None)]
 
     @property
     def policy_of_server(self) -> list[PolicyConfig]:

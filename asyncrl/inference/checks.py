@@ -15,8 +15,10 @@ from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks, guest_checks
 from asyncrl.inference.settings import GenerationBackend, server_shape
 from asyncrl.inference.sglang.command import check_args
+from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
+from asyncrl.trainer.settings import VisionMode
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -41,6 +43,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"generation.max_total_tokens={generation.max_total_tokens}: one sample may take {needed}; use "
             f"{needed} or more"
         )
+    yield from _frozen_servers(config)
     if generation.backend == GenerationBackend.sglang:
         yield from _sglang(config)
     elif generation.sglang.urls:
@@ -100,7 +103,35 @@ def _gpus(config: ExperimentConfig) -> Iterator[str]:
         yield from gpu_checks.problems(config)
 
 
+def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for what servers of `policies` that somebody else runs may not understand."""
+    model, allowed = config.model, config.rollout.sampling.allowed_token_ids
+    for policy in config.policies:
+        if policy.url is None:
+            continue
+        setting = f"policies: {policy.name!r}: url"
+        yield from _addresses(setting, [policy.url], config.system)
+        if allowed:
+            yield (
+                f"{setting}={policy.url!r}: rollout.sampling.allowed_token_ids={allowed!r} is not in SGLang's API, and "
+                "that server would answer with any token; leave it out, or use path"
+            )
+        if model.path is not None and model.vision != VisionMode.none and placeholder_in(model.path) is not None:
+            yield (
+                f"{setting}={policy.url!r}: model.path={model.path!r} takes pictures, which a server of somebody "
+                "else may not read; use model.vision=none, or path"
+            )
+
+
 def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
+    yield from _addresses("generation.sglang.urls", urls, system)
+    servers = [url.rstrip("/") for url in urls]
+    for url in sorted({url for url in servers if servers.count(url) > 1}):
+        yield f"generation.sglang.urls={url!r}: given {servers.count(url)} times; name each server once"
+
+
+def _addresses(setting: str, urls: list[str], system: SystemConfig) -> Iterator[str]:
+    """Yield an error message for each address of `setting` that the run cannot use."""
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -108,16 +139,13 @@ def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
         except ValueError:  # the port is no number of a port
             whole = False
         if not whole:
-            yield f"generation.sglang.urls={url!r}: not the address of a server; give http://host:port"
+            yield f"{setting}={url!r}: not the address of a server; give http://host:port"
         elif system.encrypt and parts.scheme == "http" and parts.hostname not in {system.host, *LOOPBACK}:
             yield (
-                f"generation.sglang.urls={url!r}: prompts, answers and weight updates would cross the network in the "
+                f"{setting}={url!r}: what it is sent, prompts and answers too, would cross the network in the "
                 "clear; use https:// (verified with this machine's authorities and SSL_CERT_FILE), a tunnel to "
                 "127.0.0.1, or system.encrypt=false"
             )
-    servers = [url.rstrip("/") for url in urls]
-    for url in sorted({url for url in servers if servers.count(url) > 1}):
-        yield f"generation.sglang.urls={url!r}: given {servers.count(url)} times; name each server once"
 
 
 def _sglang(config: ExperimentConfig) -> Iterator[str]:

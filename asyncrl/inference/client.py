@@ -155,10 +155,11 @@ class GenerationServerClient:
         http: the connections, shared among servers.
         url: of the server.
         sender: sends pictures, shared among servers; None: this client has its own.
+        frozen: somebody else runs the server, and its model stays as it is: version 0, whatever label it has.
     """
 
-    def __init__(self, http: JsonHttp, url: str, sender: PictureSender | None = None) -> None:
-        self._http = http
+    def __init__(self, http: JsonHttp, url: str, sender: PictureSender | None = None, *, frozen: bool = False) -> None:
+        self._http, self._frozen = http, frozen
         self.url = url.rstrip("/")
         self._sender = sender or PictureSender(http)
 
@@ -212,7 +213,7 @@ class GenerationServerClient:
         if not isinstance(replies, list) or len(replies) != len(items):
             raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
         return [
-            parse_completion(reply, sampling.stop, routing, len(item.input_ids))
+            parse_completion(reply, sampling.stop, routing, len(item.input_ids), frozen=self._frozen)
             for reply, item in zip(replies, items, strict=True)
         ]
 
@@ -321,7 +322,7 @@ class GenerationServerClient:
         Raises:
             MalformedReply: its label is not a policy version.
         """
-        return parse_version((await self.model_info()).weight_version)
+        return 0 if self._frozen else parse_version((await self.model_info()).weight_version)
 
     async def model_info(self) -> ModelInfo:
         """Return the model and version that the server serves.

@@ -114,3 +114,4 @@ class ModelInfo(Struct):
 
     weight_version: str
     model_path: str | None = None
+    tokenizer_path: str | None = None

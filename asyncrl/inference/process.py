@@ -203,7 +203,7 @@ class PolicyServer(GenerationServer):
 
     It begins with the folder `path`, or with the run's initial model. The GserverManager drains a server of older
     versions before each update, so an answer is of one version. A server of a trained policy is updated like the run's
-    own.
+    own. One at `url` is somebody else's: nothing is loaded there, and it counts as version 0.
     """
 
     _scratch = "policy"
@@ -214,13 +214,21 @@ class PolicyServer(GenerationServer):
         if policy.path is not None:
             self.config.model.path = str(Path(policy.path).expanduser())
         self.config.moe.replay_routing = False  # its tokens are not trained
-        self._trained = policy.trained
+        self._trained, self._url = policy.trained, policy.url
+        if policy.url is not None:
+            self.config.generation.backend = GenerationBackend.sglang  # its API; whatever the run's own servers are
 
     _is_guest = False
 
     @property
     def _key(self) -> str:
         return names.policy_server_key(self.index)
+
+    def _make_host(self) -> EngineHost:
+        if self._url is None:
+            return super()._make_host()
+        limit_s = self.config.generation.start_timeout_s
+        return AdoptedHost(self._url, model_dir=None, security=self.http_security, timeout_s=limit_s)
 
     async def _check_kept_requests(self, url: str) -> None:
         """Check a trained policy only: no answer of the others spans a weight update."""

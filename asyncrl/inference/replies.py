@@ -46,7 +46,12 @@ def parse_version(label: object) -> int:
 
 
 def parse_completion(
-    reply: Mapping[str, Any], stop: Sequence[str] = (), routing: RoutingWanted | None = None, prompt_tokens: int = 0
+    reply: Mapping[str, Any],
+    stop: Sequence[str] = (),
+    routing: RoutingWanted | None = None,
+    prompt_tokens: int = 0,
+    *,
+    frozen: bool = False,
 ) -> Completion:
     """Read one sample of a `/generate` reply.
 
@@ -54,6 +59,7 @@ def parse_completion(
         stop: stop strings; a sample that ended at one of them has the finish `length`.
         routing: the experts that were asked for.
         prompt_tokens: length of the prompt; needed with `routing`.
+        frozen: all tokens are of version 0, whatever label the server has.
 
     Raises:
         MalformedReply: a field is missing, or the lists differ in length.
@@ -67,7 +73,7 @@ def parse_completion(
         if finish == FinishReason.abort and not token_ids:
             return Completion([], [], [], FinishReason.abort)
         logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
-        versions = _token_versions(meta, len(token_ids))
+        versions = [0] * len(token_ids) if frozen else _token_versions(meta, len(token_ids))
         routed = None if routing is None else _routing(meta["routed_experts"], routing, prompt_tokens + len(token_ids))
     except (KeyError, TypeError, IndexError) as error:
         raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error

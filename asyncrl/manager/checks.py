@@ -37,10 +37,10 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each policy that agents could not play with."""
     if not config.policies:
         return
-    if adopts(config.generation):
+    if adopts(config.generation) and any(policy.url is None for policy in config.policies):
         yield (
             "policies: their servers are started, and generation.sglang.urls names servers that run already; leave the "
-            "urls out"
+            "urls out, or give each policy its url"
         )
     if not config.system.shared_filesystem:
         yield (
@@ -57,7 +57,9 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
             yield from _trained(config, policy)
         elif policy.train_every != 1 or policy.train_offset or policy.optimizer or policy.algorithm:
             yield f"{setting}: train_every, optimizer and algorithm are for trained policies; set trained: true"
-        if policy.path is not None:
+        if policy.url is not None:
+            yield from _url(config, policy, policy.url.rstrip("/"))
+        elif policy.path is not None:
             yield from _folder(config, policy, policy.path)
         elif not policy.trained:
             yield from _versions(config, policy)
@@ -92,6 +94,21 @@ def _versions(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
             f"policies: {policy.name!r}: versions.every={every}: no version would join the pool before the run ends, "
             f"after total_train_steps={config.total_train_steps}; use less"
         )
+
+
+def _url(config: ExperimentConfig, policy: PolicyConfig, url: str) -> Iterator[str]:
+    """Yield an error message for what does not go with a server that somebody else runs."""
+    setting = f"policies: {policy.name!r}: url={url!r}"
+    if policy.path is not None:
+        yield f"{setting}: a server that runs already has its model; leave out url or path"
+    if policy.trained:
+        yield f"{setting}: a server that somebody else runs is never updated; leave out url or trained"
+    elif policy.versions != VersionPoolConfig():
+        yield f"{setting}: a model that stays has no versions; leave out url or versions"
+    if policy.servers != 1:
+        yield f"{setting}: servers={policy.servers}: the run starts none, url is the one it asks; leave servers out"
+    if url in {own.rstrip("/") for own in config.generation.sglang.urls}:
+        yield f"{setting}: the run updates that server, as generation.sglang.urls names it; leave it out of one of them"
 
 
 def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterator[str]:

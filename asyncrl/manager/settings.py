@@ -99,6 +99,11 @@ class PolicyConfig:
         "Hugging Face folder of a model that stays as it is, or with `trained` of the initial model; null: older "
         "versions of the run's own policy, or with `trained` its initial model",
     )
+    url: Optional[str] = setting(
+        None,
+        "in place of path: a generation server that somebody else runs, SGLang or another with its HTTP API; its model "
+        "stays as it is",
+    )
     versions: VersionPoolConfig = field(default_factory=VersionPoolConfig)
     servers: int = setting(1, "GenerationServers for it, beside generation.servers", minimum=1)
     trained: bool = setting(False, "whether it is trained too, on the samples of its own clients")
@@ -116,7 +121,7 @@ class PolicyConfig:
     @property
     def is_pool(self) -> bool:
         """True if it stands for older versions of the run's own policy."""
-        return self.path is None and not self.trained
+        return self.path is None and self.url is None and not self.trained
 
     @property
     def is_prioritised(self) -> bool:

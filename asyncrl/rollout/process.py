@@ -34,10 +34,11 @@ from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import pictures_taken
+from asyncrl.rollout.user_code_pool.errors import failed_user_code
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
-from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
 from asyncrl.weights.staging.client import StagingClient
 from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 
@@ -94,6 +95,7 @@ class RolloutWorker(AsyncWorker):
                     vocab_size=self._components.vocab_size,
                     decode=self._components.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
+                    frozen=[policy.name for policy in self.config.policies if policy.url is not None],
                     servers_cache=wants_prefix_first(self.config.generation) and mode != UpdateMode.in_place,
                     pictures=pictures_taken(self.config) is not None,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
@@ -233,13 +235,21 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
     async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher) -> None:
-        """Run the loop until a stop is requested; its failure fails the worker."""
+        """Run the loop until a stop is requested; its failure fails the worker.
+
+        Raises:
+            CannotContinue: all rollouts fail in users' code, whose tracebacks the log has.
+        """
         working = [asyncio.create_task(work) for work in (loop.run(), self._follow_pullers(pusher))]
         stopping = asyncio.create_task(self.stop.wait())
         try:
             done, _ = await asyncio.wait({*working, stopping}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 task.result()
+        except Exception as error:
+            if (failed := failed_user_code(error)) is None:
+                raise
+            raise CannotContinue(f"all rollouts fail, the last one as {failed}") from error
         finally:
             await cancel(*working, stopping)
 

@@ -26,6 +26,7 @@ from asyncrl.comm.names import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend, guests_of, server_shape
+from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.placement import placement
@@ -161,8 +162,16 @@ def _policy_servers(config: ExperimentConfig) -> int:
 
 
 def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """GPUs as for generation servers; policy servers are numbered after those."""
-    return _generation_server(config, _generation_servers(config) + index, here)
+    """GPUs as for generation servers; policy servers that compute are numbered after those."""
+    policies = config.policy_of_server
+    if policies[index].url is not None:
+        return _on_cpu(config, index, here)
+    return _generation_server(config, _generation_servers(config) + _computing(policies[:index]), here)
+
+
+def _computing(policies: Sequence[PolicyConfig]) -> int:
+    """Number of the policies' servers that the run starts; others run already."""
+    return sum(policy.url is None for policy in policies)
 
 
 def _staging_servers(config: ExperimentConfig) -> int:
@@ -180,7 +189,8 @@ def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resour
         return _on_cpu(config, index, here)
     taken = here.ranks if config.trainer.device != Device.cpu else 0
     if config.generation.device != Device.cpu:
-        taken += (_generation_servers(config) + _policy_servers(config)) * server_shape(config.generation).gpus
+        servers = _generation_servers(config) + _computing(config.policy_of_server)
+        taken += servers * server_shape(config.generation).gpus
     left = here.gpus[min(taken, len(here.gpus) - 1) :]
     return Resources(gpus=_dealt(index, gpus, left), allocator=GPU_ALLOCATOR)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from asyncrl.commands.before_start.served_policies import check_served_policies
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import GenerationBackend
@@ -27,7 +28,7 @@ def check_reachable(config: ExperimentConfig) -> list[str]:
     """Check that the services named in the settings are running.
 
     Returns:
-        Sentences for the user, about clocks that differ.
+        Sentences for the user, about clocks that differ and tokenizers that cannot be compared.
 
     Raises:
         ConfigError: one is not; the message names the setting.
@@ -36,7 +37,7 @@ def check_reachable(config: ExperimentConfig) -> list[str]:
     notes = check_hosts(config)
     if faults := [*_slurm(config), *_ray(config), *_sglang(config)]:
         raise ConfigError("\n".join(faults))
-    return notes
+    return [*notes, *check_served_policies(config)]
 
 
 def _slurm(config: ExperimentConfig) -> Iterator[str]:

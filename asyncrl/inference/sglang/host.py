@@ -22,7 +22,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
-from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
@@ -163,25 +162,27 @@ class AdoptedHost:
     Args:
         url: its address.
         model_dir: the initial model, at a path that it can read; loaded unless it already serves it under label "0".
+            None: the server keeps its own model, under whatever label.
         security: has `url` among the adopted ones; None if the run has no secret.
         timeout_s: limit for it to answer and load.
     """
 
-    def __init__(self, url: str, *, model_dir: Path, security: HttpSecurity | None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, model_dir: Path | None, security: HttpSecurity | None, timeout_s: float) -> None:
         self._url = url.rstrip("/")
         self._model_dir, self._security, self._timeout_s = model_dir, security, timeout_s
 
     async def start(self) -> ServedEngine:
-        """Wait for the server and give it the initial model.
+        """Wait for the server and give it the initial model, unless it keeps its own.
 
         Raises:
             EngineStartError: it does not answer in time, asks for a token, or cannot load the model.
         """
         await wait_ready(self._url, self._security, self._timeout_s)
-        wanted = ModelInfo(weight_version=BASE_VERSION, model_path=str(self._model_dir))
+        keeps, wanted = self._model_dir is None, (BASE_VERSION, str(self._model_dir))
         try:
             async with connect(self._url, self._security) as client:
-                if await client.model_info() != wanted:
+                info = await client.model_info()
+                if not keeps and (info.weight_version, info.model_path) != wanted:
                     await client.update_weights(
                         str(self._model_dir), int(BASE_VERSION), abort_all=True, timeout_s=self._timeout_s
                     )
@@ -191,7 +192,8 @@ class AdoptedHost:
                     f"adopted server {self._url} asks for a token, and the run's is not for it: start it without "
                     "--api-key"
                 ) from error
-            raise EngineStartError(f"adopted server {self._url} does not serve the initial model: {error}") from error
+            what = "say which model it serves" if keeps else "serve the initial model"
+            raise EngineStartError(f"adopted server {self._url} does not {what}: {error}") from error
         return ServedEngine(self._url, None)
 
     async def failed(self) -> str:

@@ -77,6 +77,7 @@ class PolicyFleets:
                 checks=checks,
                 policy=policy.name,
                 served_version=self.served_version if policy.trained else None,
+                frozen=policy.url is not None,
                 log=own_log,
                 clock=clock,
             )
@@ -89,7 +90,7 @@ class PolicyFleets:
 
     def versions_in_use(self) -> set[int]:
         """Versions that servers of pools and of trained policies serve or load."""
-        versioned = {policy.name for policy in self._of_server if policy.trained or policy.path is None}
+        versioned = {policy.name for policy in self._of_server if policy.trained or policy.is_pool}
         return {version for name in versioned for version in self._decisions[name].versions_in_use()}
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
@@ -115,9 +116,8 @@ class PolicyFleets:
             self._runners[name].publish(_of_policy(target, name))
         version, path = target.version, target.path
         for index, policy in enumerate(self._of_server):
-            stays = policy.trained or policy.path is not None
             rates = (win_rates or {}).get(policy.name)
-            member = None if stays else policy.versions.choose(version, self._seed, index, rates)
+            member = policy.versions.choose(version, self._seed, index, rates) if policy.is_pool else None
             if member is not None and (chosen := await self._target(policy, member, Path(path).parent)) is not None:
                 self._runners[policy.name].assign(index, chosen)
 

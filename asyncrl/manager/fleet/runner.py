@@ -64,6 +64,7 @@ class FleetRunner:
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts. None: the least version of these servers if they
             serve the run's own policy; else the gate does not depend on them.
+        frozen: somebody else runs the servers: they are never updated, and any label of theirs is version 0.
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
@@ -83,6 +84,7 @@ class FleetRunner:
         checks: Sequence[UpdateCheck] = (),
         policy: str = "",
         served_version: Callable[[], int | None] | None = None,
+        frozen: bool = False,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,7 +92,7 @@ class FleetRunner:
         self._service = service
         self._policy, self._router = policy, service.routes.router_of(policy)
         self._served_version = served_version or (lambda: None if policy else decisions.served_version)
-        self._http = http
+        self._http, self._frozen = http, frozen
         self._transport = transport
         self._config = config
         self._checks = checks
@@ -320,7 +322,7 @@ class FleetRunner:
         """
         self._checking.add(url)
         expected = self._decisions.expected_version(server, url)
-        client = GenerationServerClient(self._http, url)
+        client = GenerationServerClient(self._http, url, frozen=self._frozen)
         try:
             await client.ready(timeout_s=HEALTH_TIMEOUT_S)
             served = await client.served_version()

@@ -310,7 +310,7 @@ def vocabulary_difference(policy: str, other: str) -> str | None:
     """Return an error message if the tokenizers in two folders give tokens different ids, so that the ids of `policy`
     would mean something else to `other`. None if they agree, or if a folder has no tokenizer.json.
     """
-    ids, others = _vocabulary(policy), _vocabulary(other)
+    ids, others = vocabulary(policy), vocabulary(other)
     if ids is None or others is None or ids == others:
         return None
     differ = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
@@ -320,8 +320,8 @@ def vocabulary_difference(policy: str, other: str) -> str | None:
     )
 
 
-def _vocabulary(folder: str) -> dict[str, int] | None:
-    """The ids of a tokenizer's tokens; None if its file does not say."""
+def vocabulary(folder: str) -> dict[str, int] | None:
+    """Return the ids of a tokenizer's tokens; None if its file does not say."""
     try:
         told = json.loads((Path(folder).expanduser() / TOKENIZER_FILE).read_text(encoding="utf-8"))
         vocabulary = told["model"]["vocab"]

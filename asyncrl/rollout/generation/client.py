@@ -48,7 +48,7 @@ import itertools
 import logging
 import math
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -116,6 +116,8 @@ class RolloutClient:
         vocab_size: vocabulary of the model; a token beyond it would crash an SGLang server. None skips the check.
         decode: converts token ids to text with special tokens, for stop strings.
         servers_stop: True if the servers have tokenizers, and so search for stop strings themselves.
+        frozen: policies on servers that somebody else runs: their answers are of version 0, and whether such a server
+            searches for stop strings is not known.
         servers_cache: True if servers cache prefixes for later requests, but compute a common prefix within one batch
             once per request.
         routing: shape of the routers' choices if rollouts must record them; evaluations never do.
@@ -134,6 +136,7 @@ class RolloutClient:
         vocab_size: int | None = None,
         decode: Decode | None = None,
         servers_stop: bool = False,
+        frozen: Collection[str] = (),
         servers_cache: bool = False,
         routing: RoutingShape | None = None,
         pictures: bool = False,
@@ -146,7 +149,7 @@ class RolloutClient:
         self._chunk = new_tokens_per_chunk
         self._max_failures = max_failures
         self._vocab_size = vocab_size
-        self._decode, self._servers_stop = decode, servers_stop
+        self._decode, self._servers_stop, self._frozen = decode, servers_stop, frozenset(frozen)
         self._servers_cache = servers_cache
         self._routing, self._takes_pictures = routing, pictures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
@@ -192,11 +195,13 @@ class RolloutClient:
             ManagerGone: the manager does not answer.
             UnknownToken: the prompt contains a token outside the vocabulary.
             PictureError: it has pictures, and the servers take none.
-            ValueError: a stop string is not valid, there is no tokenizer to find it with, or `score_from` is outside of
-                the tokens.
+            ValueError: a stop string is not valid, there is no tokenizer to find it with, `score_from` is outside of
+                the tokens, or a server of somebody else is asked with `allowed_token_ids`.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
+        if request.policy in self._frozen and request.sampling.allowed_token_ids:
+            raise ValueError(f"policy {request.policy!r}: a server of somebody else has no allowed_token_ids; use none")
         if request.pictures:
             if not self._takes_pictures:
                 raise PictureError("the request has pictures, and this run's generation servers take none")
@@ -215,7 +220,7 @@ class RolloutClient:
         if stop and self._decode is None:
             raise ValueError(f"stop strings {stop} need the model's tokenizer, and this client was given none")
         most = self._chunk or request.sampling.max_new_tokens
-        if stop and not self._servers_stop:
+        if stop and not self._server_stops(request):
             most = min(most, STOP_CHUNK)
         work = Work(own_id, request, rollout_id, min_version, partials, most, most)
         async with self._slots:
@@ -302,8 +307,8 @@ class RolloutClient:
             )
             for index, partial in open_partials.items()
         ]
-        server = GenerationServerClient(self._http, route.url, self._sender)
-        sampling = request.sampling if self._servers_stop else replace(request.sampling, stop=())
+        server = self._server(request, route)
+        sampling = request.sampling if self._server_stops(request) else replace(request.sampling, stop=())
         routing = None
         if self._routing is not None and work.rollout_id is not None and not request.policy:
             routing = RoutingWanted(self._routing, min(partial.routed for partial in open_partials.values()))
@@ -315,6 +320,14 @@ class RolloutClient:
                 partial.extend_routing(part.routing, routing.start)
             partial.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
 
+    def _server(self, request: GenerationRequest, route: Route) -> GenerationServerClient:
+        frozen = request.policy in self._frozen
+        return GenerationServerClient(self._http, route.url, self._sender, frozen=frozen)
+
+    def _server_stops(self, request: GenerationRequest) -> bool:
+        """True if servers of the request's policy search for stop strings themselves."""
+        return self._servers_stop and request.policy not in self._frozen
+
     async def _scores(self, request: GenerationRequest, route: Route) -> tuple[float, ...]:
         """Log-probabilities of the request's tokens from `score_from` on.
 
@@ -322,7 +335,7 @@ class RolloutClient:
             ServerLost: the server ended the request without them, for example for a weight update.
         """
         assert request.score_from is not None
-        server, before = GenerationServerClient(self._http, route.url, self._sender), request.score_from - 1
+        server, before = self._server(request, route), request.score_from - 1
         scoring = server.prompt_logprobs(
             request.input_ids, before, timeout_s=self._timeout_s, pictures=request.pictures
         )

@@ -28,11 +28,16 @@ class UserCodeError(RuntimeError):
         self.still_runs = still_runs
 
 
-def failed_label(error: BaseException | None) -> str | None:
-    """Return the label of the users' code that caused `error`, looking through causes and groups; None if none is
+def failed_user_code(error: BaseException | None) -> UserCodeError | None:
+    """Return the failure of users' code that caused `error`, looking through causes and groups; None if none is
     known.
     """
-    failed = next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
+    return next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
+
+
+def failed_label(error: BaseException | None) -> str | None:
+    """Return the label of the users' code that caused `error`; None if none is known."""
+    failed = failed_user_code(error)
     return None if failed is None else failed.label
 
 
@@ -56,7 +61,7 @@ def named_failure(error: BaseException, agent: str) -> str:
     Args:
         agent: named where no other code of users is known to have failed.
     """
-    failed = next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
+    failed = failed_user_code(error)
     if failed is not None:
         return f"{failed.label} {failed.how}"
     if isinstance(error, EpisodeTimeout):

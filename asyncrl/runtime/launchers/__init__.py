@@ -6,6 +6,7 @@ Nothing else knows how a process was started: the launcher gives a `WorkerPlan`,
 from __future__ import annotations
 
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from pathlib import Path
@@ -16,6 +17,8 @@ from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _LAST_LINES = 12
+_ERROR = re.compile(r"\d\d:\d\d:\d\d ERROR ")
+"""Beginning of a line on an error in a worker's log."""
 
 
 class WorkerHandle(ABC):
@@ -50,9 +53,10 @@ class WorkerHandle(ABC):
         self.kill()
 
     def last_lines(self) -> list[str]:
-        """The end of its log."""
+        """The end of its log, from the first error in its last lines if there is one."""
         with self.log.open(errors="replace") as log:
-            return [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
+            lines = [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
+        return lines[next((at for at, line in enumerate(lines) if _ERROR.match(line)), 0) :]
 
 
 class LauncherBackend(ABC):

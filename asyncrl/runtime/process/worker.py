@@ -147,7 +147,7 @@ class Worker(ABC):
             self.resolver.fences[names.LAUNCH_KEY] = self.launch
         self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._fenced
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
-        self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
+        self.http_security = None if secret is None else secret.http(self.config.adopted_urls)
         """Token and certificate of the run's HTTP interfaces; None if the run has no secret."""
         self.security = None if secret is None else secret.sockets()
         """Keys of the run's sockets; None if the run has no secret."""

@@ -59,22 +59,40 @@ IN_EXAMPLES = {
 }
 
 
-def page_of_table() -> str:
-    rows = [
-        f"| `{alias.theirs}` | {alias.of} | {f'`{alias.ours}`' if alias.ours else '–'} | {_plain(alias.note)} |"
-        for alias in sorted(ALIASES, key=lambda alias: alias.theirs.lower())
+SYSTEMS = (("TRL",), ("verl", "siiRL"), ("AReaL",), ("slime",), ("OpenRLHF",), ("prime-rl",))
+"""Sections of the page: systems whose names are mostly the same share one."""
+
+
+def tables_of_page() -> str:
+    return "\n".join(f"## {' and '.join(systems)}\n\n{_table(systems)}" for systems in SYSTEMS)
+
+
+def _table(systems: tuple[str, ...]) -> str:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for alias in sorted(ALIASES, key=lambda alias: alias.theirs.lower()):
+        owners = [system for system in systems if system in alias.of.split(", ")]
+        if owners:
+            only = "" if len(owners) == len(systems) else f" ({owners[0]})"
+            rows.setdefault((alias.ours, alias.note), []).append(f"`{alias.theirs}`{only}")
+    lines = [
+        f"| {', '.join(theirs)} | {f'`{ours}`' if ours else '–'} | {_plain(note)} |"
+        for (ours, note), theirs in rows.items()
     ]
-    return "\n".join(["| there | of | here | note |", "|---|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| there | here | note |", "|---|---|---|", *lines]) + "\n"
 
 
 def _plain(note: str) -> str:
     return note.replace("<", "&lt;").replace("|", "\\|")
 
 
-def test_the_page_has_the_table() -> None:
+def test_every_system_of_the_table_has_its_section() -> None:
+    assert {system for alias in ALIASES for system in alias.of.split(", ")} == {s for part in SYSTEMS for s in part}
+
+
+def test_the_page_has_the_tables() -> None:
     text = PAGE.read_text()
     before, found, rest = text.partition(BEGIN)
-    made = before + BEGIN + page_of_table() + END + rest.partition(END)[2]
+    made = before + BEGIN + tables_of_page() + END + rest.partition(END)[2]
     if made != text:
         PAGE.write_text(made)
     assert found

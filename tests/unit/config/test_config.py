@@ -215,6 +215,24 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["policies=[{name: a, path: /, versions: {every: 3}}]"], ["leave out path or versions"]),
         (["policies=[{name: a}]", "system.shared_filesystem=false"], ["policies: their weights are not brought"]),
         (["policies=[{name: a}]", *adopting("http://127.0.0.1:1")], ["policies: their servers are started"]),
+        (["policies=[{name: a, url: 'http://127.0.0.1:1', path: /}]"], ["url='http://127.0.0.1:1'", "url or path"]),
+        (["policies=[{name: a, url: 'http://127.0.0.1:1', versions: {every: 3}}]"], ["leave out url or versions"]),
+        (["policies=[{name: a, url: 'http://127.0.0.1:1', trained: true}]"], ["leave out url or trained"]),
+        (["policies=[{name: a, url: 'http://127.0.0.1:1', servers: 2}]"], ["servers=2", "leave servers out"]),
+        (["policies=[{name: a, url: 'http://127.0.0.1:1', train_every: 2}]"], ["set trained: true"]),
+        (["policies=[{name: a, url: 127.0.0.1}]"], ["policies: 'a': url='127.0.0.1'", "give http://host:port"]),
+        (
+            ["policies=[{name: a, url: 'http://10.9.9.9:1'}]"],
+            ["'a': url='http://10.9.9.9:1'", "in the clear"],
+        ),
+        (
+            ["policies=[{name: a, url: 'http://127.0.0.1:1/'}]", *adopting("http://127.0.0.1:1")],
+            ["policies: 'a': url='http://127.0.0.1:1'", "the run updates that server"],
+        ),
+        (
+            ["policies=[{name: a, url: 'http://127.0.0.1:1'}]", "rollout.sampling.allowed_token_ids=3-5"],
+            ["policies: 'a': url='http://127.0.0.1:1': rollout.sampling.allowed_token_ids='3-5'"],
+        ),
         (
             ["policies=[{name: a}]", "generation.backend=sglang", "manager.weight_transport=distributed"],
             ["policies: 'a': older versions are read from their folders", "use weight_transport=disk"],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from asyncrl.config.load import settings
 from asyncrl.config.setting import modules_in
 from asyncrl.runtime import launchers
-from asyncrl.runtime.launchers import LauncherBackend, open_backend
+from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.settings import SystemConfig
 
 NAMES = modules_in(Path(launchers.__file__).parent)
@@ -79,6 +80,15 @@ asyncio.run(main())
 def test_a_local_process_leaves_its_exit_code_and_the_end_of_its_log(tmp_path: Path) -> None:
     printed = run_script(PREPARED + ENDING, tmp_path)
     assert printed == f"3 True line 39 {tmp_path / 'logs' / 'toy-2.log'}\n"
+
+
+def test_the_end_of_a_log_begins_with_the_first_error_in_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("    raise error\nKeyError: 3\n07:48:39 ERROR x/0 x/0 failed: no room\n07:48:40 INFO x/0 ended\n")
+    handle = Mock(log=log)
+    assert WorkerHandle.last_lines(handle) == ["07:48:39 ERROR x/0 x/0 failed: no room", "07:48:40 INFO x/0 ended"]
+    log.write_text("KeyError: 3\nno ERROR is known\n")
+    assert WorkerHandle.last_lines(handle) == ["KeyError: 3", "no ERROR is known"]
 
 
 KILLING = """

@@ -1,0 +1,71 @@
+"""Check of `policies` on servers that somebody else runs: they answer, and have the tokenizer of the run's model."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.inference.client import connect
+from asyncrl.inference.messages import ModelInfo
+from asyncrl.plugins.datasets.tokenizers import vocabulary, vocabulary_difference
+
+_LIMIT_S = 10.0
+
+
+def check_served_policies(config: ExperimentConfig) -> list[str]:
+    """Ask each `url` of `policies` what it serves.
+
+    Returns:
+        Sentences for the user, about tokenizers that cannot be compared: a server names the folder of its tokenizer,
+        which this machine may not have, and its API tells nothing else of the vocabulary.
+
+    Raises:
+        ConfigError: a server does not answer, or its tokenizer is another than that of `model.path`.
+    """
+    faults, notes, model = list[str](), list[str](), config.model.path
+    for policy in config.policies:
+        if policy.url is None:
+            continue
+        setting = f"policies: {policy.name!r}: url={policy.url!r}"
+        try:
+            info = asyncio.run(_model_info(policy.url))
+        except HttpError as error:
+            faults.append(f"{setting}: {_what_to_do(error)}")
+            continue
+        folder = info.tokenizer_path or info.model_path
+        if model is None or vocabulary(model) is None:
+            notes.append(_not_compared(setting, f"model.path={model!r} has no tokenizer.json here"))
+        elif folder is None or vocabulary(folder) is None:
+            notes.append(_not_compared(setting, f"the server names {folder!r}, which has no tokenizer.json here"))
+        elif difference := vocabulary_difference(model, folder):
+            faults.append(f"{setting}: {difference}")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return notes
+
+
+async def _model_info(url: str) -> ModelInfo:
+    """Return the model that the server at `url` names.
+
+    Raises:
+        HttpError: it does not take requests, or does not say.
+    """
+    async with connect(url, None) as client:
+        await client.ready(timeout_s=_LIMIT_S)
+        return await client.model_info()
+
+
+def _what_to_do(error: HttpError) -> str:
+    if isinstance(error, HttpRefused) and error.status == HTTPStatus.UNAUTHORIZED:
+        return "the server asks for a token, and it gets none of the run; start it without --api-key"
+    return f"no generation server answers there ({error}); start it first, or use path and the run starts one"
+
+
+def _not_compared(setting: str, why: str) -> str:
+    return (
+        f"{setting}: its tokenizer was not compared with that of the run's model, as {why}. With another tokenizer it "
+        "would read other text than the agent sent, so make sure that they are the same"
+    )
