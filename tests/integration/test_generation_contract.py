@@ -555,9 +555,9 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
 ) -> None:
     parse, cached = parse_completion, []
 
-    def noted(reply: Mapping[str, Any], *args: Any) -> Completion:
+    def noted(reply: Mapping[str, Any], *args: Any, **options: Any) -> Completion:
         cached.append(reply["meta_info"]["cached_tokens"])
-        return parse(reply, *args)
+        return parse(reply, *args, **options)
 
     monkeypatch.setattr(inference_client, "parse_completion", noted)
     prompt = tuple(3 + number * number % (VOCAB - 3) for number in range(FORK_SAVES // (RUNNING - 1) + 1))
