@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LIMIT_S = 1700.0
 STEPS = 26
+STEPS_OF_TWO = 36
+"""Of two policies that share the samples of a step: after 26 the last five had 0.8 in one of three runs."""
 LEARNED = 0.9
 """Mean reward of the last steps from which a run has learned to write even digits: the share of them in its answers. It
 begins at 0.3 to 0.4; without any fault seeds 1 to 3 come to 0.97 and more."""
@@ -86,7 +88,7 @@ def run_chaos(tmp_path: Path, tiny_model: Path, command: Any) -> Iterator[RunCha
     shutil.rmtree(tmp_path / "tiny", ignore_errors=True)
 
 
-def check(ended: Chaos, faults: int, learned: float = LEARNED) -> dict[str, Any]:
+def check(ended: Chaos, faults: int, steps: int = STEPS) -> dict[str, Any]:
     """The run finished by itself and learned, its files agree, the whole plan was done; its summary."""
     assert ended.code == 0, ended.output + logs(ended.run_dir)
     assert f"passed     {faults} faults; the run finished by itself" in ended.output
@@ -98,11 +100,11 @@ def check(ended: Chaos, faults: int, learned: float = LEARNED) -> dict[str, Any]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     rows = [json.loads(line) for line in (ended.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == list(range(1, summary["steps"] + 1))
-    assert summary["steps"] == STEPS
-    assert books["trained"] == STEPS * SETTINGS["train_batch_size"]
+    assert summary["steps"] == steps
+    assert books["trained"] == steps * SETTINGS["train_batch_size"]
     rewards = [row["reward/mean"] for row in rows if row["step"]]
     assert rewards[0] < 0.5
-    assert sum(rewards[-LAST:]) / LAST >= learned, rewards
+    assert sum(rewards[-LAST:]) / LAST >= LEARNED, rewards
     return summary
 
 
@@ -120,9 +122,14 @@ def test_a_run_survives_ten_kills_of_any_process(run_chaos: RunChaos) -> None:
     options = ["--kills=10", "--every=2", "--seed=3", "--pauses=0", "--cuts=0", "--delays=0", "--full-disks=0"]
     several = {"agent__path": f"{run_chaos.agent}:Match", "policies": POLICIES}
     ended = run_chaos(
-        *options, total_train_steps=STEPS, trainer__parallel="d2", generation__servers=2, rollout__workers=2, **several
+        *options,
+        total_train_steps=STEPS_OF_TWO,
+        trainer__parallel="d2",
+        generation__servers=2,
+        rollout__workers=2,
+        **several,
     )
-    summary = check(ended, 10, learned=0.7)  # two policies share the steps: 0.8 in a run, above 0.9 in another
+    summary = check(ended, 10, STEPS_OF_TWO)
     killed = [fault["fault"]["target"].partition("/")[0] for fault in ended.told["faults"]]
     assert set(killed) == KINDS
     assert set(summary["restarts"]) <= {*(f"{kind}/{i}" for kind in KINDS for i in (0, 1)), "the trainer"}

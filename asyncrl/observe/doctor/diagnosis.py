@@ -107,6 +107,6 @@ def stages(m: Measured) -> list[RunStage]:
 
 
 def _parts(m: Measured) -> str:
-    """What the trainer's seconds of a step are spent on."""
+    """Return how the trainer's seconds of a step are divided, as text."""
     told = {name: seconds for name, seconds in m.parts.items() if name in PARTS and seconds >= TOLD * m.step_s}
     return ", ".join(f"{PARTS[name]} {seconds:.2f}" for name, seconds in told.items())

@@ -1,4 +1,4 @@
-"""What samples carry for `algorithm.teachers`: the source of their row, and the log-probabilities of servers."""
+"""Columns of samples for `algorithm.teachers`: the source of their row, and the log-probabilities of servers."""
 
 from __future__ import annotations
 

@@ -161,8 +161,8 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
 def wandb_records(folder: Path, launches: int, rows: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Config and rows of each launch, from the files that wandb keeps without a network.
 
-    A process of its own writes them, and may still do so after the end of a run: they are read once there are so many
-    `launches`, and so many `rows` of the last.
+    A process of its own writes them. wandb tells it of a run's end and does not wait until the file is closed, so they
+    are read once there are so many `launches`, and so many `rows` of the last.
     """
     deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
     while len(found := _wandb_launches(folder)) < launches or len(found[-1][1]) < rows:
