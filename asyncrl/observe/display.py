@@ -126,11 +126,11 @@ class _Failures:
         """The remarks on `row`."""
         remarks = []
         for name, figures in evaluations(row).items():
-            what = f"the evaluation of version {row['step']:.0f} on {name}"
+            evaluation = f"the evaluation of version {row['step']:.0f} on {name}"
             if "failed" in figures:
-                remarks.append(f"{what} failed; the master_worker's log says why")
+                remarks.append(f"{evaluation} failed; the master_worker's log says why")
             elif "cut_short" in figures:
-                remarks.append(f"{what} had not ended when the run was stopped: it has no result")
+                remarks.append(f"{evaluation} had not ended when the run was stopped: it has no result")
         for name, value in row.items():
             reason = name.removeprefix(_DROPPED)
             if reason != name and (what := failure(reason)) is not None and (count := int(value)):
