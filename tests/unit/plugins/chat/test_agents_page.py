@@ -1,4 +1,4 @@
-"""Every file and setting of docs/agents.md, agent_forms.md and games.md: the settings are accepted, and a group is rolled out with them."""
+"""Every file and setting of docs/agents.md, agent_forms.md and games.md is accepted, and rolls a group out."""
 
 from __future__ import annotations
 
