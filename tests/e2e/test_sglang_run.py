@@ -28,14 +28,15 @@ needs_sglang = pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON 
 @pytest.mark.sglang
 @needs_sglang
 @pytest.mark.parametrize(
-    ("transport", "ranks", "servers", "mode", "lora"),
-    [("tensor", 2, 1, "interrupt", 4), ("distributed", 1, 2, "in_place", 0)],
+    ("transport", "ranks", "mode", "lora"),
+    [("tensor", 2, "interrupt", 4), ("distributed", 1, "in_place", 0)],
 )
 def test_a_run_takes_its_weights_from_the_trainers_memory(
-    start_run: Any, transport: str, ranks: int, servers: int, mode: str, lora: int
+    start_run: Any, transport: str, ranks: int, mode: str, lora: int
 ) -> None:
-    """One of several ranks sends, to each server separately. Only the last version is written to disk. Adapters are
-    merged. How weights come from disk, `tests/integration/test_generation_contract.py` shows.
+    """One of several ranks sends. Only the last version is written to disk. Adapters are merged. How weights come from
+    disk, `tests/integration/test_generation_contract.py` shows; that each server is sent to apart from the others,
+    `tests/integration/test_weight_sender.py`.
     """
     shared_memory = set(SHARED_MEMORY.iterdir())
     run = start_run(
@@ -43,7 +44,6 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
         generation__sglang__python=PYTHON,
         **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
         generation__device="cpu",
-        generation__servers=servers,
         manager__weight_transport=transport,
         manager__update_mode=mode,
         model__lora__rank=lora,
