@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
@@ -56,6 +56,8 @@ class Session:
         root_url: the same without `/v1`, for Anthropic's clients.
         api_key: the key of this session only.
         failure: the policy's error, if it failed, which makes the episode invalid.
+        conversation: returns the session of the calls whose header `X-Session-ID` has this value; None: all calls are
+            of this one.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Session:
         self.client = client
         self.sampling = sampling
         self.failure: Exception | None = None
+        self.conversation: Callable[[str], Awaitable[Session]] | None = None
         self.apis: dict[str, Api] = {
             "/chat/completions": ChatCompletions(),
             "/responses": Responses(),
