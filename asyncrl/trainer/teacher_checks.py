@@ -77,11 +77,11 @@ def _scored_elsewhere(config: ExperimentConfig, setting: str, teacher: TeacherCo
         if check_name(teacher.column) or not teacher.column.startswith(f"{TOKEN}/"):
             yield f"{given}: no column of tokens; write token/<name>, for example token/teacher"
         return
-    fixed = [policy.name for policy in config.policies if policy.path is not None and not policy.trained]
+    fixed = [each.name for each in config.policies if (each.path or each.url) is not None and not each.trained]
     if teacher.policy not in fixed:
         yield (
             f"{given}: not one of `policies` that stays as it is ({', '.join(fixed) or 'there is none'}); add it, for "
-            f"example policies=[{{name: {teacher.policy}, path: FOLDER}}]"
+            f"example policies=[{{name: {teacher.policy}, path: FOLDER}}], or with a url"
         )
 
 
