@@ -1,8 +1,8 @@
 """The HTTP server in front of `Session`s: paths, keys, limits, streams, and callers that disconnect.
 
 A RolloutWorker has one, by default on the loopback interface; it starts with the first session. Each episode has a
-session with its own path and key, so that the requests of an agent, in any framework, are known to belong to it;
-additional fields in an answer would be dropped by clients.
+session with its own path and key: so the requests of an agent in any framework are known to belong to it. Clients would
+drop additional fields of an answer.
 
 A caller without the session's key is refused before its body is read. A body, and the time that it may take, are
 limited. If a caller disconnects its generation is cancelled. All errors have `x-should-retry: false`, as the policy's

@@ -1,8 +1,8 @@
 """One episode's conversation with the policy, from the endpoint's side.
 
-Only delivered answers are recorded. The session's client records an answer when the policy gives it; if the answer then
-cannot be sent (the agent has disconnected, or gave up at its own time limit) it is removed again, so that no branch
-remains that the agent never saw. One case is invisible to the server: an answer that was sent just as the agent gave
+Only delivered answers are recorded. The session's client records an answer when the policy gives it. If the answer then
+cannot be sent (the agent has disconnected, or reached its own time limit), the record is removed: no branch remains
+that the agent never saw. One case is invisible to the server: an answer that was sent just as the agent gave
 up. The agent's repeated request, marked by the client's `x-stainless-retry-count`, gets the same answer again.
 """
 
