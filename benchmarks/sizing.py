@@ -2,7 +2,6 @@
 
     python benchmarks/sizing.py              rewrite docs/sizing.md
     python benchmarks/sizing.py --measure    run the small models first and note their peaks in docs/sizing.json
-    python benchmarks/sizing.py --lengths    print the tables of docs/long_context.md; several minutes of two cores
 
 A measured case trains a small random model for two steps in a process per rank, by the engine as a run has it. Measured
 is the highest resident memory of a rank less what its libraries take; beside it stands what `asyncrl.trainer.sizing`
@@ -100,22 +99,6 @@ SMALL: Mapping[str, Any] = {
     "intermediate_size": 1536,
     "tie_word_embeddings": False,
 }
-LONG: Mapping[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 65536,
-    "tie_word_embeddings": False,
-}
-"""The model of `--lengths`, small enough that a step of 32,768 tokens takes about a minute on two cores."""
-LENGTHS = (8192, 16384, 32768)
-LONG_LAYOUTS = ("d8", "d4c2", "c8", "d2c2t2")
-"""Computed of Qwen2.5-7B, on eight GPUs."""
 TINY: Mapping[str, Any] = {"num_hidden_layers": 1, "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
 
 
@@ -128,8 +111,6 @@ class Case:
     dtype: str
     tokens: int
     checkpointing: bool = False
-    length: int = 128
-    """Tokens of each sequence that go into the model."""
 
     @property
     def workload(self) -> Workload:
@@ -158,18 +139,17 @@ def needs(model: SizedModel, layout: Layout, work: Workload) -> list[MemoryNeed]
 # Measuring.
 
 
-def measure(case: Case, model: Mapping[str, Any] = SMALL, micro_batches: int = 2) -> float:
-    """The largest peak of any rank in two steps of `micro_batches`, in MiB above its libraries."""
+def measure(case: Case) -> float:
+    """The largest peak of any rank, in MiB above its libraries."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
     context = multiprocessing.get_context("spawn")
     results: Queue[float] = context.Queue()
     world = Layout.parse(case.layout).ranks
     with tempfile.TemporaryDirectory() as folder:
-        _save(model, Path(folder, "small"))
-        _save(dict(model) | TINY, Path(folder, "tiny"))
+        _save(SMALL, Path(folder, "small"))
+        _save(dict(SMALL) | TINY, Path(folder, "tiny"))
         ranks = [
-            context.Process(target=_be_rank, args=(case, rank, folder, results, micro_batches), daemon=True)
-            for rank in range(world)
+            context.Process(target=_be_rank, args=(case, rank, folder, results), daemon=True) for rank in range(world)
         ]
         for rank in ranks:
             rank.start()
@@ -179,13 +159,13 @@ def measure(case: Case, model: Mapping[str, Any] = SMALL, micro_batches: int = 2
     return max(peaks)
 
 
-def _be_rank(case: Case, rank: int, folder: str, results: Queue[float], micro_batches: int) -> None:
+def _be_rank(case: Case, rank: int, folder: str, results: Queue[float]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    steps = _steps(case, rank, folder, micro_batches)
+    steps = _steps(case, rank, folder)
     before = next(steps)
-    for _ in range(2 if micro_batches > 1 else 1):
+    for _ in range(2):
         next(steps)
     results.put((_status("VmHWM") - before) / MIB)
     steps.close()
@@ -207,7 +187,7 @@ def _save(described: Mapping[str, Any], folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(str(folder))
 
 
-def _steps(case: Case, rank: int, folder: str, micro_batches: int) -> Iterator[int]:
+def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     """Yields the memory before the model, then trains a step at a time, as a ModelWorker does."""
     import torch
 
@@ -228,7 +208,7 @@ def _steps(case: Case, rank: int, folder: str, micro_batches: int) -> Iterator[i
     def step(name: str, tokens: int) -> Iterator[None]:
         config.model.path = f"{folder}/{name}"
         engine = build_rank(config, graph, world, device).policy("actor")
-        batch = _batch(tokens, engine.model_config.vocab_size, min(case.length, tokens), micro_batches)
+        batch = _batch(tokens, engine.model_config.vocab_size)
         wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
         wanted[torch.from_numpy(batch.starts_S)] = False
         while True:
@@ -246,15 +226,15 @@ def _steps(case: Case, rank: int, folder: str, micro_batches: int) -> Iterator[i
             yield 0
 
 
-def _batch(tokens: int, vocabulary: int, inputs: int, micro_batches: int) -> Any:
-    """Micro-batches of `tokens` input tokens, in sequences of `inputs`."""
+def _batch(tokens: int, vocabulary: int) -> Any:
+    """Two micro-batches of `tokens` input tokens, in sequences of 128."""
     import numpy as np
 
     from asyncrl.api.trajectory import Sample, Trajectory
     from asyncrl.trainer.batches.step_batch import build_step_batch
 
     rng = np.random.default_rng(0)
-    length = inputs + 1  # the last one is only predicted
+    length = 129  # of which 128 go into the model
     mask = np.ones(length, np.uint8)
     mask[0] = 0
     samples = tuple(
@@ -265,7 +245,7 @@ def _batch(tokens: int, vocabulary: int, inputs: int, micro_batches: int) -> Any
             versions=np.where(mask, 0, -1).astype(np.int32),
             reward=0.0,
         )
-        for _ in range(micro_batches * max(1, tokens // inputs))
+        for _ in range(2 * max(1, tokens // 128))
     )
     return build_step_batch([Trajectory("r", "p", 0, samples)], [0], version=0, num_minibatches=1)
 
@@ -334,34 +314,10 @@ def _measured_table(measured: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def print_lengths() -> None:
-    """Print peaks of one sequence in one step, and what a 7B model needs of each of eight GPUs, by its length."""
-    print("| layout | checkpointing | " + " | ".join(f"{length:,}" for length in LENGTHS) + " |")
-    for layout, checkpointing in (("d1", False), ("c2", False), ("d1", True), ("c2", True)):
-        of = (Case("sharded", layout, "float32", length, checkpointing, length) for length in LENGTHS)
-        peaks = [f"{measure(case, LONG, 1):.0f}" for case in of]
-        print(f"| `{layout}` | {'yes' if checkpointing else 'no'} | {' | '.join(peaks)} |", flush=True)
-    model, lengths = count(MODELS["Qwen2.5-7B"]), [length << 10 for length in (16, 32, 64, 128)]
-    print("\n| layout | " + " | ".join(f"{length:,}" for length in lengths) + " |")
-    for layout in LONG_LAYOUTS:
-        needed = []
-        for length in lengths:
-            work = Workload("sharded", Dtype.bfloat16, AttentionImplementation.sdpa, length, length, varlen=True)
-            each = needs(model, Layout.parse(layout), work)
-            total, least = max(of.total for of in each), max(of.total_checkpointed for of in each)
-            needed.append(f"{total / GIB:.0f} ({least / GIB:.0f})")
-        print(f"| `{layout}` | {' | '.join(needed)} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rewrite docs/sizing.md; see the module's docstring.")
     parser.add_argument("--measure", action="store_true", help="measure anew")
-    parser.add_argument("--lengths", action="store_true", help="print the tables of docs/long_context.md")
-    options = parser.parse_args()
-    if options.lengths:
-        print_lengths()
-        return
-    if options.measure:
+    if parser.parse_args().measure:
         rows = []
         for case in CASES:
             rows.append({**asdict(case), "measured_mib": round(measure(case))})
