@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "parts of the tokens, and a critic in data ranks on them": {
         "trainer__parallel": "c2",
         "trainer__gradient_checkpointing": "true",
+        "trainer__activations_on": "host",
         "algorithm__critic__parallel": "d2",
     },
     "tensor slices, and a critic in stages on ranks of its own": {
