@@ -94,7 +94,7 @@ class StreamPart:
             [1, width, heads, size].
         """
         padded = F.pad(heads_ThD[0], (0, 0, 0, 0, 0, self.padding))
-        arrived = exchange(padded.unflatten(0, (self.parts, self.width)), self.group)
+        arrived = exchange(padded.view(self.parts, self.width, *padded.shape[1:]), self.group)
         return arrived.transpose(0, 1).flatten(1, 2)[None]
 
     def of_stream(self, own_WH: Tensor) -> Tensor:
