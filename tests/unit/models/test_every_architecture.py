@@ -1,7 +1,9 @@
 """Every architecture that people train, with tiny random weights: is it trained and served right, or refused?
 
-The table in `docs/models.md` is made of what this file finds, and each test holds its row against it.
+The table in `docs/models.md` is made of what this file finds, and each test holds its row against it. The suite tries
+`SAMPLE`, which has one of each kind; the variable ASYNCRL_EVERY_MODEL has all of them tried.
 
+    ASYNCRL_EVERY_MODEL=1 pytest tests/unit/models                  holds every row of the page against the code
     python tests/unit/models/test_every_architecture.py             writes the table anew
     python tests/unit/models/test_every_architecture.py --sglang PYTHON     and starts a real SGLang for each,
                                                                            with the interpreter PYTHON that has it
@@ -20,7 +22,7 @@ import multiprocessing
 import random
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -173,6 +175,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "Phi": ("phi", {}),
 }
+SAMPLE = {
+    "Qwen3-MoE": "experts, norms of queries and keys",
+    "Qwen3-Next": "gated delta rule beside attention, shared experts; no slices",
+    "Phi3": "queries, keys and values in one matrix",
+    "Gemma 2": "capped logits, norms behind the layers",
+    "GPT-OSS": "window in some layers, sinks, biased experts",
+    "RecurrentGemma": "gated linear recurrence",
+    "SmolLM3": "layers without positions",
+    "DeepSeek-V3": "latent attention, groups of experts",
+    "Falcon (alibi)": "packed without shared prefixes; positions as a bias, which the embedded engine refuses",
+    "FalconH1": "Mamba 2 and attention in one layer",
+    "LFM2": "short convolutions",
+    "Mamba": "no attention at all",
+    "GPT-2": "learned positions, Conv1D",
+    "Phi": "attention and MLP side by side; slices without stages",
+}
+"""The architectures that the suite tries, and what each has that those before it lack."""
 
 
 @dataclass
@@ -574,8 +593,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
         yield two
 
 
+def sampled(names: Iterable[str], sample: Container[str]) -> list[Any]:
+    """Parameters of a test; those beyond the sample are tried where they are asked for."""
+    return [pytest.param(name, marks=[] if name in sample else [pytest.mark.every_model]) for name in names]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, SAMPLE))
 def test_it_is_trained_and_served_right_or_refused_as_the_page_says(name: str, tmp_path: Path, ranks: TwoRanks) -> None:
     candidate, cells = examine(name, tmp_path / "model", ranks, "" if name in TRIED_IN_PARTS else IN_PARTS)
     page = PAGE.read_text(encoding="utf-8")

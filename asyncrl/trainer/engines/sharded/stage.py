@@ -1,7 +1,7 @@
 """One rank's part of a model: the layers of its pipeline stage, as one module whose forward is one micro-batch.
 
-Layers of other stages are replaced by modules that pass hidden states on, so that the rest keep their indices, and with
-these their names in a model folder and their kind (a model's `layer_types` go by index).
+Layers of other stages are replaced by modules that pass hidden states on. So the rest keep their indices, on which
+their names in a model folder and their kind (`layer_types` of a model) depend.
 
 If the vocabulary is cut into slices, log-probabilities and entropies take three numbers per token from each rank: the
 largest logit, then the sums of exp and of exp times logit, with the target's logit. All ranks get the same values.
