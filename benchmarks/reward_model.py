@@ -16,9 +16,7 @@ time.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from itertools import islice, product
 from pathlib import Path
 
 import kept_policies
-from base_model import TRAINING_FILES
+from base_model import copy_shipped
 from transformers import AutoModelForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
@@ -35,10 +33,10 @@ from asyncrl.config.load import experiments_dir, load_supervised
 from asyncrl.config.run_dir import METRICS_FILE
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import complete
-from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, ensure_base_model
+from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 EXPERIMENT = "reward_model"
 FOLDER = experiments_dir() / "base_models" / EXPERIMENT
@@ -103,17 +101,8 @@ def make(out: Path) -> None:
             next(line for line in done.stdout.splitlines() if line.startswith("model: ")).removeprefix("model: ")
         )
         measured = [row for row in read_rows(made / METRICS_FILE) if row.get("held_out_accuracy") is not None][-1]
-        files = {name: each for name, each in model_files(made).items() if name not in (*TRAINING_FILES, SHIPPED_FILE)}
-        record = {
-            "pairs": len(rows),
-            "held_out_accuracy": round(measured["held_out_accuracy"], 4),
-            "sha256": {name: hashlib.sha256(each.read_bytes()).hexdigest() for name, each in files.items()},
-        }
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        FOLDER.mkdir(parents=True)
-        for name, each in files.items():
-            shutil.copyfile(each, FOLDER / name)
-    (FOLDER / SHIPPED_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        record = {"pairs": len(rows), "held_out_accuracy": round(measured["held_out_accuracy"], 4)}
+        copy_shipped(made, FOLDER, record)
     print(record)
 
 

@@ -163,7 +163,9 @@ CASES = [  # a layout of all three kinds has every pair of them; each kind is th
     ("qwen3_moe", "d2t2"),
     ("mixtral+lora4", "t2"),
     *(("mixtral+replay", layout) for layout in ("d2", "t2")),
-    ("qwen3_moe+replay", "p2"),
+    ("qwen3", "d2c2"),
+    ("qwen2+lora4", "c2t2"),
+    ("qwen3_moe+replay", "c2p2"),
 ]
 
 
