@@ -10,6 +10,7 @@ fused experts stay as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,5 +47,6 @@ class Int8Weights:
         ]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # stays while a guest's storage is emptied
+def _storage(tensor: Tensor) -> Any:
+    """Identity of the memory of `tensor`, which stays while a guest's storage is emptied."""
+    return tensor.untyped_storage()._cdata
