@@ -279,7 +279,8 @@ def _launch(request: Mapping[str, Any], standard: Sequence[int]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _take(standard, ())
-    os.setsid()
+    if not request.get("stands_in"):
+        os.setsid()
     _become(request)
 
 
@@ -287,6 +288,7 @@ def _guard(request: Mapping[str, Any], standard: Sequence[int], stand_in: socket
     """Fork a process that forks what is asked for, tells its end to the stand-in, and kills it where that ends."""
     if os.fork():
         os._exit(0)
+    os.setsid()  # the guard leads the session, not what it forks, which a terminal that it opens would belong to
     guard, pid = os.getpid(), os.fork()
     if not pid:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
