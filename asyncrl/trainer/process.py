@@ -77,7 +77,7 @@ def _gpu_memory(device: torch.device) -> dict[str, float]:
 
     Nothing where CUDA did not begin: torch's calls end the process with SIGSEGV then, in place of the error itself.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     free, total = torch.cuda.mem_get_info(device)
     return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
