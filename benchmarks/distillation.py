@@ -1,10 +1,13 @@
 """On-policy distillation beside RL: the demo's base learns from a teacher alone, or from rewards alone, in equal steps.
 
     python benchmarks/distillation.py [--out DIR] [--steps 24] [--seeds 1] [--every 4] [--plot docs/distillation.png]
+    python benchmarks/distillation.py --runs hint
     python benchmarks/distillation.py --teacher
 
 The first runs `async_distill` and `async_ppo` one after the other, and asks the policies that they kept on the same
 held-out problems after the runs (`kept_policies`). It prints the table of docs/distillation.md and draws its figure.
+The second does so with `self_distill`, whose base is another. Curves are kept in DIR/curves: runs that are there are
+not repeated, and calls with one run or seed each may run at the same time.
 
 `--teacher` makes the teacher in `experiments/base_models`: the recipe of the demo's base (`sft`) without its careless
 phase, for twice as long. It takes some five minutes of CPU time.
@@ -32,8 +35,12 @@ from asyncrl.trainer.supervised.loop import make_base_model, phases_of
 
 TEACHER = experiments_dir() / "base_models" / "distill_teacher"
 TEACHER_STEPS = 1500
-RUNS = {"teacher": "async_distill", "rewards": "async_ppo"}
-"""The experiment by what it learns from."""
+RUNS = {
+    "teacher": ("the teacher", "async_distill", "sft"),
+    "rewards": ("rewards", "async_ppo", "sft"),
+    "hint": ("itself with a hint", "self_distill", "self_distill_base"),
+}
+"""By name: a description of what it learns from, the experiment, and that of its base."""
 Curve = list[tuple[int, float]]
 
 
@@ -61,20 +68,29 @@ def write_teacher(made: Path) -> None:
     print(record)
 
 
-def measure(experiment: str, seed: int, steps: int, every: int, out: Path, base: Path) -> Curve:
-    """Run one experiment; return (step, held-out accuracy) of the policies that it kept.
+def measure(name: str, seed: int, steps: int, every: int, out: Path) -> Curve:
+    """Run one experiment; return (step, held-out accuracy) of its base and of the policies that it kept.
 
     Raises:
         SystemExit: the run failed.
     """
-    trial = f"seed{seed}"
+    _, experiment, base_experiment = RUNS[name]
+    base, trial = ensure_base_model(load_supervised(base_experiment)), f"seed{seed}"
     settings = [f"fileroot={out}", f"trial_name={trial}", "resume=restart", f"seed={seed}", f"model.path={base}"]
     settings += [f"total_train_steps={steps}", *kept_policies.settings(every, steps)]
     done = subprocess.run([sys.executable, "-m", "asyncrl.launch", experiment, *settings], check=False)
     if done.returncode:
         raise SystemExit(f"{experiment}: exit code {done.returncode}; see {out / experiment / trial / 'logs'}")
     curve = kept_policies.curve(out / experiment / trial, base, every)
-    return [(step, accuracy) for step, _, accuracy in curve]
+    return [(0, kept_policies.accuracy(base, base)), *((step, accuracy) for step, _, accuracy in curve)]
+
+
+def recorded(name: str, seed: int, steps: int, every: int, out: Path) -> Curve:
+    """Return the curve in `out/curves`, after a run if it is not there."""
+    file = out / "curves" / f"{name}-seed{seed}-{steps}-{every}.json"
+    return [
+        (step, found) for step, found in kept_policies.recorded(file, lambda: measure(name, seed, steps, every, out))
+    ]
 
 
 def plot(curves: dict[str, list[Curve]], teacher: float, target: Path) -> None:
@@ -84,7 +100,7 @@ def plot(curves: dict[str, list[Curve]], teacher: float, target: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for color, (name, seeds) in enumerate(curves.items()):
         for number, points in enumerate(seeds):
-            axes.plot(*zip(*points, strict=True), color=f"C{color}", label=None if number else f"from {name}")
+            axes.plot(*zip(*points, strict=True), color=f"C{color}", label=None if number else f"from {RUNS[name][0]}")
     axes.axhline(teacher, color="grey", linestyle="--", label="the teacher")
     axes.set(xlabel="train step", ylabel="held-out accuracy", ylim=(0.3, 1))
     axes.legend()
@@ -96,6 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", action="store_true", help="make the package's teacher")
     parser.add_argument("--out", type=Path, default=Path("~/.cache/asyncrl/distillation"), help="folder of the runs")
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=["teacher", "rewards"], help="default: teacher rewards"
+    )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--every", type=int, default=4, help="steps between the policies that are asked")
@@ -104,18 +123,15 @@ def main() -> None:
     if args.teacher:
         make_teacher()
         return
-    out, base = args.out.expanduser().resolve(), ensure_base_model(load_supervised("sft"))
-    start, taught = kept_policies.accuracy(base, base), json.loads((TEACHER / SHIPPED_FILE).read_text())
-    curves = {
-        name: [[(0, start), *measure(experiment, seed, args.steps, args.every, out, base)] for seed in args.seeds]
-        for name, experiment in RUNS.items()
-    }
-    steps = [step for step, _ in curves["teacher"][0]]
-    print(f"| learns from | {' | '.join(f'step {step}' for step in steps)} |")
-    print(f"|---|{'--:|' * len(steps)}")
+    out, taught = args.out.expanduser().resolve(), json.loads((TEACHER / SHIPPED_FILE).read_text())
+    curves = {name: [recorded(name, seed, args.steps, args.every, out) for seed in args.seeds] for name in args.runs}
+    steps = [step for step, _ in curves[args.runs[0]][0]]
+    print(f"| learns from | {' | '.join(f'step {step}' for step in steps)} | at the end, of each seed |")
+    print(f"|---|{'--:|' * len(steps)}---|")
     for name, seeds in curves.items():
         means = (sum(accuracy for _, accuracy in same) / len(same) for same in zip(*seeds, strict=True))
-        print(f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
+        ends = ", ".join(f"{points[-1][1]:.3f}" for points in seeds)
+        print(f"| {RUNS[name][0]} | {' | '.join(f'{mean:.3f}' for mean in means)} | {ends} |")
     print(f"\nThe teacher: {taught['held_out_accuracy']:.3f}")
     if args.plot:
         plot(curves, taught["held_out_accuracy"], args.plot)

@@ -6,8 +6,12 @@ a checkpoint, from which a policy is read here, costs the run a copy of the weig
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -46,3 +50,18 @@ def curve(run: Path, base: Path, every: int) -> list[tuple[int, float, float]]:
             export(run, step, Path(folder) / "policy")
             found.append((step, seconds[step], accuracy(Path(folder) / "policy", base)))
     return found
+
+
+def recorded(file: Path, measure: Callable[[], Any]) -> Any:
+    """Return the JSON in `file`; if there is no such file, measure and write it.
+
+    So a benchmark that is cut off continues, and its runs may be spread over processes or machines: the last call finds
+    the files of all.
+    """
+    if not file.is_file():
+        found = measure()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".new")
+        aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        os.replace(aside, file)
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -2,6 +2,13 @@
 
     python benchmarks/kuhn_poker.py "newest self=RUN" "pool of older selves=RUN" --plot docs/kuhn_poker.png
 
+A name may be given several times, for runs that differ by their seed:
+
+    for seed in 1 2 3; do
+        python -m asyncrl.launch kuhn_poker seed=$seed trial_name=self$seed
+        python -m asyncrl.launch kuhn_poker seed=$seed trial_name=pool$seed agent.args.opponent=past
+    done
+
 The figure is the one that the runs' evaluations measured, from the probabilities of a bet in all twelve states. With
 OpenSpiel installed it is computed again by OpenSpiel; the two must agree.
 """
@@ -58,13 +65,15 @@ def longest_above(points: Curve) -> int:
     return longest
 
 
-def plot(curves: dict[str, Curve], target: Path) -> None:
+def plot(curves: list[tuple[str, Curve]], target: Path) -> None:
     """Draw the curves, random play and the target."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name)
+    names = list(dict.fromkeys(name for name, _ in curves))
+    for number, (name, points) in enumerate(curves):
+        first = name not in (earlier for earlier, _ in curves[:number])
+        axes.plot(*zip(*points, strict=True), color=f"C{names.index(name)}", label=name if first else None)
     axes.axhline(RANDOM_PLAY, color="grey", linestyle=":", label="random play")
     axes.axhline(TARGET, color="grey", linestyle="--", label=f"{TARGET}")
     axes.set(xlabel="train step", ylabel="NashConv (chips a game)", ylim=(0, 1))
@@ -78,12 +87,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="NAME=RUN, the folder of a run")
     parser.add_argument("--plot", type=Path, help="the PNG to write")
     arguments = parser.parse_args()
-    curves = {
-        name: curve(Path(folder).expanduser()) for name, _, folder in (run.partition("=") for run in arguments.runs)
-    }
+    curves = [
+        (name, curve(Path(folder).expanduser())) for name, _, folder in (run.partition("=") for run in arguments.runs)
+    ]
     print("| against | at the start | best | at the end | first at 0.25 or less | longest above it afterwards |")
     print("|---|--:|--:|--:|--:|--:|")
-    for name, points in curves.items():
+    for name, points in curves:
         first = next((step for step, value in points if value <= TARGET), None)
         figures = f"{points[0][1]:.2f} | {min(value for _, value in points):.2f} | {points[-1][1]:.2f}"
         reached = "never" if first is None else f"step {first}"

@@ -8,8 +8,9 @@ The ways `training-bound, LOSS` compare losses where samples are as old as η al
                                    [setting=value ...]
 
 Accuracy over time is that of policies kept every few steps and asked after the run (`kept_policies`). Finished cells
-are in DIR/cells.json, so a run that was cut off goes on where it stopped; a cell of another base model, number of steps
-or setting is another cell. At the end the table and the plot are written to DIR, as `staleness.md` and `staleness.png`
+are files in DIR/cells, so a run that was cut off goes on where it stopped, and several calls with fewer cells each may
+run at the same time on the same DIR (the times then mean nothing). A cell of another base model, number of steps or
+setting is another cell. At the end the table and the plot are written to DIR, as `staleness.md` and `staleness.png`
 (docs/staleness.md has those of two calls). The figures of --quick mean nothing: it shows that the benchmark runs. A
 cell takes about 75 s on two quiet cores, the whole, 56 cells with two seeds, a good hour.
 """
@@ -17,6 +18,7 @@ cell takes about 75 s on two quiet cores, the whole, 56 cells with two seeds, a 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -25,7 +27,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,6 +138,11 @@ class Cell:
         return next((seconds for _, seconds, found in self.curve if found >= UNTIL), None)
 
 
+def trial_of(key: Key) -> str:
+    """Return the name of a cell's run."""
+    return f"{key.way}-eta{key.eta}-seed{key.seed}".replace(" + ", "-").replace(", ", "-")
+
+
 def measure(key: Key, model: Path, out: Path) -> Cell:
     """Run one cell.
 
@@ -143,7 +150,7 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
         SystemExit: the run failed, or trained less than asked.
         subprocess.TimeoutExpired: it hangs.
     """
-    trial = f"{key.way}-eta{key.eta}-seed{key.seed}".replace(" + ", "-").replace(", ", "-")
+    trial = trial_of(key)
     run_dir = out / "runs" / "staleness" / trial
     settings = [f"fileroot={out / 'runs'}", "experiment_name=staleness", f"trial_name={trial}", "resume=restart"]
     settings += [f"model.path={model}", f"max_head_offpolicyness={key.eta}", f"seed={key.seed}"]
@@ -169,26 +176,12 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
     return cell
 
 
-class Store:
-    """The finished cells, in a file that is whole at any moment."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        saved = json.loads(file.read_text()) if file.is_file() else []
-        self.cells = {
-            Key(**item["key"] | {"overrides": tuple(item["key"]["overrides"])}): Cell(
-                **item["cell"] | {"curve": [tuple(point) for point in item["cell"]["curve"]]}
-            )
-            for item in saved
-        }
-
-    def add(self, key: Key, cell: Cell) -> None:
-        """Keep `cell`."""
-        self.cells[key] = cell
-        items = [{"key": asdict(key), "cell": asdict(cell)} for key, cell in self.cells.items()]
-        aside = self._file.with_suffix(".new")
-        aside.write_text(json.dumps(items, indent=1) + "\n")
-        os.replace(aside, self._file)
+def recorded(key: Key, model: Path, out: Path) -> Cell:
+    """Return the cell in `out/cells`, after a run if it is not there."""
+    digest = hashlib.blake2b(json.dumps(asdict(key)).encode(), digest_size=4).hexdigest()
+    file = out / "cells" / f"{trial_of(key)}-{digest}.json"
+    found = kept_policies.recorded(file, lambda: asdict(measure(key, model, out)))
+    return Cell(**found | {"curve": [tuple(point) for point in found["curve"]]})
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -200,14 +193,6 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 Grid = dict[tuple[str, int], list[Cell]]
 """The cells of every (way, η), one per seed."""
-
-
-def grid_of(store: Store, wanted: Sequence[Key]) -> Grid:
-    """The wanted cells."""
-    grid: Grid = {}
-    for key in wanted:
-        grid.setdefault((key.way, key.eta), []).append(store.cells[key])
-    return grid
 
 
 def table(grid: Grid) -> str:
@@ -315,12 +300,12 @@ def main() -> None:
         for way, eta, seed in itertools.product(ways, etas, seeds)
         if eta or way not in PACED_LIKE
     ]
-    store = Store(out / "cells.json")
+    cells: dict[Key, Cell] = {}
+    grid: Grid = {}
     for number, key in enumerate(wanted, 1):
-        if key not in store.cells:
-            print(f"cell {number} of {len(wanted)}: {key.way}, η = {key.eta}, seed {key.seed}", flush=True)
-            store.add(key, measure(key, model, out))
-    grid = grid_of(store, wanted)
+        print(f"cell {number} of {len(wanted)}: {key.way}, η = {key.eta}, seed {key.seed}", flush=True)
+        cells[key] = recorded(key, model, out)
+        grid.setdefault((key.way, key.eta), []).append(cells[key])
     print(table(grid), findings(grid), sep="\n\n")
     again = ["--quick"] if args.quick else ["--steps", str(steps), "--seeds", *map(str, seeds)]
     if ways != PLAIN_WAYS and not args.quick:
@@ -330,7 +315,7 @@ def main() -> None:
     again += ["--", *args.overrides] if args.overrides else []
     write_page(grid, out, shlex.join(["python", "benchmarks/staleness.py", *again]))
     if args.json:
-        args.json.write_text(json.dumps([{**asdict(key), **asdict(store.cells[key])} for key in wanted], indent=1))
+        args.json.write_text(json.dumps([{**asdict(key), **asdict(cells[key])} for key in wanted], indent=1))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ class Completion:
 
     `policy` is the name of the policy in `policies` that answered, empty for the trained policy. Other models have
     version 0.
+
+    `cached_tokens` is the number of tokens of the request that the server had in its cache, and did not compute.
     """
 
     token_ids: list[int]
@@ -80,6 +82,7 @@ class Completion:
     finish_reason: FinishReason
     routing: NDArray[Any] | None = None
     policy: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

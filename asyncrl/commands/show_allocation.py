@@ -32,7 +32,7 @@ from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, model_of, placement
-from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
+from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need, total
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -163,15 +163,16 @@ def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, i
     lines = []
     on_cpu = [row for row in rows if row.gpu is None]
     fixed = RUNTIME_BYTES["cpu"] * len(on_cpu)
-    host = sum(row.need.host for row in rows)
+    host = sum(row.need.on_host for row in rows)
     needed = (sum(row.need.total for row in on_cpu) + host, sum(row.need.total_checkpointed for row in on_cpu) + host)
     if on_cpu:
         who = f"the {len(on_cpu)} ranks on the CPU together"
         lines += _too_much(who, "this machine has", *needed, fixed, host_bytes)
     elif host > host_bytes:
         lines.append(
-            f"roles and moments that are kept in host memory need {host / GIB:.1f} GiB of it, and this machine has "
-            f"{host_bytes / GIB:.1f} GiB; use trainer.offload=false and optimizer.moments_on=device"
+            f"roles, moments and activations that are kept in host memory need {host / GIB:.1f} GiB of it, and this "
+            f"machine has {host_bytes / GIB:.1f} GiB; use trainer.offload=false, optimizer.moments_on=device and "
+            "trainer.activations_on=device"
         )
     for row in rows:
         if row.gpu is None:
@@ -236,7 +237,8 @@ def _workload(config: ExperimentConfig, role: str) -> Workload:
         config.model.attn_implementation,
         config.trainer.tokens_per_micro_batch,
         longest,
-        moments_on_host=_optimizer(config, role).moments_on == MomentsOn.host,
+        moments_on_host=_optimizer(config, role).moments_on == KeptOn.host,
+        activations_on_host=config.trainer.activations_on == KeptOn.host,
         shape=packed_shape(
             prompt,
             max(1, longest - prompt),
@@ -256,7 +258,7 @@ def _table(rows: Sequence[RankRow], unit: int) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("rank", "host", "device", "roles and coordinates"):
         table.add_column(heading)
-    on_host = any(row.need.host for row in rows)
+    on_host = any(row.need.on_host for row in rows)
     figures = ("weights", "gradients", "moments", "gathered", "activations", "logits", "peak")
     for heading in (*figures, "host") if on_host else figures:
         table.add_column(heading, justify="right")
@@ -266,7 +268,7 @@ def _table(rows: Sequence[RankRow], unit: int) -> Table:
         activations = f"{of.activations / unit:.2f} ({(of.checkpointed + of.recomputed) / unit:.2f})"
         whole = f"{of.total / unit:.2f} ({of.total_checkpointed / unit:.2f})"
         cells = [*kept, activations, f"{of.logits / unit:.2f}", whole]
-        cells += [f"{of.host / unit:.2f}"] * on_host
+        cells += [f"{of.on_host / unit:.2f}"] * on_host
         table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *cells)
     return table
 

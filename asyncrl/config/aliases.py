@@ -85,6 +85,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("trust_remote_code", "TRL, verl, siiRL", "", "code in model folders is not executed"),
     Alias("gradient_checkpointing", "TRL, AReaL", "trainer.gradient_checkpointing"),
     Alias("enable_gradient_checkpointing", "verl, siiRL", "trainer.gradient_checkpointing"),
+    Alias("enable_activation_offload", "verl, siiRL", "trainer.activations_on=host"),
     Alias("lora_rank", "verl, siiRL, AReaL", "model.lora.rank"),
     Alias("lora_alpha", "verl, siiRL, AReaL", "model.lora.alpha"),
     Alias("target_modules", "verl, siiRL, AReaL", "model.lora.targets"),

@@ -83,7 +83,8 @@ def parse_completion(
         raise MalformedReply(
             f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
         )
-    return Completion(token_ids, logprobs, versions, FinishReason(finish), routed)
+    cached = meta.get("cached_tokens", 0)
+    return Completion(token_ids, logprobs, versions, FinishReason(finish), routed, cached_tokens=cached)
 
 
 def _routing(encoded: str, wanted: RoutingWanted, tokens: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Copies of a device's tensors in host memory, made beside what the device computes.
+"""Copies between a device and host memory, made beside what the device computes.
 
 On a GPU each copy runs on a stream of its own, into pinned memory. The thread that asks for it goes on at once, and so
 does the device:
@@ -100,10 +100,14 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream | None] = {}
 
     def begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> HostCopy:
-        """Begin to copy, for each pair (host, source), the source into the host tensor of the same shape and type."""
+        """Begin to copy, for each pair (target, source), the source into the target of the same shape and type.
+
+        One of the two is in host memory. A target on the device must not be used before `before_changes`.
+        """
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for host, source in pairs:
-            by_device.setdefault(source.device, []).append((host, source.detach()))
+        for target, source in pairs:
+            device = target.device if source.device.type == "cpu" else source.device
+            by_device.setdefault(device, []).append((target, source.detach()))
         events = []
         for device, together in by_device.items():
             stream = self._stream(device)
@@ -183,5 +187,5 @@ def _ended(copied: tuple[str, Tensor, HostCopy]) -> tuple[str, Tensor]:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for host, source in pairs:
-        host.copy_(source, non_blocking=True)
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)

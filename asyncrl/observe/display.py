@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ _SINCE = re.compile(r" \(\d+ s\)$")
 """End of a line that says for how long."""
 _RECENT = 10
 """Steps that rates and shares of time are shown over."""
+_REFRESH_S = 0.25
 
 
 class Display(Protocol):
@@ -122,11 +124,13 @@ class _Failures:
 
     def take(self, row: Row) -> list[str]:
         """The remarks on `row`."""
-        remarks = [
-            f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
-            for name, figures in evaluations(row).items()
-            if "failed" in figures
-        ]
+        remarks = []
+        for name, figures in evaluations(row).items():
+            evaluation = f"the evaluation of version {row['step']:.0f} on {name}"
+            if "failed" in figures:
+                remarks.append(f"{evaluation} failed; the master_worker's log says why")
+            elif "cut_short" in figures:
+                remarks.append(f"{evaluation} had not ended when the run was stopped: it has no result")
         for name, value in row.items():
             reason = name.removeprefix(_DROPPED)
             if reason != name and (what := failure(reason)) is not None and (count := int(value)):
@@ -189,7 +193,12 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """One panel, redrawn in place."""
+    """One panel, redrawn in place.
+
+    A thread redraws it, so that its clock goes on. Each frame begins by moving the cursor up by the height of the one
+    before: a remark printed in between would leave lines of the old panel if the height changed. So one lock covers a
+    whole frame, a remark, and a change of what is shown. rich's own thread has no lock around printing.
+    """
 
     def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
         self._title = title
@@ -203,32 +212,38 @@ class LiveDisplay:
         self._failures = _Failures()
         self._started = time.monotonic()
         self._first_step: tuple[float, float] | None = None
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
+        self._live = Live(get_renderable=self._render, console=console, auto_refresh=False, transient=False)
         self._restore_keys = silence_keys(console.file)
         self._live.start()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._redrawing = threading.Thread(target=self._redraw, name="display", daemon=True)
+        self._redrawing.start()
 
     def note(self, text: str) -> None:
         """Print the remark above the panel."""
         # Options of `print` would also apply to the panel, which is drawn again below the remark; and it joins texts to
         # one without theirs, but not those in a group.
         remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
-        self._live.console.print(Group(remark), crop=False)
+        with self._lock:
+            self._live.console.print(Group(remark), crop=False)
 
     def row(self, row: Row) -> None:
         """Update the figures with a step's row."""
-        for name, value in main_figures(row).items():
-            self._evaluated.setdefault(name, []).append(value)
-        for remark in self._failures.take(row):
-            self.note(remark)
-        if "reward/mean" not in row:  # step 0: evaluations alone
-            return
-        if not self._row:
-            self._standing = ()  # it is about the time before the first step
-        self._row = row
-        self._recent.append(row)
-        self._rewards.append(row["reward/mean"])
-        if self._first_step is None:
-            self._first_step = (row["step"], time.monotonic())
+        with self._lock:
+            for name, value in main_figures(row).items():
+                self._evaluated.setdefault(name, []).append(value)
+            for remark in self._failures.take(row):
+                self.note(remark)
+            if "reward/mean" not in row:  # step 0: evaluations alone
+                return
+            if not self._row:
+                self._standing = ()  # it is about the time before the first step
+            self._row = row
+            self._recent.append(row)
+            self._rewards.append(row["reward/mean"])
+            if self._first_step is None:
+                self._first_step = (row["step"], time.monotonic())
 
     def standing(self, lines: Sequence[str]) -> None:
         """Show the state of the run below the figures."""
@@ -236,9 +251,16 @@ class LiveDisplay:
 
     def close(self) -> None:
         """Draw the last state and stop."""
+        self._closed.set()
+        self._redrawing.join()
         self._standing = ()
         self._live.stop()
         self._restore_keys()
+
+    def _redraw(self) -> None:
+        while not self._closed.wait(_REFRESH_S):
+            with self._lock:
+                self._live.refresh()
 
     def _render(self) -> RenderableType:
         body: list[RenderableType] = [self._progress(), self._figures(self._row)]

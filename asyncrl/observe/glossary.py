@@ -720,6 +720,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/prompts", "prompts", "Prompts of the set that were answered.", "All prompts of the set."),
     Metric("eval/<set>/failed", "", "1 where the evaluation of this version failed.", "Absent."),
     Metric(
+        "eval/<set>/cut_short",
+        "",
+        "1 where the run was stopped before the evaluation of this version had ended.",
+        "Absent; 1 in the last row of a stopped run.",
+    ),
+    Metric(
         "eval/<set>/<metric>",
         "",
         "Mean of a metric of groups "

@@ -13,8 +13,8 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.encoder.client import EncoderClient, EncoderUnavailable
-from asyncrl.encoder.settings import EncoderConfig
+from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
+from asyncrl.inference.encoder.settings import EncoderConfig
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 
 Embedder = Callable[[Sequence[Sequence[Picture]]], Awaitable[list[tuple[float, ...]]]]

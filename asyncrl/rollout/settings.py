@@ -7,7 +7,7 @@ from enum import StrEnum, auto
 from typing import Any, Optional
 
 from asyncrl.config.setting import ChoiceConfig, setting
-from asyncrl.encoder.settings import EncoderConfig
+from asyncrl.inference.encoder.settings import EncoderConfig
 from asyncrl.plugins.chat.settings import ChatConfig
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.

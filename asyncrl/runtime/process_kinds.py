@@ -245,7 +245,7 @@ PROCESS_KINDS = {
         placed_as=GENERATION_SERVER,
     ),
     ENCODER_SERVER: ProcessKind(
-        "asyncrl.encoder.process:EncoderServer",
+        "asyncrl.inference.encoder.process:EncoderServer",
         _encoder_servers,
         _encoder_server,
         serves=True,

@@ -29,7 +29,7 @@ from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import placement
-from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig, VisionMode
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn, OptimizerConfig, VisionMode
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 """Advantages that are estimated from a critic's values; a test compares this list with what each estimator refuses."""
@@ -43,6 +43,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _pictures(config)
     yield from _attention(config)
     yield from _profile(config)
+    yield from _activations(config)
     yield from _of_policy(config)
     yield from policy_checks.check(config, _of_policy)
 
@@ -86,6 +87,14 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
             yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
     if profile.stacks and py_spy() is None:
         yield "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
+
+
+def _activations(config: ExperimentConfig) -> Iterator[str]:
+    if config.trainer.activations_on == KeptOn.host and not config.trainer.gradient_checkpointing:
+        yield (
+            "trainer.activations_on='host': it moves the inputs of layers that are recomputed in the backward pass, "
+            "and trainer.gradient_checkpointing=false recomputes none; set that to true, or use device"
+        )
 
 
 def _kl(config: ExperimentConfig) -> Iterator[str]:

@@ -40,13 +40,13 @@ class LearningRateSchedule(StrEnum):
     cosine = auto()
 
 
-class MomentsOn(StrEnum):
-    """Memory that holds AdamW's moments, eight bytes per trained parameter."""
+class KeptOn(StrEnum):
+    """Memory that holds tensors of which the device needs a part at a time."""
 
     device = auto()
-    """With the weights."""
+    """The device's own."""
     host = auto()
-    """In host memory; each step takes them through the device piece by piece."""
+    """The host's; what is needed is copied to the device."""
 
 
 class BestDirection(StrEnum):
@@ -160,8 +160,8 @@ class OptimizerConfig:
     warmup_ratio: float = setting(
         0.0, "the same as a share of all optimizer steps of the run; not together with it", minimum=0.0, maximum=1.0
     )
-    moments_on: MomentsOn = setting(
-        MomentsOn.device,
+    moments_on: KeptOn = setting(
+        KeptOn.device,
         "where the moments are kept: with the weights (device), or in host memory (host), from which every step takes "
         "16 bytes per parameter to the device and back; values are the same",
     )
@@ -198,6 +198,11 @@ class TrainerConfig:
     )
     gradient_checkpointing: bool = setting(
         False, "recompute each layer's activations in the backward pass: less memory, a third more work"
+    )
+    activations_on: KeptOn = setting(
+        KeptOn.device,
+        "where the inputs of recomputed layers wait for the backward pass: on the device, or in host memory (host), "
+        "for long contexts; needs trainer.gradient_checkpointing; values are the same",
     )
     compile: bool = setting(
         False,

@@ -47,6 +47,8 @@ LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
 MOMENT_PIECES_BYTES = 2 * 4 * PIECE
 """Bytes of both moments on their way through the device."""
+INPUTS_AT_A_TIME = 2
+"""Layers' inputs on the device if they are kept on the host: of the layer at work, and one on its way."""
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at a time: the one that computes, and the next one, which is being gathered."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -149,6 +151,7 @@ class Workload:
         tokens: T, tokens of a micro-batch.
         longest: the longest sequence, for the attention matrices of `eager`.
         moments_on_host: they pass through the device piece by piece.
+        activations_on_host: with gradient checkpointing, the layers' inputs pass through the device two at a time.
         shape: what attention gathers, where sequences are packed without a kernel of variable lengths.
         varlen: `sdpa` has a kernel of variable lengths, as on GPUs in 16 bits; shared prefixes are gathered there too.
     """
@@ -159,6 +162,7 @@ class Workload:
     tokens: int
     longest: int
     moments_on_host: bool = False
+    activations_on_host: bool = False
     shape: AttentionShape = AttentionShape()
     varlen: bool = False
 
@@ -189,7 +193,8 @@ class MemoryNeed:
         reducing: gradients that are whole while activations exist; `reduced_last`: at the end of the pass.
         checkpointed: activations with gradient checkpointing, without the layer that is being recomputed.
         recomputed: activations of that layer and what its backward pass has beside them, once the head is done.
-        host: bytes in host memory, in addition to those on the device.
+        host: bytes of weights and moments in host memory.
+        host_inputs: bytes of layers' inputs in host memory, with gradient checkpointing.
     """
 
     weights: int = 0
@@ -203,6 +208,12 @@ class MemoryNeed:
     recomputed: int = 0
     logits: int = 0
     host: int = 0
+    host_inputs: int = 0
+
+    @property
+    def on_host(self) -> int:
+        """Bytes in host memory, in addition to those on the device."""
+        return self.host + self.host_inputs
 
     @property
     def kept(self) -> int:
@@ -229,6 +240,7 @@ class MemoryNeed:
             moments=sum(need.moments for need in kept),
             checkpointed=max(need.checkpointed for need in kept),
             recomputed=max(need.recomputed for need in kept),
+            host_inputs=max(need.host_inputs for need in kept),
             host=self.host + other.host,
         )
 
@@ -254,6 +266,8 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     host = 0
     if work.moments_on_host:
         host, moments, reduced_last = moments, 0, max(reduced_last, min(moments, MOMENT_PIECES_BYTES))
+    on_host = trained and work.activations_on_host
+    layer_inputs = min(layers, INPUTS_AT_A_TIME) if on_host else flight * layers
     return MemoryNeed(
         weights,
         gradients,
@@ -262,8 +276,9 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         reducing,
         reduced_last,
         host=host,
+        host_inputs=flight * layers * inputs if on_host else 0,
         activations=flight * (inputs + work.mask_bytes + per_layer * layers) if trained else inputs + per_layer,
-        checkpointed=flight * (inputs * (1 + layers) + work.mask_bytes) if trained else inputs,
+        checkpointed=inputs * layer_inputs + flight * (inputs + work.mask_bytes) if trained else inputs,
         recomputed=per_layer + work.tokens * _gradient_bytes_per_token(model.sizes, layout.tensor, work),
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
@@ -313,7 +328,11 @@ def total(needs: Sequence[MemoryNeed], *, offload: bool = False) -> MemoryNeed:
     """
     if offload and needs:
         largest = max(needs, key=lambda need: need.total)
-        return replace(largest, host=sum(need.host + need.weights + need.moments for need in needs))
+        return replace(
+            largest,
+            host=sum(need.host + need.weights + need.moments for need in needs),
+            host_inputs=max(need.host_inputs for need in needs),
+        )
     combined = MemoryNeed()
     for each in needs:
         combined = combined.beside(each)

@@ -43,7 +43,7 @@ from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import AttentionImplementation, MomentsOn
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing import Workload, count, need
 from gpu_rows.bench import GIB, Bench, Figure, grouped, tried
 from gpu_rows.machine import matmul_flops
@@ -61,7 +61,7 @@ class Variant:
     engine: str = "flat"
     attention: AttentionImplementation = AttentionImplementation.sdpa
     checkpointing: bool = False
-    moments_on: MomentsOn = MomentsOn.device
+    moments_on: KeptOn = KeptOn.device
     offload: bool = False
     compiled: bool = False
     micro_batch: int = 8192
@@ -89,7 +89,7 @@ VARIANTS = (
     Variant(STEP),
     Variant("the same, checkpointing", checkpointing=True),
     Variant("the same, checkpointing, micro-batches of 32768", checkpointing=True, micro_batch=32768),
-    Variant("the same, checkpointing, moments on the host", checkpointing=True, moments_on=MomentsOn.host),
+    Variant("the same, checkpointing, moments on the host", checkpointing=True, moments_on=KeptOn.host),
     Variant("the same, checkpointing, off-loaded", checkpointing=True, offload=True),
     Variant("the same, sharded, checkpointing", engine="sharded", checkpointing=True),
     Variant("lognormal lengths, checkpointing", ragged=True, checkpointing=True, micro_batch=16384),
@@ -205,7 +205,7 @@ def estimated(bench: Bench, variant: Variant, longest: int) -> int:
         variant.attention,
         bench.size(variant.micro_batch, 128),
         longest,
-        moments_on_host=variant.moments_on == MomentsOn.host,
+        moments_on_host=variant.moments_on == KeptOn.host,
         shape=packed_shape(
             variant.shared(bench.tiny),
             longest - variant.shared(bench.tiny),

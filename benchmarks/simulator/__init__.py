@@ -1,4 +1,4 @@
-"""Setups and reports of `benchmarks/simulate.py`; the simulator itself is `asyncrl.simulator`.
+"""Setups and reports of `benchmarks/simulate.py`; the simulator itself is `asyncrl.verify.simulator`.
 
 devices      the parameters of engine and trainer models, derived from a model's and a device's figures
 scenarios    which runs the tables of docs/scale_runs.md are made of

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from asyncrl.simulator.engine_model import EngineModel
-from asyncrl.simulator.trainer import TrainerModel
+from asyncrl.verify.simulator.engine_model import EngineModel
+from asyncrl.verify.simulator.trainer import TrainerModel
 
 READ_SHARE = 0.8
 """Share of the memory's bandwidth that a decode step attains for weights, and `KV_READ_SHARE` for keys and values."""

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_supervised
-from asyncrl.simulator.engine_model import EngineModel
-from asyncrl.simulator.lengths import Recorded
-from asyncrl.simulator.run import simulate
-from asyncrl.simulator.setup import Host, Outcome, Setup
-from asyncrl.simulator.trainer import TrainerModel
 from asyncrl.trainer.supervised.base_model import ensure_base_model
+from asyncrl.verify.simulator.engine_model import EngineModel
+from asyncrl.verify.simulator.lengths import Recorded
+from asyncrl.verify.simulator.run import simulate
+from asyncrl.verify.simulator.setup import Host, Outcome, Setup
+from asyncrl.verify.simulator.trainer import TrainerModel
 from simulator.real import IN_FLIGHT, RUNS, WARM_UP, B, RealRun, Run, as_json, from_json, real_run
 from simulator.speed import Speed, least_squares, measure_speed
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.simulator.setup import Outcome, Setup
+from asyncrl.verify.simulator.setup import Outcome, Setup
 from simulator.scenarios import Cell
 
 COLUMNS = (

@@ -5,6 +5,7 @@ The device is pretended (`pretended_device`), so this runs without a GPU.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections import Counter
@@ -24,11 +25,14 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.engines.base import PolicyOutputs
+from asyncrl.trainer.model.host_activations import _Moved
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 
 VOCABULARY = 97
 CPU = torch.device("cpu")
@@ -124,6 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tree": {},
     "padded": {"model__attn_implementation": EAGER, "trainer__share_prefixes": False},
     "checkpointing": {"trainer__gradient_checkpointing": True},
+    "activations on the host": {"trainer__gradient_checkpointing": True, "trainer__activations_on": KeptOn.host},
     "whole distributions": {"algorithm__kl_coef": 0.1, "algorithm__kl": ChoiceConfig(name="full")},
     "critic": {"algorithm__graph": "ppo", "algorithm__advantage": ChoiceConfig(name="gae")},
     "adapters": {"model__lora__rank": 4},
@@ -154,6 +159,22 @@ def test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_oft
     if case == "padded":  # transformers looks at the positions as it draws its masks
         more = Counter({where: count for where, count in more.items() if "self._trunk(" not in where[1]})
     assert not more, f"waits that come with micro-batches:\n{pretended.Watch(waits=more).lines()}"
+
+
+def test_inputs_of_layers_that_wait_on_the_host_have_left_the_device(model_dir: Path) -> None:
+    settings = {"trainer__gradient_checkpointing": True, "trainer__activations_on": KeptOn.host}
+    policy = ranks_on(configured(model_dir, micro_batch=200, **settings), DEVICE).policy("actor")
+    batch = build_step_batch(trajectories(), [0] * 4, version=0, num_minibatches=1, device=DEVICE)
+    waiting: list[list[tuple[str, bool]]] = []
+
+    def loss(_: MicroBatch, outputs: PolicyOutputs) -> tuple[torch.Tensor, dict[str, Any]]:
+        moved = [each for each in gc.get_objects() if isinstance(each, _Moved)]
+        waiting.append(sorted((each._host.device.type, each._here is not None) for each in moved))
+        return outputs.logprobs_N.sum(), {}
+
+    policy.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
+    assert len(waiting) > 1
+    assert waiting == [[("cpu", False), ("cpu", True)]] * len(waiting), "of two layers, the last one's is not given up"
 
 
 def job(number: int, prompt: Sequence[int], new_tokens: int, **sampling: Any) -> Job:

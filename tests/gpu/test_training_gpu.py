@@ -29,7 +29,7 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import AttentionImplementation, MomentsOn
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 
 CUDA = pytest.param(
     "cuda",
@@ -155,7 +155,7 @@ def test_what_is_kept_on_the_host_trains_as_on_the_device(
 
     def train(on_host: bool) -> tuple[Any, Any, int, weakref.ref[torch.nn.Parameter]]:
         config.trainer.offload = on_host
-        config.optimizer.moments_on = MomentsOn.host if on_host else MomentsOn.device
+        config.optimizer.moments_on = KeptOn.host if on_host else KeptOn.device
         with built(config, device, tmp_path) as rank:
             told = steps(config, rank, device, count=2)
             allocated = torch.cuda.memory_allocated() if device == "cuda" else 0

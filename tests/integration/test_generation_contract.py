@@ -569,6 +569,7 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
     first, *group = cached
     assert first < len(prompt) // 2
     assert len(group) == RUNNING
+    assert [each.cached_tokens for each in result.completions] == [min(first, group[0]), *group[1:]]
     if server.backend.kind == "sglang":  # the embedded engine shares within a call, and is not asked so
         assert min(group) >= len(prompt) - 1
     for completion in result.completions:

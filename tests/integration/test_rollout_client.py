@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
+from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, SamplingParams
 from asyncrl.inference.client import GenerateItem
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import serve
@@ -546,6 +546,20 @@ def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have(
     routing = partial.completion(prompt_tokens=3).routing
     assert routing is not None
     assert routing[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_cached_tokens_of_an_answer_are_those_of_its_request() -> None:
+    """A later round finds what the first one has computed."""
+    partial = PartialAnswer(seed=1)
+    parts = [
+        Completion([], [], [], FinishReason.abort),
+        Completion([7], [0.0], [0], FinishReason.abort, cached_tokens=2),
+        Completion([8], [0.0], [0], FinishReason.stop, cached_tokens=4),
+    ]
+    for part in parts:
+        partial.extend(part, 9, (), None)
+    answer = partial.completion(prompt_tokens=4)
+    assert (answer.token_ids, answer.cached_tokens) == ([7, 8], 2)
 
 
 async def test_scores_of_an_answer_are_the_log_probabilities_that_it_came_with(start_fake_server: Any) -> None:

@@ -16,8 +16,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, settings
 from asyncrl.config.setting import ConfigError, not_a_choice
 from asyncrl.config.trained_policies import config_of_policy
-from asyncrl.encoder import checks as encoder
 from asyncrl.inference import checks as inference
+from asyncrl.inference.encoder import checks as encoder
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
 from asyncrl.observe import checks as observe

@@ -369,7 +369,13 @@ def _prompt_ids(body: Body, replies: Sequence[ChatReply]) -> Json:
 
 def _usage(replies: Sequence[ChatReply]) -> Json:
     prompt, made = len(replies[0].prompt_ids), sum(len(reply.completion.token_ids) for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    cached = min(reply.completion.cached_tokens for reply in replies)  # the prompt counts once: computed for the first
+    return {
+        "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+    }
 
 
 def _logprobs(reply: ChatReply) -> Json:

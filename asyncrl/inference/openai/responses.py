@@ -273,7 +273,7 @@ def _whole(head: Json, output: list[Json], reply: ChatReply) -> Json:
     prompt, made = len(reply.prompt_ids), len(reply.completion.token_ids)
     usage = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": reply.completion.cached_tokens},
         "output_tokens": made,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + made,

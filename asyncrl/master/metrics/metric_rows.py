@@ -2,8 +2,9 @@
 
 The step that makes version s has row s: `step` = `policy_version` = s, the statistics of the rollouts it trained, and,
 if version s was evaluated, `eval/<set>/reward_mean` and other metrics of each set (`evaluation_statistics`), or
-`eval/<set>/failed` = 1. If the initial model is evaluated, row 0 has only that. The evaluation runs while training
-continues, so its row is held until it ends, and so are later rows: every row is written once, in order.
+`eval/<set>/failed` = 1, or `eval/<set>/cut_short` = 1 if the run was stopped meanwhile. If the initial model is
+evaluated, row 0 has only that. The evaluation runs while training continues, so its row is held until it ends, and so
+are later rows: every row is written once, in order.
 """
 
 from __future__ import annotations

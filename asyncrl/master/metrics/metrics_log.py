@@ -8,6 +8,7 @@ that version or get it again; otherwise it counts as failed.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
 from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
-from asyncrl.master.peers.policy_versions import Outcomes
+from asyncrl.master.peers.policy_versions import CUT_SHORT, Outcomes
 from asyncrl.observe.metrics import MetricsWriter, read_rows
 from asyncrl.observe.sample_tables import SampleTables
 from asyncrl.observe.tail import JsonlTail
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 DROPPED_GROUPS = "/dropped_groups"
 """Suffix of the metric with which a filter call of the graph counts dropped groups."""
+_WITHOUT_RESULT = re.compile(r"eval/(?P<set>.+)/(?P<figure>failed|cut_short)")
 
 
 @dataclass(slots=True)
@@ -118,9 +120,9 @@ class MetricsLog:
         """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
         measured = {}
         for name, value in row.items():
-            if name.startswith("eval/") and name.endswith("/failed"):
-                of = name.removeprefix("eval/").removesuffix("/failed")
-                self._failed(step, of, "failed in an earlier launch; see its log")
+            if (found := _WITHOUT_RESULT.fullmatch(name)) is not None:
+                reason = CUT_SHORT if found["figure"] == "cut_short" else "failed in an earlier launch; see its log"
+                self._failed(step, found["set"], reason)
             elif name.startswith("eval/"):
                 measured[name] = value
         if measured:
@@ -238,9 +240,9 @@ class MetricsLog:
             self._metrics.close()
 
     def _failed(self, version: int, name: str, reason: str) -> Row:
-        """Record a failed evaluation of the set `name`; return the metrics for its row."""
+        """Record an evaluation of the set `name` without a result; return the metrics for its row."""
         self.evaluations_failed.append({"version": version, "set": name, "reason": reason})
-        return {f"eval/{name}/failed": 1.0}
+        return {f"eval/{name}/{'cut_short' if reason == CUT_SHORT else 'failed'}": 1.0}
 
     def _count_restarts(self) -> int:
         """Return the number of restarts so far, of single processes and of all together."""

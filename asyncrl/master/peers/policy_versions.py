@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 Outcomes: TypeAlias = Mapping[str, EvaluationResult | str]
 """For each set, its result or the reason why it has none."""
+CUT_SHORT = "cut short by the end of the run"
+"""The reason if the run was stopped before the evaluation of a set had ended."""
 
 
 class VersionAnnouncer:
@@ -118,7 +120,7 @@ class VersionAnnouncer:
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def _run(self, version: int, names: Sequence[str]) -> None:
-        outcomes: dict[str, EvaluationResult | str] = dict.fromkeys(names, "given up, as the run ended")
+        outcomes: dict[str, EvaluationResult | str] = dict.fromkeys(names, CUT_SHORT)
         seconds: dict[str, float] = {}
         try:
             for name in names:

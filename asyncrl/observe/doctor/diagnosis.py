@@ -9,7 +9,7 @@ from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.health import problems
 from asyncrl.observe.doctor.measured import FEWEST_STEPS, Measured, measure
-from asyncrl.observe.doctor.standing import standing
+from asyncrl.observe.doctor.standing import standing, without_processors
 from asyncrl.observe.history import History
 
 TOLD = 0.01
@@ -59,6 +59,7 @@ def examine(history: History) -> Diagnosis:
     found = [*standing(history), *problems(history, measured)]
     missing: tuple[str, ...] = ()
     if measured is None:
+        found += without_processors(history)
         missing = (f"speed: fewer than {FEWEST_STEPS} steps",)
     else:
         even = balanced(measured)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from asyncrl.observe.doctor.finding import Finding, Level
+from asyncrl.observe.doctor.sentences import percent
 from asyncrl.observe.doctor.servers import policy_of_server
 from asyncrl.observe.history import History, Process, State
 from asyncrl.observe.history.ledger import Rollout
@@ -17,6 +18,10 @@ SILENT_S = 10.0
 LONG_S = 60.0
 MOST_LINES = 8
 TIMES_A_STEP = 8.0
+WINDOW_S = 60.0
+SCARCE = 0.25
+"""Processors are scarce if threads that could run had one for a smaller share of the time. A start on two cores, with
+eight processes that import torch, comes near it for some twenty seconds; `LONG_S` must have passed."""
 
 
 def standing(history: History) -> Iterator[Finding]:
@@ -27,6 +32,29 @@ def standing(history: History) -> Iterator[Finding]:
         yield _starting(history)
     elif history.state is State.running and (finding := _stalled(history)) is not None:
         yield finding
+
+
+def without_processors(history: History) -> Iterator[Finding]:
+    """Yield a finding if the host has no processor for a run that has too few steps for the rules on its speed."""
+    workers = _workers(history)
+    if not workers:
+        return
+    end = max(process.last["at"] for process in workers)
+    if end - (_launched_at(history) or min(process.lines[0]["at"] for process in workers)) < LONG_S:
+        return
+    begin = end - WINDOW_S
+    had = sum(process.rate("cpu_s", begin, end) or 0.0 for process in workers)
+    lacked = sum(process.rate("no_core_s", begin, end) or 0.0 for process in workers)
+    if lacked < 1.0 or had > SCARCE * (had + lacked):
+        return
+    yield Finding(
+        "no-cpu",
+        Level.bottleneck,
+        "A host without free processors",
+        f"in the last {WINDOW_S:.0f} s the run's threads had a processor {percent(had / (had + lacked))} of the time "
+        "in which they could run.",
+        "Other processes take the host's cores: run fewer of them, or use more cores.",
+    )
 
 
 def progress(history: History) -> list[tuple[str, str, float]]:

@@ -368,12 +368,15 @@ class RolloutClient:
     ) -> list[Completion]:
         """Generate answers to `items`, after the server has `fork` in its cache, within the time limit for both."""
         left_s = self._timeout_s
-        if fork is not None:  # aborted or not, what it was for is to be sent
-            now = asyncio.get_running_loop().time
-            begun = now()
-            await server.generate([fork], sampling, timeout_s=left_s)
-            left_s = max(left_s - (now() - begun), 0.001)
-        return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
+        if fork is None:
+            return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
+        now = asyncio.get_running_loop().time
+        begun = now()
+        (prefix,) = await server.generate([fork], sampling, timeout_s=left_s)  # aborted or not, the items are sent
+        left_s = max(left_s - (now() - begun), 0.001)
+        first, *others = await server.generate(items, sampling, timeout_s=left_s, routing=routing)
+        # What the prefix was computed for is the first answer.
+        return [replace(first, cached_tokens=min(first.cached_tokens, prefix.cached_tokens)), *others]
 
     async def _call(
         self, server: GenerationServerClient, rids: list[str], answers: Coroutine[Any, Any, list[_Answer]]

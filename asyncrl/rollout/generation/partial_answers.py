@@ -24,6 +24,8 @@ class PartialAnswer:
     finish: FinishReason | None = None
     routing: list[NDArray[Any]] = field(default_factory=list)
     """Reported experts of the request's tokens and of these, in consecutive parts."""
+    cached_tokens: int = 0
+    """Tokens of the request that the first round did not compute; later ones send what was generated, too."""
 
     @property
     def routed(self) -> int:
@@ -32,6 +34,8 @@ class PartialAnswer:
 
     def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
         """Append the result of a round; `budget` is the sample's `max_new_tokens`, `stop` its stop strings."""
+        if not self.token_ids:
+            self.cached_tokens = part.cached_tokens
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -61,7 +65,9 @@ class PartialAnswer:
         routing = None
         if self.routing:  # less what belongs to tokens that were cut off behind a stop string
             routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
-        return Completion(self.token_ids, self.logprobs, self.versions, self.finish, routing)
+        return Completion(
+            self.token_ids, self.logprobs, self.versions, self.finish, routing, cached_tokens=self.cached_tokens
+        )
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from transformers import get_scheduler
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter
 from asyncrl.trainer.engines.host_offload import local, zeros_on_host
-from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, OptimizerConfig
+from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, OptimizerConfig
 
 SCHEDULES = {
     LearningRateSchedule.constant: "constant_with_warmup",
@@ -37,7 +37,7 @@ Moments = Mapping[str, Tensor]
 
 def zero_moments(like: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     """Create zero moments for a parameter, on the device or the host as `optimizer.moments_on` says."""
-    on_host = config.moments_on == MomentsOn.host
+    on_host = config.moments_on == KeptOn.host
     return {
         moment: zeros_on_host(like) if on_host else torch.zeros_like(like, requires_grad=False) for moment in MOMENTS
     }
@@ -114,7 +114,7 @@ class ScheduledAdamW(ABC):
         total_steps: int,
     ) -> None:
         self._max_grad_norm = config.max_grad_norm
-        self._on_host = config.moments_on == MomentsOn.host
+        self._on_host = config.moments_on == KeptOn.host
         self._adamw = (_HostMomentsAdamW if self._on_host else torch.optim.AdamW)(
             [{"params": [parameter for parameter, _ in group], "weight_decay": decay} for group, decay in groups],
             lr=config.lr,

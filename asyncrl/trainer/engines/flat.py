@@ -63,7 +63,7 @@ from asyncrl.trainer.model.lora import (
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.model.scoring import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
+from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig, VisionMode
 from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 
@@ -72,6 +72,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     Args:
         gradient_checkpointing: whether a trained role's layers recompute their activations.
+        activations_on_host: whether the inputs of such layers are kept in host memory.
         compiled: whether the token-wise parts of the layers are compiled.
         role: as of `RoleEngine`; gradients are summed over the data-parallel ranks of its `place`.
     """
@@ -84,6 +85,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         optimizer: FlatAdamW | None = None,
         place: RankPosition | None = None,
         gradient_checkpointing: bool = False,
+        activations_on_host: bool = False,
         compiled: bool = False,
         **role: Any,
     ) -> None:
@@ -98,7 +100,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
-            checkpoint_layers(trunk, self.routers)
+            checkpoint_layers(trunk, self.routers, on_host=activations_on_host)
         self._count_from_now(trunk)
 
     @property
@@ -363,6 +365,7 @@ class FlatLoader(EngineLoader):
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
             "place": place,
             "gradient_checkpointing": config.trainer.gradient_checkpointing,
+            "activations_on_host": config.trainer.activations_on == KeptOn.host,
             "compiled": config.trainer.compile,
         }
 

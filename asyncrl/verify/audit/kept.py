@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ _Rows = list[dict[str, Any]]
 def check_samples(
     folder: Path, files: Iterable[Path], settings: Settings | None, outcome: Outcome, report: Report, note: Report
 ) -> None:
-    """Check the kept samples in `files`, which were in `folder` before the ledger was read."""
+    """Check the kept samples in `files`, which were in `folder` before the ledger was read.
+
+    Steps without a file are noted. They are no error: `samples.max_gb` removes the oldest files, an earlier launch may
+    have kept none, and a process that was killed may have left the last ones unwritten.
+    """
     by_step: dict[int, list[Path]] = defaultdict(list)
     for file in files:
         number, _, writer = file.name.removeprefix("step-").partition(".")
@@ -39,6 +43,13 @@ def check_samples(
     if by_step and importlib.util.find_spec("pyarrow") is None:
         note(folder.name, "is not checked: pyarrow is not installed (pip install 'asyncrl[data]')")
         return
+    every = settings.samples.every if settings is not None else 0
+    if gone := _without_files(every, by_step.keys(), outcome):
+        note(
+            folder.name,
+            f"has no file of {len(gone)} steps whose samples samples.every={every} keeps, as {gone[0]} (the oldest are "
+            "removed beyond samples.max_gb)",
+        )
     writers = {file.name.partition(".")[2] for parts in by_step.values() for file in parts}
     begun = outcome.begun[-1] if outcome.begun else 0
     for step, parts in sorted(by_step.items()):
@@ -52,7 +63,6 @@ def check_samples(
             elif rows is not None and step <= outcome.version:
                 kept.take(file.name, rows)
         kept.check()
-        every = settings.samples.every if settings is not None else 0
         if whole and every > 0 and step > begun and len(parts) == len(writers):
             _check_all_there(f"{folder.name}/step-{step:08d}", step, every, {*kept.rollouts}, outcome, report)
 
@@ -198,6 +208,13 @@ def _same_reward(samples: _Rows, episodes: int, reward: float) -> bool:
     means = [sum(rewards) / len(rewards) for rewards in by_episode.values()]
     mean = sum(means) / max(1, len(means))
     return len(means) == episodes and math.isclose(mean, reward, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def _without_files(every: int, steps: Collection[int], outcome: Outcome) -> list[int]:
+    """Return the steps with rollouts to keep that no file is of, but the last ones of a run that may continue."""
+    last = outcome.version if outcome.is_over else outcome.version - 2
+    wanted = {line.step for line in outcome.rollouts.values() if every and line.order % every == 0}
+    return sorted(step for step in wanted - set(steps) if step <= last)
 
 
 def _check_all_there(place: str, step: int, every: int, kept: set[str], outcome: Outcome, report: Report) -> None:

@@ -92,7 +92,7 @@ class RulePolicy:
 
     def _completion(self, index: int) -> Completion:
         ids = [11 + index, 12, 13, 14]
-        completion = Completion(ids, [-0.1, -0.2, -0.3, -0.4], [7] * 4, FinishReason.stop)
+        completion = Completion(ids, [-0.1, -0.2, -0.3, -0.4], [7] * 4, FinishReason.stop, cached_tokens=1 + index)
         self.recorded.append(completion)
         return completion
 

@@ -56,6 +56,8 @@ async def chat(at: Clients) -> None:
     assert answer.model == "m"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (1, 4, 5)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     assert [(each.token, each.logprob) for each in choice.logprobs.content][:2] == [
@@ -115,6 +117,8 @@ async def chat_many(at: Clients) -> None:
     assert [(choice.model_extra or {})["token_ids"][0] for choice in answer.choices] == [11, 12, 13]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1, "the prompt counts once"
 
 
 async def chat_many_streamed(at: Clients) -> None:
@@ -141,6 +145,7 @@ async def respond(at: Clients) -> None:
     assert answer.status == "completed"
     assert answer.usage is not None
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (2, 4, 6)
+    assert answer.usage.input_tokens_details.cached_tokens == 1
     item: Any = answer.output[0]
     assert [each.token for each in item.content[0].logprobs] == [
         "token_id:11",

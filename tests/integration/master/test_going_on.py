@@ -93,8 +93,9 @@ async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path
         first.stop.set()
         await task
     assert [row["step"] for row in first.rows()] == [0]
+    assert (first.rows()[0]["eval/held_out/cut_short"], "eval/held_out/failed" in first.rows()[0]) == (1.0, False)
     assert first.summary()["evaluations_failed"] == [
-        {"version": 0, "set": "held_out", "reason": "given up, as the run ended"}
+        {"version": 0, "set": "held_out", "reason": "cut short by the end of the run"}
     ]
 
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))

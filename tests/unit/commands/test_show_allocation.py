@@ -6,6 +6,8 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -34,7 +36,7 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.placement import placement
-from asyncrl.trainer.settings import ReferenceMode, RoleRanks
+from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
 from asyncrl.trainer.sizing import MemoryNeed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -167,12 +169,17 @@ def test_what_is_kept_in_host_memory_is_counted_there(
     assert away.need.host == here.need.weights + here.need.moments
     assert away.need.weights < here.need.weights, "the reference model is not there while the actor works"
     assert show_allocation(config, None) == 0
+    config.trainer.gradient_checkpointing, config.trainer.activations_on = True, KeptOn.host
+    (moved,) = rows_of(config)
+    assert moved.need.on_host == away.need.on_host + moved.need.host_inputs > away.need.on_host
     assert "peak  host" in " ".join(capsys.readouterr().out.split()).replace(" host", "  host")
 
 
 def test_a_host_too_small_for_what_its_gpus_put_there_is_said() -> None:
     (message,) = warnings([RankRow(0, "here", "0", (), MemoryNeed(host=5 * GIB))], 4 * GIB, {"0": 80 * GIB})
-    assert message.startswith("roles and moments that are kept in host memory need 5.0 GiB of it, and this machine has")
+    assert message.startswith(
+        "roles, moments and activations that are kept in host memory need 5.0 GiB of it, and this machine has"
+    )
 
 
 def test_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,16 +197,31 @@ def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str
     assert "no layout" in capsys.readouterr().err
 
 
-def test_the_sizing_page_is_what_its_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("benchmarks_sizing", ROOT / "benchmarks" / "sizing.py")
+def page_by(name: str) -> tuple[ModuleType, str, list[Any]]:
+    """The script benchmarks/<name>.py, its page, and the figures on it."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # where its dataclasses look for their module
     spec.loader.exec_module(script)
-    text = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
-    measured = json.loads((ROOT / "docs" / "sizing.json").read_text(encoding="utf-8"))
-    assert text == script.page(text, measured), "run python benchmarks/sizing.py"
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))
+    assert text == script.page(text, measured), f"run python benchmarks/{name}.py"
+    return script, text, measured
+
+
+def test_memory_over_length_is_what_its_script_writes_and_what_is_computed() -> None:
+    script, _, measured = page_by("long_context")
+    for row in measured:
+        way = script.Way(**row["way"])
+        computed = way.computed(row["tokens"])
+        assert way.passing(computed) == pytest.approx(row["peak"], rel=0.1)
+        assert computed.host_inputs == row["on_host"]
+
+
+def test_the_sizing_page_is_what_its_script_writes() -> None:
+    script, text, measured = page_by("sizing")
     assert all(f"## {name}\n" in text for name in script.MODELS)
     for case in measured:
         settings = {key: value for key, value in case.items() if key != "measured_mib"}

@@ -25,6 +25,7 @@ IN_EXAMPLES = {
         "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu "
         "actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type "
         "actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.model.enable_gradient_checkpointing "
+        "actor_rollout_ref.model.enable_activation_offload "
         "actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload "
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.name "
         "actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.gpu_memory_utilization "

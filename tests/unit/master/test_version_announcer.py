@@ -96,5 +96,5 @@ async def test_closing_ends_the_measurement_and_lets_go_of_its_row() -> None:
     await watched.announcer.published(2, "v2")
     await rounds()
     await watched.announcer.close()
-    assert watched.ended == [(2, {"a": "given up, as the run ended"})]
+    assert watched.ended == [(2, {"a": "cut short by the end of the run"})]
     await watched.announcer.evaluation_ended()

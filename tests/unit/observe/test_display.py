@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -113,6 +116,13 @@ def test_a_failed_evaluation_is_said() -> None:
     PlainDisplay(shown, total_steps=10).row(failed)
     assert out.getvalue().count("\n") == 2
     assert said in out.getvalue()
+
+
+def test_an_evaluation_that_was_cut_short_by_the_end_of_the_run_has_not_failed() -> None:
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row({"step": 0, "eval/held_out/cut_short": 1.0})
+    assert "on held_out had not ended when the run was stopped" in out.getvalue()
+    assert "failed" not in out.getvalue()
 
 
 def test_lost_episodes_are_said_with_their_count_so_far() -> None:
@@ -242,3 +252,28 @@ def test_the_panel_below_a_remark_is_drawn_as_elsewhere() -> None:
     assert "step 0/10" in below
     assert "[bold]" not in below, "the panel's markup is text where a remark's options apply to it"
     assert "/a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log\n" in below
+
+
+def test_no_frame_is_drawn_between_the_composition_of_a_remark_and_its_output() -> None:
+    out = io.StringIO()
+    drawn_amid: list[bool] = []
+    noting = threading.Event()
+
+    class SlowConsole(Console):
+        """Takes long to write what the main thread has composed."""
+
+        def __exit__(self, *error: Any) -> None:
+            if noting.is_set() and threading.current_thread() is threading.main_thread():
+                before = out.getvalue()
+                time.sleep(0.6)  # more than two intervals of the panel
+                drawn_amid.append(out.getvalue() != before)
+            super().__exit__(*error)
+
+    shown = SlowConsole(file=out, width=60, force_terminal=True, color_system=None)
+    display = LiveDisplay(shown, "run", 10, 4)
+    noting.set()
+    display.note("the remark")
+    noting.clear()
+    display.close()
+    assert drawn_amid == [False], "the remark moves the cursor by the height of a panel that is no longer there"
+    assert "the remark" in out.getvalue()

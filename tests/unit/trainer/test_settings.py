@@ -22,6 +22,7 @@ from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, war
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
+    KeptOn,
     KLPlace,
     ReferenceMode,
     RolePlacementConfig,
@@ -105,6 +106,16 @@ def test_compiled_layers_are_refused_where_they_are_sharded(config: ExperimentCo
     assert list(check(config)) == []
     config.trainer.parallel = "d2"
     assert the_message(config).startswith("trainer.compile=true: compiled parts of sharded layers are not supported")
+
+
+def test_activations_on_the_host_need_layers_that_are_recomputed(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.trainer.activations_on = KeptOn.host
+    message = the_message(config)
+    assert message.startswith("trainer.activations_on='host': ")
+    assert "trainer.gradient_checkpointing=false recomputes none; set that to true, or use device" in message
+    config.trainer.gradient_checkpointing = True
+    assert list(check(config)) == []
 
 
 def test_what_works_in_one_layout_only_is_refused_by_name(config: ExperimentConfig, gpus: SetGpus) -> None:

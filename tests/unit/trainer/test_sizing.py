@@ -31,6 +31,7 @@ from asyncrl.trainer.batches.prefix_tree import Branches, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.model import host_activations
 from asyncrl.trainer.model.attention_shape import AttentionShape, packed_shape
 from asyncrl.trainer.model.loading import Critic
 from asyncrl.trainer.model.packed_attention import PACKED, DeviceBlock
@@ -262,9 +263,14 @@ def test_what_shared_prefixes_keep_is_counted_as_they_are_laid_out(prompt: int, 
     assert rest - work.mask_bytes < 0.2 * unshared
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded", "tree", "checkpointed"])
-def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str) -> None:
-    """All that a step allocates, by torch's own count of its allocator; parameters and moments exist before."""
+@pytest.mark.parametrize("layout", ["packed", "padded", "tree", "checkpointed", "on the host"])
+def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a step allocates, by torch's own count of its allocator; parameters and moments exist before.
+
+    numpy's memory, which it does not count, stands for the host's.
+    """
+    monkeypatch.setattr(host_activations, "host_like", lambda tensor: torch.from_numpy(np.empty_like(tensor.numpy())))
+    checkpointed = layout in ("checkpointed", "on the host")
     layers, prompt, answer, group = 6, 48, 24, 4
     padded = layout == "padded"
     length = prompt + answer
@@ -276,7 +282,8 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str) -> N
         attention={"padded": AttentionKind.padded, "tree": AttentionKind.tree}.get(layout, AttentionKind.packed),
         tokens_per_micro_batch=tokens,
         optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1),
-        gradient_checkpointing=layout == "checkpointed",
+        gradient_checkpointing=checkpointed,
+        activations_on_host=layout == "on the host",
     )
     batch = group_of_answers(prompt, answer, group)
     wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
@@ -299,12 +306,13 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str) -> N
         AttentionImplementation.eager if padded else AttentionImplementation.sdpa,
         tokens,
         length,
+        activations_on_host=layout == "on the host",
         shape=packed_shape(prompt, answer, group, tokens, share=layout == "tree"),
     )
     of = need(
         count(described("qwen2-tied", num_hidden_layers=layers)), Layout(), Coordinates(0, 0, 0), work, trained=True
     )
-    expected = (of.total_checkpointed if layout == "checkpointed" else of.total) - of.kept
+    expected = (of.total_checkpointed if checkpointed else of.total) - of.kept
     assert peak == pytest.approx(expected, rel=0.1), (peak, expected)
 
 
@@ -381,6 +389,18 @@ def test_moments_in_host_memory_are_on_the_device_in_pieces_only() -> None:
     there = need(LLAMA, Layout(2), Coordinates(0, 0, 0), replace(workload(), moments_on_host=True), trained=True)
     assert (there.moments, there.host) == (0, here.moments)
     assert there.total == here.total - here.moments
+
+
+def test_inputs_of_layers_in_host_memory_are_on_the_device_two_at_a_time() -> None:
+    work = replace(workload(tokens=1 << 16), activations_on_host=True)
+    place, inputs = Coordinates(0, 0, 0), (1 << 16) * 64 * 4
+    here = need(LLAMA, Layout(2), place, replace(work, activations_on_host=False), trained=True)
+    there = need(LLAMA, Layout(2), place, work, trained=True)
+    assert (here.host_inputs, there.host_inputs) == (0, 3 * inputs)
+    assert here.checkpointed - there.checkpointed == inputs, "of three layers' inputs two are on the device"
+    assert there.total == here.total, "without gradient checkpointing nothing moves"
+    assert need(LLAMA, Layout(2), place, work, trained=False).host_inputs == 0
+    assert there.beside(there).on_host == total([there, there]).on_host == there.on_host, "one role works at a time"
 
 
 def test_of_off_loaded_roles_one_is_on_the_device_and_all_are_on_the_host() -> None:

@@ -65,6 +65,18 @@ def test_a_kept_sample_that_trained_another_policy_than_its_own_is_found(run: Pa
     assert "samples of the comparison group 'solver', and policy 'judge' was trained on them" in found
 
 
+def test_steps_whose_kept_samples_are_all_gone_are_noted(run: Path) -> None:
+    pytest.importorskip("pyarrow")
+    assert audit(run).notes == ()
+    for file in [*(run / "samples").glob("step-00000001.*"), *(run / "samples").glob("step-00000003.*")]:
+        file.unlink()
+    found = audit(run)
+    assert found.findings == ()
+    assert [note.partition(", as ")[0] for note in found.notes] == [
+        "samples: has no file of 2 steps whose samples samples.every=1 keeps"
+    ]
+
+
 def test_a_policy_whose_kept_samples_of_a_rollout_are_gone_is_found(run: Path) -> None:
     pytest.importorskip("pyarrow")
     change(run / "samples" / "step-00000002.head-0-judge.parquet", lambda rows: rows.pop())

@@ -69,6 +69,7 @@ class BuildPlan:
         merge: True if adapters are published merged into the weights.
         seed: of the adapters' first values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
+        activations_on_host: keep these inputs in host memory.
         replay_routing: True if a policy's routers replay the expert choices of generation.
         vision: treatment of the vision tower of a model that takes pictures.
     """
@@ -82,6 +83,7 @@ class BuildPlan:
     merge: bool = False
     seed: int = 0
     recompute: bool = False
+    activations_on_host: bool = False
     replay_routing: bool = False
     vision: VisionMode = VisionMode.train
 
@@ -336,7 +338,7 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
     _tie(built)
     if plan.recompute:
-        checkpoint_layers(stage.trunk, built.routers)
+        checkpoint_layers(stage.trunk, built.routers, on_host=plan.activations_on_host)
     low = plan.dtype if plan.dtype != plan.held else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     if isinstance(stage, ValueStage) and stage.head is not None:

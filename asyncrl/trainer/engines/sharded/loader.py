@@ -38,7 +38,7 @@ from asyncrl.trainer.model.layout_parity import (
 from asyncrl.trainer.model.loading import prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
+from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig
 
 
 class ShardedLoader(EngineLoader):
@@ -100,6 +100,7 @@ class ShardedLoader(EngineLoader):
             merge=not publishes_adapters(self._config),
             seed=self._config.seed,
             recompute=trained and self._config.trainer.gradient_checkpointing,
+            activations_on_host=self._config.trainer.activations_on == KeptOn.host,
             replay_routing=trained and self._config.moe.replay_routing,
             vision=self._config.model.vision,
         )

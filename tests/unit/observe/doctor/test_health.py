@@ -202,6 +202,38 @@ def test_a_run_without_a_step_says_which_server_has_never_been_heard_of(tmp_path
     assert found.advice == "The others wait for generation_server/1; see its log."
 
 
+@pytest.mark.parametrize(("on_a_core", "seconds", "named"), [(0.1, 90, True), (0.9, 90, False), (0.1, 40, False)])
+def test_a_run_that_has_no_cores_before_its_first_step_is_told_so(
+    tmp_path: Path, on_a_core: float, seconds: int, named: bool
+) -> None:
+    """A core for a small share of the time, for long; not for most of it, nor while processes just start."""
+    run = tmp_path / "run"
+    VirtualRun(Knobs(steps=0), run)._write()
+    (run / "config.yaml").write_text('{"total_train_steps": 5}')
+    for file in (run / "observed").glob("*"):
+        file.unlink()
+    lock, now = hold(run), time.time()
+    for pid, name in enumerate(("generation_server-0", "rollout_worker-0", "model_worker-0")):
+        write(
+            run / "observed" / f"{name}.jsonl",
+            *(
+                {
+                    "at": now - seconds + at, "pid": pid, "stage": "loads the model", "since": now - seconds,
+                    "cpu_s": on_a_core * at, "no_core_s": (1 - on_a_core) * at,
+                }
+                for at in range(0, seconds + 1, 2)
+            ),
+        )  # fmt: skip
+    found = examine(History(run))
+    os.close(lock)
+    assert ("no-cpu" in {each.kind for each in found.findings}) is named
+    if named:
+        assert found.verdict is not None
+        assert found.verdict.sentence == (
+            "in the last 60 s the run's threads had a processor 10 % of the time in which they could run."
+        )
+
+
 def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: Path) -> None:
     run = tmp_path / "run"
     VirtualRun(Knobs(steps=0), run)._write()

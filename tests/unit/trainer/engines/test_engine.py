@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
@@ -19,10 +21,13 @@ from asyncrl.trainer.engines import role
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.model import host_activations
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm, load_critic
 from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.settings import OptimizerConfig
+
+from ....late_stream import LateStream
 
 MakeBatch = Callable[..., StepBatch]
 CPU = torch.device("cpu")
@@ -36,6 +41,7 @@ def engine(  # type: ignore[no-untyped-def]
     temperature: float = 1.0,
     train: bool = False,
     checkpointing: bool = False,
+    on_host: bool = False,
 ):
     model = load_causal_lm(path, "float32", attn, CPU)
     return FlatPolicyEngine(
@@ -45,6 +51,7 @@ def engine(  # type: ignore[no-untyped-def]
         tokens_per_micro_batch=budget,
         optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1) if train else None,
         gradient_checkpointing=checkpointing,
+        activations_on_host=on_host,
     )
 
 
@@ -193,6 +200,52 @@ def test_gradient_checkpointing_gives_equal_gradients_and_keeps_less(
     assert torch.equal(gradients[0][0], gradients[1][0])
     assert torch.equal(gradients[0][1], gradients[1][1])
     assert kept[1] < 0.8 * kept[0]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_inputs_of_layers_that_wait_on_the_host_leave_the_device_and_come_back_with_the_same_bits(
+    llama_dir: Path, make_batch: MakeBatch, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where copies are late, as on a GPU's stream of its own, and with several micro-batches."""
+    if late:
+        monkeypatch.setattr(host_activations, "HostCopies", LateStream().copies)
+    batch, gradients, alive = make_batch(), [], []
+    for on_host in (False, True):
+        policy = engine(llama_dir, budget=60, train=True, checkpointing=True, on_host=on_host)
+        inputs: list[StorageWeakRef] = []
+        layers = [each for each in policy.module.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer.register_forward_pre_hook(
+                lambda _, args, inputs=inputs: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+            )
+
+        def share(
+            micro_batch: MicroBatch, outputs: PolicyOutputs, inputs: list[StorageWeakRef] = inputs
+        ) -> tuple[Tensor, dict[str, object]]:
+            alive.append([not each.expired() for each in inputs])
+            inputs.clear()
+            return outputs.logprobs_N.square().sum(), {}
+
+        loss, _ = policy.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), share)
+        gradients.append((loss, policy.optimizer.grad.clone()))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+    micro_batches = len(alive) // 2
+    assert micro_batches > 1
+    assert len(layers) > 1
+    assert alive[:micro_batches] == [[True] * len(layers)] * micro_batches
+    assert alive[micro_batches:] == [[False] * (len(layers) - 1) + [True]] * micro_batches
+
+
+def test_a_layer_that_changes_its_input_is_refused_if_that_is_copied_meanwhile() -> None:
+    class Changing(GradientCheckpointingLayer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.add_(1.0).square()
+
+    trunk = torch.nn.Sequential(Changing(), Changing())
+    checkpoint_layers(trunk, on_host=True)
+    with pytest.raises(RuntimeError, match=r"changed its input.*activations_on=device"):
+        trunk(torch.ones(2, requires_grad=True) * 1.0)
 
 
 def test_gradient_checkpointing_of_a_critic_gives_equal_gradients(llama_dir: Path, make_batch: MakeBatch) -> None:

@@ -21,7 +21,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import ReferenceMode
+from asyncrl.trainer.settings import KeptOn, ReferenceMode
 from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
@@ -139,7 +139,13 @@ def test_recomputed_activations_are_those_that_were_kept(
     config.model.path = str(llama_dir)
     expected = gradients(config, step)(World())
     config.trainer.gradient_checkpointing, config.trainer.parallel = True, "d2t2p2"
-    assert_close(on_ranks(config, gradients(config, step)), expected, 1e-5)
+    found = on_ranks(config, gradients(config, step))
+    assert_close(found, expected, 1e-5)
+    config.trainer.activations_on = KeptOn.host
+    for away, here in zip(on_ranks(config, gradients(config, step)), found, strict=True):
+        assert away.keys() == here.keys()
+        for name, gradient in here.items():
+            np.testing.assert_array_equal(away[name], gradient, err_msg=name)
 
 
 def test_bf16_is_near_fp32(config: ExperimentConfig, on_ranks: Any, step: Step) -> None:

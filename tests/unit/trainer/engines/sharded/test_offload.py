@@ -23,7 +23,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, ReferenceMode
+from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, ReferenceMode
 from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
@@ -156,9 +156,9 @@ def test_moments_in_host_memory_are_those_on_the_device(
     config.optimizer.weight_decay = 0.1
     config.optimizer.schedule, config.optimizer.warmup_steps = LearningRateSchedule.cosine, 3
     runs = []
-    for moments_on in MomentsOn:
+    for moments_on in KeptOn:
         config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
-        config.trainer.offload, root = moments_on == MomentsOn.host, tmp_path / moments_on
+        config.trainer.offload, root = moments_on == KeptOn.host, tmp_path / moments_on
         monkeypatch.setattr(adamw, "PIECE", 64)
         if spread == "d1":
             runs.append([train(config, World(), root)])
@@ -173,7 +173,7 @@ def test_moments_in_host_memory_are_those_on_the_device(
 def test_only_moments_on_the_device_are_taken_off_it(everything: ExperimentConfig) -> None:
     config = everything
     rank = build_rank(config, load_graph(config), World(), torch.device("cpu"))
-    config.optimizer.moments_on = MomentsOn.host
+    config.optimizer.moments_on = KeptOn.host
     other = build_rank(config, load_graph(config), World(), torch.device("cpu"))
 
     def kept(rank: TrainingRank) -> Iterator[Tensor]:

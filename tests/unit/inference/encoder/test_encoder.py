@@ -21,10 +21,10 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.encoder.client import EncoderClient, EncoderUnavailable
-from asyncrl.encoder.process import loaded
-from asyncrl.encoder.service import EncoderService
-from asyncrl.encoder.settings import EncoderConfig
+from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
+from asyncrl.inference.encoder.process import loaded
+from asyncrl.inference.encoder.service import EncoderService
+from asyncrl.inference.encoder.settings import EncoderConfig
 from asyncrl.plugins.rewards.srpo import SRPOReward
 from asyncrl.rollout.embeddings import with_embeddings
 from asyncrl.rollout.user_code_pool.errors import UserCodeError

@@ -1,6 +1,6 @@
 """The encoder behind HTTP: embeddings cached by content, equal clips embedded once, batches over all callers.
 
-    POST /embed    embeddings of clips; see `asyncrl.encoder.messages`
+    POST /embed    embeddings of clips; see `asyncrl.inference.encoder.messages`
 
 A clip is named by the hashes of its frames. A caller first sends the names alone, and then the frames of those clips
 that are not cached. The encoder never changes during a run, so a cached embedding stays right; the least recently used
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from asyncrl.api.picture import Picture, PictureError
 from asyncrl.comm.http.server import HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, MAX_FRAMES, EmbedReply, EmbedRequest, clip_key
+from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, MAX_FRAMES, EmbedReply, EmbedRequest, clip_key
 from asyncrl.runtime.process.waiting import cancel
 
 Clip = Sequence[Picture]

@@ -8,8 +8,8 @@ from asyncrl.api import GenerationRequest, GenerationResult
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import RolloutClient
-from asyncrl.simulator.host import Processes
-from asyncrl.simulator.wire import Network, VirtualHttp
+from asyncrl.verify.simulator.host import Processes
+from asyncrl.verify.simulator.wire import Network, VirtualHttp
 
 
 class SimulatedManagerClient(ManagerClient):

@@ -49,9 +49,16 @@ from asyncrl.inference.messages import (
     UpdateWeightsRequest,
 )
 from asyncrl.manager.messages import BadRequest
-from asyncrl.simulator.cores import Cores
-from asyncrl.simulator.engine_model import GROUPS_TOKEN, ROUNDING, EngineCounts, EngineModel, PrefixCache, Running
-from asyncrl.simulator.lengths import Lengths
+from asyncrl.verify.simulator.cores import Cores
+from asyncrl.verify.simulator.engine_model import (
+    GROUPS_TOKEN,
+    ROUNDING,
+    EngineCounts,
+    EngineModel,
+    PrefixCache,
+    Running,
+)
+from asyncrl.verify.simulator.lengths import Lengths
 
 _INSTANT_S = 1e-9
 ADMITTED_TO = 0.9

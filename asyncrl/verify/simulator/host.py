@@ -9,8 +9,8 @@ from typing import Any
 from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.process import WATCH_S
-from asyncrl.simulator.cores import FIRST, Cores, Process
-from asyncrl.simulator.setup import Host
+from asyncrl.verify.simulator.cores import FIRST, Cores, Process
+from asyncrl.verify.simulator.setup import Host
 
 NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Used if no host is given: no process slows another, and everything besides engines and trainer takes no time."""

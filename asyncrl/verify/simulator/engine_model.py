@@ -1,4 +1,4 @@
-"""Speed of a generation server, and the state of each running answer in it (`asyncrl.simulator.engine`)."""
+"""Speed of a generation server, and the state of each running answer in it (`asyncrl.verify.simulator.engine`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Speed of a server; see `asyncrl.simulator.engine`. `update_s`: time from its pause to its new weights.
+    """Speed of a server; see `asyncrl.verify.simulator.engine`. `update_s`: time from its pause to its new weights.
 
     `kv_tokens`: number of tokens of context that fit its memory.
     """

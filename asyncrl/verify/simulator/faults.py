@@ -13,11 +13,11 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from asyncrl.simulator.cores import Cores
-from asyncrl.simulator.engine import Engine
-from asyncrl.simulator.engine_model import EngineCounts, EngineModel
-from asyncrl.simulator.lengths import Lengths
-from asyncrl.simulator.wire import Network
+from asyncrl.verify.simulator.cores import Cores
+from asyncrl.verify.simulator.engine import Engine
+from asyncrl.verify.simulator.engine_model import EngineCounts, EngineModel
+from asyncrl.verify.simulator.lengths import Lengths
+from asyncrl.verify.simulator.wire import Network
 
 
 @dataclass(frozen=True, slots=True)

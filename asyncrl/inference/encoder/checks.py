@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from asyncrl.config import signatures
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.encoder.settings import EncoderConfig
+from asyncrl.inference.encoder.settings import EncoderConfig
 
 _FROM_SERVERS = "server"
 """`encoder` in the arguments of a reward that uses `Episode.embedding`."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.simulator.clock import Deadlock
-from asyncrl.simulator.measured_run import MeasuredRun, steps_of
-from asyncrl.simulator.run import Stalled, simulate
-from asyncrl.simulator.setup import Outcome, Setup
 from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.verify.simulator.clock import Deadlock
+from asyncrl.verify.simulator.measured_run import MeasuredRun, steps_of
+from asyncrl.verify.simulator.run import Stalled, simulate
+from asyncrl.verify.simulator.setup import Outcome, Setup
 
 ETAS = (0, 1, 2, 4, 8)
 MOST_SPLITS = 9

@@ -42,18 +42,18 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.runtime.process.waiting import cancel
-from asyncrl.simulator.agents import SimulatedCode
-from asyncrl.simulator.clients import SimulatedManagerClient, SimulatedRolloutClient
-from asyncrl.simulator.clock import run as run_virtual
-from asyncrl.simulator.cores import Cores
-from asyncrl.simulator.engine_model import EngineCounts
-from asyncrl.simulator.faults import Fleet
-from asyncrl.simulator.host import Announcements, Processes
-from asyncrl.simulator.lengths import Lengths
-from asyncrl.simulator.setup import LONG, Outcome, Setup
-from asyncrl.simulator.trainer import DataHead
-from asyncrl.simulator.wire import Network, VerbsHost, VirtualHttp
 from asyncrl.trainer.messages import Discard, RolloutRecord
+from asyncrl.verify.simulator.agents import SimulatedCode
+from asyncrl.verify.simulator.clients import SimulatedManagerClient, SimulatedRolloutClient
+from asyncrl.verify.simulator.clock import run as run_virtual
+from asyncrl.verify.simulator.cores import Cores
+from asyncrl.verify.simulator.engine_model import EngineCounts
+from asyncrl.verify.simulator.faults import Fleet
+from asyncrl.verify.simulator.host import Announcements, Processes
+from asyncrl.verify.simulator.lengths import Lengths
+from asyncrl.verify.simulator.setup import LONG, Outcome, Setup
+from asyncrl.verify.simulator.trainer import DataHead
+from asyncrl.verify.simulator.wire import Network, VerbsHost, VirtualHttp
 from asyncrl.weights.transports.disk import DiskManagerEnd
 
 HOLD_S = 10.0

@@ -11,8 +11,8 @@ from typing import Any
 from asyncrl.comm import names
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
-from asyncrl.encoder.service import Encode, EncoderService
-from asyncrl.encoder.settings import EncoderConfig
+from asyncrl.inference.encoder.service import Encode, EncoderService
+from asyncrl.inference.encoder.settings import EncoderConfig
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.process.worker import AsyncWorker

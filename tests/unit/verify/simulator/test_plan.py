@@ -14,9 +14,9 @@ import pytest
 from asyncrl.commands import doctor
 from asyncrl.observe.doctor.measured import measure
 from asyncrl.observe.history import History
-from asyncrl.simulator.measured_run import MeasuredRun, measured_run
-from asyncrl.simulator.plan import plan
-from asyncrl.simulator.run import simulate
+from asyncrl.verify.simulator.measured_run import MeasuredRun, measured_run
+from asyncrl.verify.simulator.plan import plan
+from asyncrl.verify.simulator.run import simulate
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 NEAR = 0.15

@@ -29,11 +29,11 @@ from asyncrl.master.settings import OnStale
 from asyncrl.observe.doctor.measured import Measured, window
 from asyncrl.observe.history import History, Process
 from asyncrl.rollout.settings import Pacing
-from asyncrl.simulator.engine_model import EngineModel
-from asyncrl.simulator.lengths import LogNormal
-from asyncrl.simulator.setup import Setup
-from asyncrl.simulator.trainer import TrainerModel
 from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.verify.simulator.engine_model import EngineModel
+from asyncrl.verify.simulator.lengths import LogNormal
+from asyncrl.verify.simulator.setup import Setup
+from asyncrl.verify.simulator.trainer import TrainerModel
 
 FEWEST_LOADS = 4
 """With fewer readings of the servers their speed is unknown."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 
 from simulator.devices import H100, QWEN_7B, engine_model
 from simulator.fit import fit_rollouts
@@ -28,17 +28,17 @@ from asyncrl.inference.messages import (
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RunReport
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.simulator.clock import Deadlock
-from asyncrl.simulator.clock import run as run_virtual
-from asyncrl.simulator.cores import FIRST, LATER, Cores, Process
-from asyncrl.simulator.engine import Engine
-from asyncrl.simulator.engine_model import EngineModel
-from asyncrl.simulator.faults import Faults
-from asyncrl.simulator.host import Announcements
-from asyncrl.simulator.lengths import Answer, LogNormal, Recorded, parting
-from asyncrl.simulator.run import Simulation, simulate
-from asyncrl.simulator.setup import Host, Setup
-from asyncrl.simulator.trainer import TrainerModel
+from asyncrl.verify.simulator.clock import Deadlock
+from asyncrl.verify.simulator.clock import run as run_virtual
+from asyncrl.verify.simulator.cores import FIRST, LATER, Cores, Process
+from asyncrl.verify.simulator.engine import Engine
+from asyncrl.verify.simulator.engine_model import EngineModel
+from asyncrl.verify.simulator.faults import Faults
+from asyncrl.verify.simulator.host import Announcements
+from asyncrl.verify.simulator.lengths import Answer, LogNormal, Recorded, parting
+from asyncrl.verify.simulator.run import Simulation, simulate
+from asyncrl.verify.simulator.setup import Host, Setup
+from asyncrl.verify.simulator.trainer import TrainerModel
 
 MODEL = EngineModel(
     step_s=0.01,

@@ -21,7 +21,7 @@ from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.simulator.lengths import LogNormal
+from asyncrl.verify.simulator.lengths import LogNormal
 
 
 @dataclass(frozen=True, slots=True)

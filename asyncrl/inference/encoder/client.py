@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from asyncrl.api.picture import Picture
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, EmbedReply, EmbedRequest, clip_key
+from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, EmbedReply, EmbedRequest, clip_key
 
 BODY_BYTES = 16 << 20
 """Frames of several clips share a request up to this size, in bytes."""

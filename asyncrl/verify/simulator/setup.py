@@ -9,10 +9,10 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from asyncrl.simulator.agents import Turns
-from asyncrl.simulator.engine_model import EngineModel
-from asyncrl.simulator.faults import Faults
-from asyncrl.simulator.trainer import TrainerModel
+from asyncrl.verify.simulator.agents import Turns
+from asyncrl.verify.simulator.engine_model import EngineModel
+from asyncrl.verify.simulator.faults import Faults
+from asyncrl.verify.simulator.trainer import TrainerModel
 
 LONG = 16_384
 """Tokens of an answer that counts as long."""

@@ -1,0 +1,212 @@
+"""Memory of one long sequence's train step over its length: the table of docs/long_context.md.
+
+    python benchmarks/long_context.py             rewrite the table from docs/long_context.json
+    python benchmarks/long_context.py --measure   run the steps first, each in fresh processes (minutes on a CPU)
+
+Each case builds the engine of a small random model as a ModelWorker does, in a process per rank, and trains a step on
+one sequence, after one on a short sequence. Measured is what that step allocates at its peak, by torch's count of its
+allocator: activations, logits, gradients on their way; no weights, gradients and moments, which do not depend on the
+length. Host memory for activations comes from numpy, which torch does not count. Beside it stands what
+`asyncrl.trainer.sizing` computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn
+from asyncrl.trainer.sizing import MemoryNeed, Workload, count, need
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "long_context.md"
+MEASURED = PAGE.with_suffix(".json")
+BEGIN, END = "<!-- by benchmarks/long_context.py -->\n", "<!-- end -->"
+LIMIT_S = 1800.0
+MIB = 1 << 20
+MODEL: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1 << 16,
+}
+LENGTHS = (4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: a row of the table."""
+
+    layout: str
+    checkpointing: bool = False
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        words = ["gradient checkpointing"] * self.checkpointing + ["activations on the host"] * self.on_host
+        return ", ".join([f"`{self.layout}`", *words])
+
+    def computed(self, tokens: int) -> MemoryNeed:
+        """The largest need of any rank."""
+        layout = Layout.parse(self.layout)
+        grid, engine = WorkerGrid.of(layout), "flat" if layout.ranks == 1 else "sharded"
+        attention = AttentionImplementation.sdpa
+        work = Workload(engine, Dtype.float32, attention, tokens, tokens, activations_on_host=self.on_host)
+        model = count(MODEL)
+        needs = [need(model, layout, grid.coordinates(worker), work, trained=True) for worker in grid.members]
+        return max(needs, key=self.passing)
+
+    def passing(self, of: MemoryNeed) -> int:
+        """Bytes at the peak beside those kept from step to step."""
+        return (of.total_checkpointed if self.checkpointing else of.total) - of.kept
+
+
+WAYS = (Way("d1"), Way("d1", checkpointing=True), Way("d1", checkpointing=True, on_host=True))
+
+
+def measure(way: Way, tokens: int) -> tuple[int, int]:
+    """The largest peak of any rank and its activations on the host, in bytes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    results: Queue[tuple[int, int]] = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        _save(Path(folder, "model"))
+        ranks = [
+            context.Process(target=_be_rank, args=(way, tokens, rank, folder, results), daemon=True)
+            for rank in range(Layout.parse(way.layout).ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        peaks = [results.get(timeout=LIMIT_S) for _ in ranks]
+        for rank in ranks:
+            rank.join(LIMIT_S)
+    return max(peaks)
+
+
+def _save(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(MODEL)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+
+
+def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple[int, int]]) -> None:
+    import numpy as np
+    import torch
+
+    from asyncrl.comm.name_resolve import make_resolver
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.model import host_activations
+    from asyncrl.trainer.parallel.world import training_world
+    from asyncrl.trainer.placement import placement
+    from asyncrl.trainer.roles import build_rank
+
+    torch.set_num_threads(1)
+    on_host: list[int] = []
+
+    def host_like(tensor: torch.Tensor) -> torch.Tensor:
+        on_host.append(tensor.nbytes)
+        return torch.from_numpy(np.empty(tuple(tensor.shape), np.float32))
+
+    vars(host_activations)["host_like"] = host_like
+    config = ExperimentConfig()
+    config.model.dtype, config.model.path = Dtype.float32, f"{folder}/model"
+    config.trainer.parallel, config.trainer.tokens_per_micro_batch = way.layout, tokens
+    config.trainer.gradient_checkpointing = way.checkpointing
+    config.trainer.activations_on = KeptOn.host if way.on_host else KeptOn.device
+    graph, device = load_graph(config), torch.device("cpu")
+    resolver = make_resolver("file", f"{folder}/names")
+    with training_world(config, rank, placement(config, graph), device, Path(folder), resolver) as world:
+        engine = build_rank(config, graph, world, device).policy("actor")
+
+        def step(tokens: int) -> None:
+            batch = _batch(tokens)
+            wanted = torch.arange(batch.num_tokens) > 0
+            engine.compute_gradients(batch, wanted, [0], lambda _, out: (-out.logprobs_N.sum() / tokens, {}))
+
+        step(64)
+        engine.step()
+        on_host.clear()
+        with torch.profiler.profile(profile_memory=True) as profiled:
+            step(tokens)
+        held = peak = 0
+        for event in profiled.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
+        results.put((peak, sum(on_host)))
+
+
+def _batch(tokens: int) -> Any:
+    """One sequence, of which `tokens` go into the model."""
+    import numpy as np
+
+    from asyncrl.api.trajectory import Sample, Trajectory
+    from asyncrl.trainer.batches.step_batch import build_step_batch
+
+    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], tokens + 1).astype(np.int32)
+    mask = (np.arange(len(ids)) > 0).astype(np.uint8)
+    versions = np.where(mask, 0, -1).astype(np.int32)
+    sample = Sample(ids, mask, np.zeros(len(ids), np.float32), versions, 0.0)
+    return build_step_batch([Trajectory("r", "p", 0, (sample,))], [0], version=0, num_minibatches=1)
+
+
+def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
+    """`text`, that of docs/long_context.md, with its table made anew; `measured` are the rows of its JSON."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{_table(measured)}{END}{after}"
+
+
+def _table(measured: Sequence[Mapping[str, Any]]) -> str:
+    found = {(Way(**row["way"]), row["tokens"]): row for row in measured}
+    ways = list(dict.fromkeys(way for way, _ in found))
+    lines = [f"| | {' | '.join(f'{length:,} tokens' for length in LENGTHS)} |", f"|---|{'--:|' * len(LENGTHS)}"]
+    for way in ways:
+        cells = [_cell(way, length, found.get((way, length))) for length in LENGTHS]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(way: Way, tokens: int, row: Mapping[str, Any] | None) -> str:
+    computed = way.computed(tokens)
+    peak = "–" if row is None else str(round(row["peak"] / MIB))
+    on_host = f" + {round(row['on_host'] / MIB)} on the host" if row is not None and row["on_host"] else ""
+    return f"{peak} ({round(way.passing(computed) / MIB)}){on_host}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rewrite docs/long_context.md; see the module's docstring.")
+    parser.add_argument("--measure", action="store_true", help="measure anew")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="measure lengths up to this one")
+    arguments = parser.parse_args()
+    if arguments.measure:
+        rows = []
+        for way in WAYS:
+            for tokens in (length for length in LENGTHS if length <= arguments.longest):
+                peak, on_host = measure(way, tokens)
+                rows.append({"way": asdict(way), "tokens": tokens, "peak": peak, "on_host": on_host})
+                print(way, tokens, _cell(way, tokens, rows[-1]), flush=True)
+        MEASURED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
