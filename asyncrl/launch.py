@@ -1,13 +1,21 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
-`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder; `eval MODEL`
-evaluates a run's policy or such a folder; `audit RUN` checks a run's files; `chaos EXPERIMENT` runs one while injecting
-faults; `doctor RUN` explains why a run is slow or makes no progress, and `doctor EXPERIMENT` makes every check of a
-start; `dashboard RUN` shows runs on a page; `trace RUN` shows a run over time; `show RUN` prints its kept samples;
-`rollout` generates and keeps rollouts without training; `replay` trains on kept samples; `attach RUN` shows a run that
-was started with `--detach`; `join RUN` adds GenerationServers or RolloutWorkers to a running run; `init FOLDER` creates
-a project of your own; `clean RUN` removes files that an ended run does not need; `install verifiers VERSION` makes an
-environment for a package that conflicts with asyncrl's; `completion bash` prints a script for the shell.
+    attach RUN                     show a run that was started with `--detach`
+    audit RUN                      check a run's files
+    chaos EXPERIMENT               run an experiment while injecting faults
+    clean RUN                      remove files that an ended run does not need
+    completion bash                print a script for the shell
+    dashboard RUN                  show runs on a page
+    doctor RUN | EXPERIMENT        explain why a run is slow or stands still; make every check of a start
+    eval MODEL                     evaluate a run's policy, or a Hugging Face folder
+    export RUN [--step N] OUT      write the policy of a run as a Hugging Face folder
+    init FOLDER                    create a project of your own
+    install verifiers VERSION      make an environment for a package that conflicts with asyncrl's
+    join RUN                       add GenerationServers or RolloutWorkers to a running run
+    replay                         train on kept samples
+    rollout                        generate and keep rollouts without training
+    show RUN                       print kept samples
+    trace RUN                      show a run over time
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.

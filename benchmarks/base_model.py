@@ -19,8 +19,10 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -96,22 +98,30 @@ def write_shipped(experiment: str, made: Path) -> Path:
     config = load_supervised(experiment)
     shipped = shipped_dir(config)
     losses = [row["loss"] for row in read_rows(made / METRICS_FILE)]
-    files = {name: file for name, file in model_files(made).items() if name not in TRAINING_FILES}
     record = {
         "experiment": experiment,
         "made_with": {"torch": torch.__version__, "transformers": transformers.__version__},
         "first_losses": [round(loss, 4) for loss in losses[:FIRST_STEPS]],
         "final_loss": round(losses[-1], 4),
         "greedy_accuracy": round(greedy_accuracy(made, PROBLEMS), 4) if experiment == "sft" else None,
-        "sha256": {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
     }
     for former in shipped.parent.glob(f"{config.experiment_name}-*"):
         shutil.rmtree(former)
-    shipped.mkdir(parents=True)
-    for name, file in files.items():
-        shutil.copyfile(file, shipped / name)
-    (shipped / SHIPPED_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    copy_shipped(made, shipped, record)
     return shipped
+
+
+def copy_shipped(made: Path, folder: Path, record: Mapping[str, Any]) -> None:
+    """Copy the model in `made` to `folder` of the package, with `record` and the SHA-256 of its files beside it."""
+    left_out = (*TRAINING_FILES, SHIPPED_FILE)
+    files = {name: file for name, file in model_files(made).items() if name not in left_out}
+    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+    told = {**record, "sha256": digests}
+    (folder / SHIPPED_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

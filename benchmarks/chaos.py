@@ -1,12 +1,13 @@
 """Does a run go on after any death, and how soon? The demo under 100 kills of processes of every kind.
 
-    python benchmarks/chaos.py [--kills 100] [--runs 5] [--steps 60] [--seed 0] [--quick] [--json PATH]
-                               [setting=value ...]
+    python benchmarks/chaos.py [--kills 100] [--runs 5] [--steps 60] [--seed 0] [--layouts 0 1 2 3] [--quick]
+                               [--json PATH] [setting=value ...]
 
-Each run is `python -m asyncrl.launch chaos async_ppo`, in turn on one training rank with one server and worker, on one
-with two of both, and on two ranks with two of both; the kills are shared out among the runs. A run passes if it
-finished by itself, its books balance and the audit of its files finds nothing. A kill is survived if its run passed, or
-at least made another step after it.
+Each run is `python -m asyncrl.launch chaos async_ppo`, in turn (0) on one training rank with one server and worker, (1)
+on one with two of both, (2) on two ranks with two of both, and (3) on two ranks with two trained policies and a pool of
+older versions; the kills are shared out among the runs. A run passes if it finished by itself, its books balance and
+the audit of its files finds nothing: no rollout trained twice or too old, no token by the wrong policy. A kill is
+survived if its run passed, or at least made another step after it.
 
 Per kind of death: the median and the worst time from the kill until the replacement did what it is there for (docs/
 faults.md has what that is for each kind), and until the next train step. Target: all survived.
@@ -22,13 +23,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Sample, Tokenizer
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
+
+POLICIES = "policies=[{name: judge, trained: true}, {name: past, versions: {every: 3, keep: 2}}]"
 LAYOUTS = (
     ("trainer.parallel=d1", "generation.servers=1", "rollout.workers=1"),
     ("trainer.parallel=d1", "generation.servers=2", "rollout.workers=2"),
     ("trainer.parallel=d2", "generation.servers=2", "rollout.workers=2"),
+    ("trainer.parallel=d2", "rollout.workers=2", POLICIES, f"agent.path={Path(__file__).resolve()}:play"),
 )
 SETTINGS = ("experiment_name=chaos", "logging.tensorboard=false", "eval.interval=20", "checkpoint.interval=5")
 KILLS_ALONE = ("--pauses=0", "--cuts=0", "--delays=0", "--full-disks=0")
@@ -47,10 +54,20 @@ class Run:
     wrong: list[str]
 
 
-def run(number: int, kills: int, steps: int, seed: int, root: Path, overrides: Sequence[str]) -> Run:
+async def play(prompt: Prompt, env: Environment, client: ChatClient, *, tokenizer: Tokenizer) -> list[Sample]:
+    """One answer of each policy, as the agent of layout 3; each is paid for its own."""
+    samples: list[Sample] = []
+    for policy in (client, client.policy("judge"), client.policy("past")):
+        asked = GenerationRequest(f"{prompt.prompt_id}/{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+        (answer,) = (await policy.generate(asked)).completions
+        samples += policy.samples(arithmetic_reward(prompt.data, tokenizer.decode(answer.token_ids)))
+    return samples
+
+
+def run(number: int, layout: Sequence[str], kills: int, steps: int, seed: int, root: Path, more: Sequence[str]) -> Run:
     """One run with so many kills."""
-    layout, told = LAYOUTS[number % len(LAYOUTS)], root / f"{number}.json"
-    settings = [*SETTINGS, *layout, f"total_train_steps={steps}", f"fileroot={root}", *overrides]
+    told = root / f"{number}.json"
+    settings = [*SETTINGS, *layout, f"total_train_steps={steps}", f"fileroot={root}", *more]
     options = [f"--kills={kills}", f"--seed={seed}", f"--json={told}", *KILLS_ALONE]
     command = [sys.executable, "-m", "asyncrl.launch", "chaos", "async_ppo", *options, *settings]
     code = subprocess.run(command, stdout=sys.stderr, timeout=LIMIT_S, check=False).returncode
@@ -123,6 +140,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60, help="train steps of a run")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others follow")
+    parser.add_argument("--layouts", type=int, nargs="+", choices=range(len(LAYOUTS)), default=range(len(LAYOUTS)))
     parser.add_argument("--quick", action="store_true", help=f"{QUICK}")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="setting=value")
@@ -131,10 +149,11 @@ def main() -> int:
         parser.set_defaults(**QUICK)
         args = parser.parse_args()
     shares = [args.kills // args.runs + (number < args.kills % args.runs) for number in range(args.runs)]
+    layouts = cycle(LAYOUTS[number] for number in args.layouts)
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as folder:
         runs = [
-            run(number, kills, args.steps, args.seed + number, Path(folder), args.overrides)
-            for number, kills in enumerate(shares)
+            run(number, layout, kills, args.steps, args.seed + number, Path(folder), args.overrides)
+            for number, (kills, layout) in enumerate(zip(shares, layouts, strict=False))
         ]
     kinds = list(by_kind(runs))
     print(table(kinds))

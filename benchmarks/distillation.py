@@ -16,9 +16,7 @@ phase, for twice as long. It takes some five minutes of CPU time.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import kept_policies
-from base_model import TRAINING_FILES
+from base_model import copy_shipped
 
 from asyncrl.config.load import experiments_dir, load_supervised
-from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, ensure_base_model
 from asyncrl.trainer.supervised.loop import make_base_model, phases_of
 
@@ -49,22 +46,9 @@ def make_teacher() -> None:
     config = load_supervised("sft")
     careful = replace(phases_of(config)[0], steps=TEACHER_STEPS)
     with tempfile.TemporaryDirectory() as folder:
-        write_teacher(make_base_model(config, Path(folder) / "model", phases=[careful]))
-
-
-def write_teacher(made: Path) -> None:
-    """Copy the model in `made` to the package, with a record of it."""
-    files = {name: file for name, file in model_files(made).items() if name not in TRAINING_FILES}
-    record = {
-        "steps": TEACHER_STEPS,
-        "held_out_accuracy": round(kept_policies.accuracy(made, made), 4),
-        "sha256": {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
-    }
-    shutil.rmtree(TEACHER, ignore_errors=True)
-    TEACHER.mkdir(parents=True)
-    for name, file in files.items():
-        shutil.copyfile(file, TEACHER / name)
-    (TEACHER / SHIPPED_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        made = make_base_model(config, Path(folder) / "model", phases=[careful])
+        record = {"steps": TEACHER_STEPS, "held_out_accuracy": round(kept_policies.accuracy(made, made), 4)}
+        copy_shipped(made, TEACHER, record)
     print(record)
 
 

@@ -75,7 +75,13 @@ class Way:
         return (of.total_checkpointed if self.checkpointing else of.total) - of.kept
 
 
-WAYS = (Way("d1"), Way("d1", checkpointing=True), Way("d1", checkpointing=True, on_host=True))
+WAYS = (
+    Way("d1"),
+    Way("c2"),
+    Way("d1", checkpointing=True),
+    Way("c2", checkpointing=True),
+    Way("d1", checkpointing=True, on_host=True),
+)
 
 
 def measure(way: Way, tokens: int) -> tuple[int, int]:

@@ -117,8 +117,11 @@ TO_INCLUDE = {
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
     "network": ("takes minutes", "ASYNCRL_NETWORK_TESTS=1 make test, as root"),
+    "every_model": ("another model of a kind that was tried", "ASYNCRL_EVERY_MODEL=1 pytest tests/unit/models"),
 }
 """By marker: what tests with it lack where they are skipped, and the command that includes them."""
+ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_model": "ASYNCRL_EVERY_MODEL"}
+"""By marker: the environment variable without which tests with it are skipped."""
 
 
 LONGEST_FILES = (
@@ -158,15 +161,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs may take their time on a busy machine; the limit of the other tests is too short to tell why.
 
-    Hosts that are cut off cost minutes of waiting, which only who asks for them has.
+    Hosts that are cut off cost minutes of waiting, and models beyond the sample minutes of computing, which only who
+    asks for them has.
     """
     order = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
-        if item.get_closest_marker("network") and not os.environ.get("ASYNCRL_NETWORK_TESTS"):
-            item.add_marker(pytest.mark.skip(TO_INCLUDE["network"][0]))
+        for marker, variable in ASKED_FOR.items():
+            if item.get_closest_marker(marker) and not os.environ.get(variable):
+                item.add_marker(pytest.mark.skip(TO_INCLUDE[marker][0]))
 
 
 def pytest_collection_finish() -> None:

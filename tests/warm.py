@@ -118,6 +118,7 @@ class Template:
     """
 
     def __init__(self, run: str) -> None:
+        self.run = run
         self._address = f"\0tests of asyncrl {run}"  # which goes with the process
         self._control: socket.socket | None = None
 
@@ -137,13 +138,12 @@ class Template:
         return self._fork(command, os.environ, stdout.fileno(), os.open(os.devnull, os.O_RDONLY))
 
     def _fork(self, command: Sequence[str], environment: Mapping[str, str], written: int, output: int) -> WarmProcess:
-        if self._control is None:
-            self._control = self._connect()
+        control = self.connect()
         ours, theirs = socket.socketpair()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             _send(
-                self._control,
+                control,
                 {"arguments": list(command), "environment": dict(environment), "folder": os.getcwd()},
                 [nothing, written, written, theirs.fileno()],
             )
@@ -151,6 +151,12 @@ class Template:
             theirs.close()
             os.close(nothing)
         return WarmProcess(ours, os.fdopen(output, encoding="utf-8", errors="replace"))
+
+    def connect(self) -> socket.socket:
+        """Start it, unless another has; it lasts as long as the connection."""
+        if self._control is None:
+            self._control = self._connect()
+        return self._control
 
     def close(self) -> None:
         """Leave it; what it forked goes on."""

@@ -2,9 +2,9 @@
 
 libzmq asks a ZAP handler (RFC 27) about every CURVE client: pyzmq's `Authenticator`, which asks the gate for each key.
 Two things are our own, because pyzmq has neither. Its callback gets the key but not the address, which the log needs,
-so the gate reads each request before the Authenticator does. And a client without CURVE, or with a wrong server key,
-fails before ZAP and shows only as an event on the socket's monitor; so one thread serves both ZAP and the monitor,
-where a `ThreadAuthenticator` would serve ZAP alone. The thread ends when the context is terminated, and one context has
+so the gate reads each request before the Authenticator does. A client without CURVE, or with a wrong server key,
+fails before ZAP and shows only as an event on the socket's monitor. So one thread serves both ZAP and the monitor; a
+`ThreadAuthenticator` would serve ZAP alone. The thread ends when the context is terminated, and one context has
 one gate.
 """
 

@@ -72,8 +72,7 @@ def is_filter_reason(reason: str) -> bool:
 
 
 LOST_EPISODES = "rollout/lost_episodes: "
-"""Prefix of the metrics that count episodes given up while the rest of their groups went on. The text after it says
-what
+"""Prefix of the metrics that count episodes dropped while the rest of their groups went on. The text after it says what
 failed and how: `rollout/lost_episodes: env my.py:Game.step raised ValueError`."""
 
 

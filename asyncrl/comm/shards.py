@@ -1,6 +1,7 @@
 """Routing of calls: model shards and data slots by name, and the workers that host them.
 
-A shard is one rank's part of one role, written `actor@dp0.tp0.pp0`. One worker may host shards of several roles (the
+A shard is one rank's part of one role, written `actor@dp0.tp0.pp0`, with the part of the tokens before it where that is
+not the first: `actor@dp0.cp1.tp0.pp0`. One worker may host shards of several roles (the
 actor and the reference model of one device, say); one shard has one worker. `__data0__`, `__data1__`, ... name the
 workers that hold trajectories: slot i is data-parallel head i.
 """
@@ -18,22 +19,24 @@ class RoutingError(ValueError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelShardID:
-    """Shard of `role` at data-, tensor- and pipeline-parallel coordinates."""
+    """Shard of `role` at data-, tensor-, pipeline- and context-parallel coordinates."""
 
     role: str
     dp: int
     tp: int = 0
     pp: int = 0
+    cp: int = 0
 
     def __str__(self) -> str:
-        return f"{self.role}@dp{self.dp}.tp{self.tp}.pp{self.pp}"
+        context = f".cp{self.cp}" if self.cp else ""
+        return f"{self.role}@dp{self.dp}{context}.tp{self.tp}.pp{self.pp}"
 
 
 class RoutingTable:
     """Shards and data slots to worker indices.
 
     Args:
-        shards: the worker of every shard. A role's shards must fill a whole dp x tp x pp grid.
+        shards: the worker of every shard. A role's shards must fill a whole dp x tp x pp x cp grid.
         data_workers: the worker of data slot `__data{i}__` at position i.
 
     Attributes:
@@ -59,7 +62,8 @@ class RoutingTable:
 
 
 def _check_grid(role: str, shards: Collection[ModelShardID]) -> None:
-    dp, tp, pp = (1 + max(axis) for axis in zip(*((s.dp, s.tp, s.pp) for s in shards), strict=True))
-    for coordinates in product(range(dp), range(tp), range(pp)):
+    dp, tp, pp, cp = (1 + max(axis) for axis in zip(*((s.dp, s.tp, s.pp, s.cp) for s in shards), strict=True))
+    for coordinates in product(range(dp), range(tp), range(pp), range(cp)):
         if (shard := ModelShardID(role, *coordinates)) not in shards:
-            raise RoutingError(f"shard {shard} is hosted by no worker, but role {role!r} spans dp{dp} tp{tp} pp{pp}")
+            spans = f"dp{dp} tp{tp} pp{pp}" + (f" cp{cp}" if cp > 1 else "")
+            raise RoutingError(f"shard {shard} is hosted by no worker, but role {role!r} spans {spans}")

@@ -45,8 +45,8 @@ collector thread, which takes the interpreter's lock for every message."""
 class Context(zmq.Context[Socket]):
     """A ZMQ context that is ended by `term`, never by the garbage collector.
 
-    pyzmq's own finaliser terminates the context, which waits for its sockets to be closed; for an owner that was
-    dropped without `close` (after an error, say) they are collected later, and the process would hang for ever.
+    pyzmq's own finaliser terminates the context, which waits for its sockets to be closed. If an owner was dropped
+    without `close` (after an error, say), its sockets are collected later, and the process would hang for ever.
     """
 
     def __del__(self) -> None:

@@ -276,7 +276,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("fsdp_config.fsdp_size", "verl, siiRL", "trainer.parallel", _LAYOUT),
     Alias("fsdp_config.param_offload", "verl, siiRL", "trainer.offload"),
     Alias("fsdp_config.optimizer_offload", "verl, siiRL", "optimizer.moments_on=host"),
-    Alias("ulysses_sequence_parallel_size", "verl, siiRL", "", "sequences are not cut over ranks"),
+    Alias("ulysses_sequence_parallel_size", "verl, siiRL", "trainer.parallel", "c<N> in it, for example d2c2"),
     Alias("expert_model_parallel_size", "verl, siiRL, slime", "trainer.parallel", _LAYOUT),
     Alias("strategy", "verl, siiRL", "trainer.engine", "flat or sharded"),
 )
@@ -310,7 +310,7 @@ def answer(alias: Alias, value: str = "") -> str:
 
 
 _ALLOCATION = re.compile(r"(?:sglang|vllm)[.:](\w+)\+(?:(?:fsdp|megatron|archon)[.:])?(\w+)")
-_AXES = re.compile(r"([dtmp])(\d+)")
+_AXES = re.compile(r"([dtmpc])(\d+)")
 
 
 def allocation(value: str) -> str | None:
@@ -325,8 +325,8 @@ def allocation(value: str) -> str | None:
     if ["".join(axis + size for axis, size in part) for part in parts] != list(found.groups()):
         return None
     servers, trainer = ({axis.replace("m", "t"): int(size) for axis, size in part} for part in parts)
-    if servers.get("p", 1) > 1:
+    if servers.get("p", 1) > 1 or servers.get("c", 1) > 1:
         return None
-    layout = "".join(f"{axis}{trainer[axis]}" for axis in "dtp" if trainer.get(axis, 1) > 1) or "d1"
+    layout = "".join(f"{axis}{trainer[axis]}" for axis in "dctp" if trainer.get(axis, 1) > 1) or "d1"
     tensor = f" generation.sglang.tensor_parallel={servers['t']}" if servers.get("t", 1) > 1 else ""
     return f"trainer.parallel={layout} generation.servers={servers.get('d', 1)}{tensor}"

@@ -1,5 +1,6 @@
-"""Lending: whether servers on the trainer's devices generate while the trainer waits for data, where others generate
-too. Pure; times in seconds.
+"""Lending: the rule by which servers on the trainer's devices generate while the trainer waits, beside other servers.
+
+Pure; times in seconds.
 
 Derivation. The batch lacks M rollouts. S servers elsewhere make r rollouts a second each, so without the guests the
 trainer waits w = M / (r S). G guests serve from `wake` on, until there are M rollouts at time t:
@@ -10,8 +11,8 @@ and then they take `release` to leave the devices before the step can begin. Wha
 
     w - t - release = G (w - wake) / (S + G) - release
 
-Guests are lent if that is above 0. Where nobody else serves they always are: w is infinite, and nothing else would ever
-complete the batch. What is not measured yet counts as 0, so that the first wait is lent, which measures it.
+Guests are lent if that is above 0. If no other server serves, they always are: w is infinite. A value that is not
+measured yet counts as 0, so guests are lent in the first wait, which measures it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How often the run's own policy wins against the members of prioritised pools, by what agents report.
+"""Win rates of the run's own policy against members of prioritised pools, from the results that agents report.
 
 An agent gives the samples of an episode the metric `won/<pool>`: 1 if the policy won against that opponent, 0 if it
 lost, or a number between. A trained rollout counts for the member that answered in all of it; one whose episodes met
 two members counts for none. The rate of a member is (1 + won) / (2 + rollouts), so 1/2 before the first.
 
 The rates that a choice depends on are those after the step that made its version. They are announced with the version
-and are part of every checkpoint, so a manager that is started again and a resumed run choose as before.
+and are part of every checkpoint, so a restarted manager and a resumed run choose as before.
 """
 
 from __future__ import annotations

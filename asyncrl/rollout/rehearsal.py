@@ -64,6 +64,7 @@ class RehearsalOutcome:
         lost: numbers of failed episodes in a group that did not fail, by the code that failed and how.
         untrained: trained policies without a sample in the group.
         unrated: prioritised pools for which no sample says how the policy did against them.
+        unasked: policies that are not trained and that nothing asked.
     """
 
     error: str | None = None
@@ -71,6 +72,7 @@ class RehearsalOutcome:
     lost: dict[str, int] = field(default_factory=dict)
     untrained: list[str] = field(default_factory=list)
     unrated: list[str] = field(default_factory=list)
+    unasked: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write the result to `folder`, for `read`."""
@@ -88,12 +90,15 @@ class MadeUpPolicy:
 
     def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
         self.generated = GeneratedTokens(trained)
+        self.asked: set[str] = set()
+        """Names of the policies that were asked."""
         self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
         self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Answer `request`, as version 0, after yielding to other tasks."""
         await asyncio.sleep(0)
+        self.asked.add(request.policy)
         if request.score_from is not None:
             return GenerationResult(request.request_id, (), (-1.0,) * len(request.input_ids[request.score_from :]))
         answers = tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
@@ -132,19 +137,19 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         async with components.runner, components.tools:
             components.embed_with(_made_up_embeddings if rollout.encoder.servers else None)
             prompt = next(_prompts(components), None)
-            policy = MadeUpPolicy(components.tokenizer, config.seed, config.trained_policies)
+            made_up = MadeUpPolicy(components.tokenizer, config.seed, config.trained_policies)
             tries = RetryLimits(1, algorithm.least_episodes, rollout.rollout_timeout_s)
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
             try:
                 if prompt is not None:
                     with metered():
-                        samples, counted = await components.play_to_train(prompt, policy, tries)
-                    policy.generated.check(samples)
+                        samples, counted = await components.play_to_train(prompt, made_up, tries)
+                    made_up.generated.check(samples)
                     if samples:
                         judge(samples, filters)
                         shape(samples, shapings)
-                failed = await _evaluations(components, config, policy)
+                failed = await _evaluations(components, config, made_up)
             finally:
                 await components.conversations.endpoint.close()
             if failed is not None:
@@ -159,7 +164,10 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         return RehearsalOutcome(lost=lost)
     rated = {name.removeprefix(WON) for sample in samples for name in sample.metrics}
     unrated = [policy.name for policy in config.policies if policy.is_prioritised and policy.name not in rated]
-    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made), unrated=unrated)
+    untrained = {*config.trained_policies}
+    known = made_up.asked | untrained | {teacher.policy for teacher in algorithm.teachers}
+    unasked = [policy.name for policy in config.policies if policy.name not in known]
+    return RehearsalOutcome(lost=lost, untrained=sorted(untrained - made), unrated=unrated, unasked=unasked)
 
 
 def _prompts(components: UserComponents) -> Iterator[Prompt]:

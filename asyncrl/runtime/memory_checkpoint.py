@@ -11,8 +11,8 @@ version, with the queued rollouts. Nothing is lost, because this order is kept:
                                                           └▶ the trajectories of the step are removed from the inbox
 
 So no process outside the trainer (MasterWorker and ModelWorkers) ever sees a version or a trained rollout that a
-restarted trainer does not know, and tokens of a forgotten version are never mistaken for those of a new version with
-the same number. If the folder lacks the announced version (memory was full, or the setting is off), the trainer cannot
+restarted trainer does not know. Tokens of a forgotten version are never mistaken for those of a new version with the
+same number. If the folder lacks the announced version (memory was full, or the setting is off), the trainer cannot
 restart alone: `can_go_on`.
 
 If ranks run on other hosts than the launcher, each of their hosts has its own folder, with all that its ranks hold

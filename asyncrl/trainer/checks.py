@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.algorithms.registry import KINDS
@@ -26,7 +27,6 @@ from asyncrl.trainer import policy_checks, teacher_checks
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
-from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, OptimizerConfig, VisionMode
@@ -243,9 +243,9 @@ def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
         return
     own = {role: grid for role, grid in placed.grids.items() if grid.first}
     actor, left = placed.actor, gpus - sum(grid.workers for grid in own.values())
-    copy = actor.tensor * actor.pipeline
-    cut = str(Layout(1, actor.tensor, actor.pipeline)).removeprefix("d1")
-    fits = f"use d{left // copy}{cut} or fewer" if left >= copy else f"use a layout of at most {max(left, 1)} ranks"
+    cut = str(replace(actor.layout, data=1, replicas=1)).removeprefix("d1")
+    copies = left // actor.copy
+    fits = f"use d{copies}{cut} or fewer" if copies else f"use a layout of at most {max(left, 1)} ranks"
     also = "".join(f" ({grid.workers} of them for {role})" for role, grid in own.items())
     yield (
         f"trainer.parallel={config.trainer.parallel!r}: {ranks} training ranks{also} want a GPU each and there are "

@@ -25,8 +25,8 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
     trainer = config.trainer
     if trainer.train_offset >= trainer.train_every:
         yield (
-            f"trainer.train_offset={trainer.train_offset}: no version leaves this rest by trainer.train_every="
-            f"{trainer.train_every}; use 0 to {trainer.train_every - 1}"
+            f"trainer.train_offset={trainer.train_offset}: it is never the remainder of a version divided by "
+            f"trainer.train_every={trainer.train_every}; use 0 to {trainer.train_every - 1}"
         )
     if not config.trained_policies:
         if trainer.train_every > 1:
@@ -77,7 +77,7 @@ def _not_supported(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _algorithm(whose: str, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield what several trained policies cannot have of the settings by which one of them is trained."""
+    """Yield an error message for each setting of one policy's training that several trained policies cannot have."""
     for group, role in _placed(algorithm).items():
         if role.parallel is not None or role.ranks == RoleRanks.own:
             yield (

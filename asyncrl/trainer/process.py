@@ -186,7 +186,7 @@ class ModelWorker(Worker):
         if not isinstance(engine, RoleEngine) or not isinstance(engine, PolicyEngine):
             return implementation
         dtype = getattr(torch, self.config.model.dtype.on(self._device.type))
-        if engine.model_config.get_text_config()._attn_implementation == VARLEN:
+        if str(engine.model_config.get_text_config()._attn_implementation).startswith(VARLEN):
             return str(SequenceLayout(engine.attention, "torch's variable-length kernel"))
         kernel = attention_kernel(engine.model_config.to_dict(), implementation, self._device, dtype)
         return str(SequenceLayout(engine.attention, kernel))

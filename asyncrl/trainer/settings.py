@@ -177,8 +177,8 @@ class TrainerConfig:
 
     parallel: str = setting(
         "d1",
-        "parallel layout of the actor: d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages, r<N> "
-        "replicas of d, in any order, for example d2t2p2",
+        "parallel layout of the actor: d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages, c<N> parts "
+        "of each micro-batch's tokens, r<N> replicas of d, in any order, for example d2t2p2",
     )
     engine: str = setting(
         AUTO,
@@ -189,7 +189,10 @@ class TrainerConfig:
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads per rank", minimum=1)
     tokens_per_micro_batch: int = setting(
-        16384, "token budget of one forward and backward pass", unit="tokens", minimum=1
+        16384,
+        "token budget of one forward and backward pass; with c<N> in trainer.parallel, of its N ranks together",
+        unit="tokens",
+        minimum=1,
     )
     share_prefixes: bool = setting(
         True,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 from typing import Any, cast
 
 import torch
@@ -255,7 +255,8 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     ]
     whole = sum(prod(shape) for _, shape in shapes)
     layers = len(stage_layers(model.sizes.layers, layout.pipeline, place.pipeline))
-    per_layer = work.tokens * layer_bytes_per_token(model.sizes, layout.tensor, work)
+    work = replace(work, tokens=-(-work.tokens // layout.context))  # but for the masks, whose pairs all ranks have
+    per_layer = work.tokens * layer_bytes_per_token(model.sizes, layout.tensor, work, layout.context)
     flight = layout.pipeline - place.pipeline if trained else 1
     inputs = work.tokens * model.sizes.hidden * work.bytes
     last = place.pipeline == layout.pipeline - 1
@@ -284,11 +285,15 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     )
 
 
-def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int:
+def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, context: int = 1) -> int:
     """Return the bytes that autograd keeps of one decoder layer, per token, on one of `tensor` slices.
 
     A norm keeps its input (in fp32) and its normalised input, a linear layer its input, SwiGLU gate, silu(gate), up and
     their product, attention queries, keys, values and output. Experts are taken to be chosen equally often.
+
+    Args:
+        context: parts that the tokens are cut into; the bytes are those for each token of a part. In attention a rank
+            then has fewer heads of more tokens, and keys and values of fewer heads than ranks are repeated.
     """
     value = work.bytes
     norm = 4 + value  # per element: fp32 input, normalised input
@@ -298,6 +303,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     kept = 2 * sizes.hidden * (norm + value)  # two norms, each with the input of the projections after it
     if sizes.query_key_norm:
         kept += (queries + keys) * norm
+    keys *= lcm(key_value_heads, context) // key_value_heads
     if work.gathers:  # the output of the rows, and of it what is copied back into the stream
         shape = work.shape
         kept += round((2 * shape.queries + 1) * queries + 2 * shape.keys * keys) * value

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each teacher from which nothing, or nothing right, could be learnt."""
+    """Yield an error message for each teacher that has no model, or whose settings contradict each other or the run."""
     teachers = config.algorithm.teachers
     names = [teacher.name for teacher in teachers]
     mixed = [source.name or source.path for source in config.dataset.sources]
@@ -40,7 +40,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _model(config: ExperimentConfig, setting: str, teacher: TeacherConfig) -> Iterator[str]:
-    """Yield what is wrong with where the log-probabilities of a teacher come from."""
+    """Yield an error message if the source of a teacher's log-probabilities is missing or not valid."""
     given = {name: value for name in ("path", "policy", "column") if (value := getattr(teacher, name)) is not None}
     if len(given) != 1:
         yield (
@@ -60,7 +60,7 @@ def _model(config: ExperimentConfig, setting: str, teacher: TeacherConfig) -> It
 
 
 def _scored_elsewhere(config: ExperimentConfig, setting: str, teacher: TeacherConfig) -> Iterator[str]:
-    """Yield what is wrong with a teacher that does not score on the training ranks."""
+    """Yield an error message for each wrong setting of a teacher that does not score on the training ranks."""
     name, sampling = "policy" if teacher.policy is not None else "column", config.rollout.sampling
     given = f"{setting}.{name}={getattr(teacher, name)!r}"
     if config.trained_policies:
@@ -77,11 +77,11 @@ def _scored_elsewhere(config: ExperimentConfig, setting: str, teacher: TeacherCo
         if check_name(teacher.column) or not teacher.column.startswith(f"{TOKEN}/"):
             yield f"{given}: no column of tokens; write token/<name>, for example token/teacher"
         return
-    fixed = [policy.name for policy in config.policies if policy.path is not None and not policy.trained]
+    fixed = [each.name for each in config.policies if (each.path or each.url) is not None and not each.trained]
     if teacher.policy not in fixed:
         yield (
             f"{given}: not one of `policies` that stays as it is ({', '.join(fixed) or 'there is none'}); add it, for "
-            f"example policies=[{{name: {teacher.policy}, path: FOLDER}}]"
+            f"example policies=[{{name: {teacher.policy}, path: FOLDER}}], or with a url"
         )
 
 
@@ -90,7 +90,7 @@ def _not_read(config: ExperimentConfig) -> Iterator[str]:
     try:
         calls = load_graph(config).calls
     except (GraphError, ValueError):
-        return  # others say what is wrong
+        return  # other checks report the error
     read = {key for call in calls if call.function == "advantage" and not call.policy for key in call.reads}
     for teacher in config.algorithm.teachers:
         if teacher.logprobs not in read:

@@ -73,7 +73,8 @@ def test_other_code_on_a_host_without_a_shared_folder_ends_the_run_by_name(
         folder.mkdir(parents=True, mode=0o700)
         (folder / "my_digits.py").write_text(content)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'mine'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    run = start_run(**own_disks.settings | {"reward__path": "my_digits:even_digits"})
+    fewer = {"generation__servers": 1, "rollout__workers": 1}
+    run = start_run(**own_disks.settings | fewer | {"reward__path": "my_digits:even_digits"})
     assert run.wait() == 1
     differs = f"1 module(s) of this host (127.0.0.4) are not those of the launcher's: my_digits differs from {tmp_path}"
     assert differs in run.output

@@ -24,6 +24,12 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "optimizer__moments_on": "host",
         "algorithm__kl_coef": "0.01",
     },
+    "parts of the tokens, and a critic in data ranks on them": {
+        "trainer__parallel": "c2",
+        "trainer__gradient_checkpointing": "true",
+        "trainer__activations_on": "host",
+        "algorithm__critic__parallel": "d2",
+    },
     "tensor slices, and a critic in stages on ranks of its own": {
         "trainer__parallel": "t2",
         "algorithm__critic__parallel": "p2",

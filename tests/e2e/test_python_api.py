@@ -46,6 +46,16 @@ def forked(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(notebook, "subprocess", SimpleNamespace(Popen=template.popen, **names))
 
 
+FORKED = """
+import subprocess, types
+from asyncrl.commands import notebook
+from tests.warm import Template
+names = {{name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}}
+notebook.subprocess = types.SimpleNamespace(Popen=Template({run!r}).popen, **names)
+"""
+"""The beginning of a program whose runs are forked from the template."""
+
+
 @pytest.fixture
 def settings(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
     """Of an experiment whose name is this test's: others of this file run at the same time."""
@@ -106,10 +116,13 @@ def test_a_run_that_fails_raises_with_what_it_said(settings: dict[str, Any], tmp
         asyncrl.run("async_ppo", given | {"total_train_steps": 3}).result()
 
 
-def test_the_end_of_the_program_ends_the_run(settings: dict[str, Any]) -> None:
+def test_the_end_of_the_program_ends_the_run(settings: dict[str, Any], template: Template | None) -> None:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     given["total_train_steps"] = 100_000
     script = f"import asyncrl; run = asyncrl.run('async_ppo', {given!r}); print(next(run)['step'], run.folder)"
+    if template is not None:
+        template.connect()
+        script = FORKED.format(run=template.run) + script
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=170, check=True)
     step, folder = ended.stdout.split()
     assert step == "1"

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..conftest import SGLANG_ENV, SHARED_MEMORY, left_in_memory
+from ..ports import free_ports
 
 PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
@@ -20,14 +28,15 @@ needs_sglang = pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON 
 @pytest.mark.sglang
 @needs_sglang
 @pytest.mark.parametrize(
-    ("transport", "ranks", "servers", "mode", "lora"),
-    [("tensor", 2, 1, "interrupt", 4), ("distributed", 1, 2, "in_place", 0)],
+    ("transport", "ranks", "mode", "lora"),
+    [("tensor", 2, "interrupt", 4), ("distributed", 1, "in_place", 0)],
 )
 def test_a_run_takes_its_weights_from_the_trainers_memory(
-    start_run: Any, transport: str, ranks: int, servers: int, mode: str, lora: int
+    start_run: Any, transport: str, ranks: int, mode: str, lora: int
 ) -> None:
-    """One of several ranks sends, to each server separately. Only the last version is written to disk. Adapters are
-    merged. How weights come from disk, `tests/integration/test_generation_contract.py` shows.
+    """One of several ranks sends. Only the last version is written to disk. Adapters are merged. How weights come from
+    disk, `tests/integration/test_generation_contract.py` shows; that each server is sent to apart from the others,
+    `tests/integration/test_weight_sender.py`.
     """
     shared_memory = set(SHARED_MEMORY.iterdir())
     run = start_run(
@@ -35,7 +44,6 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
         generation__sglang__python=PYTHON,
         **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
         generation__device="cpu",
-        generation__servers=servers,
         manager__weight_transport=transport,
         manager__update_mode=mode,
         model__lora__rank=lora,
@@ -64,3 +72,98 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert run.survivors() == []
     assert left_in_memory(run.run_dir, shared_memory) == []
+
+
+@pytest.fixture
+def somebodys_server(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
+    """Address of a real SGLang server of the tiny model that no run knows, started with SGLang's own defaults."""
+    (port,) = free_ports(1)
+    flags = {"model-path": tiny_model, "port": port, "device": "cpu", "attention-backend": "torch_native"}
+    flags |= {"sampling-backend": "pytorch", "max-total-tokens": 2048, "max-running-requests": 16}
+    argv = [str(PYTHON), "-m", "sglang.launch_server", "--disable-cuda-graph", "--skip-server-warmup"]
+    argv += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    env = {**os.environ, **SGLANG_ENV, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    with (tmp_path / "somebodys_server.log").open("w") as log:
+        process = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        while not answers(f"{url}/health"):
+            assert process.poll() is None, (tmp_path / "somebodys_server.log").read_text()
+            assert time.monotonic() < until, (tmp_path / "somebodys_server.log").read_text()
+            time.sleep(0.2)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+JUDGED = """
+from asyncrl.api import Agent, GenerationRequest
+
+
+class Judged(Agent):
+    "An answer, the verdict of a judge that is trained too, and the word of a critic that nobody here trains."
+
+    def __init__(self, tokenizer):
+        pass
+
+    async def run(self, prompt, env, client):
+        ids = list(prompt.input_ids)
+        judge, critic = client.policy("judge"), client.policy("critic")
+        said = []
+        for number, asked in enumerate((client, judge, critic)):
+            request = GenerationRequest(f"{prompt.prompt_id}/{prompt.member}/{number}", tuple(ids), 1, prompt.sampling)
+            (answer,) = (await asked.generate(request)).completions
+            said.append(answer)
+            ids += answer.token_ids
+        assert set(said[2].versions) == {0}
+        assert critic.samples() == []
+        parity = len(said[2].token_ids) % 2
+        agrees = len(said[1].token_ids) % 2 == parity
+        return client.samples(float(len(said[0].token_ids) > 2)) + judge.samples(float(agrees))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@needs_sglang
+def test_two_trained_policies_on_sglang_ask_a_third_on_a_server_of_somebody_else(
+    start_run: Any, command: Any, somebodys_server: str, tmp_path: Path
+) -> None:
+    (tmp_path / "judged.py").write_text(JUDGED)
+    judge, critic = (
+        "{name: judge, trained: true, optimizer: {lr: 1e-3}}",
+        f"{{name: critic, url: '{somebodys_server}'}}",
+    )
+    run = start_run(
+        agent__path=f"{tmp_path / 'judged.py'}:Judged",
+        policies=f"[{judge}, {critic}]",
+        generation__backend="sglang",
+        generation__sglang__python=PYTHON,
+        **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
+        generation__device="cpu",
+        rollout__sampling__max_new_tokens=6,
+        optimizer__lr=1e-3,
+        total_train_steps=3,
+        max_head_offpolicyness=0,
+        checkpoint__interval=0,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["staleness/max"] for row in rows) == 0, "a server of either policy lags behind its newest version"
+    for policy in ("", "policy/judge/"):
+        assert max(row[f"{policy}ppo/behave_kl"] for row in rows) < 1e-6, "the servers have other weights"
+        assert max(row[f"{policy}grad_norm"] for row in rows) > 0
+    assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
+    assert command("audit", run.run_dir).code == 0
+    assert answers(f"{somebodys_server}/health"), "the run has ended somebody else's server"

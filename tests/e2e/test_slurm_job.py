@@ -64,20 +64,7 @@ class Job:
         assert "FAILED:" not in self.log
 
 
-def test_a_cancelled_job_saves_its_last_step_and_says_that_it_was_stopped(
-    start_run: Any, tmp_path: Path, slurm_conf: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm sends SIGTERM to all of its processes at once."""
-    monkeypatch.setenv("SLURM_CONF", slurm_conf)
-    job = Job(start_run, tmp_path, 'exec "$@"')
-    job.wait_for_steps(3)
-    job.command("scancel")
-    job.wait_for("CANCELLED")
-    assert "stopping after a checkpoint" in job.log
-    job.assert_saved()
-
-
-def test_a_requeued_job_goes_on_where_it_saved_and_shows_each_step_once(
+def test_a_requeued_job_goes_on_where_it_saved_shows_each_step_once_and_saves_when_it_is_cancelled(
     start_run: Any, tmp_path: Path, slurm_conf: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm_conf)
@@ -87,9 +74,10 @@ def test_a_requeued_job_goes_on_where_it_saved_and_shows_each_step_once(
     job.command("scancel", "--batch", "--signal=USR1")  # as before a time limit
     job.wait_for("PENDING")
     job.assert_saved()
-    first = job.steps()
+    first, stopped = job.steps(), job.log.count("stopping after a checkpoint")
     job.wait_for_steps(len(first) + 3)
-    job.command("scancel")
+    job.command("scancel")  # SIGTERM to all of its processes at once
     job.wait_for("CANCELLED")
+    assert job.log.count("stopping after a checkpoint") == stopped + 1
     job.assert_saved()
     assert job.steps() == list(range(first[0], first[0] + len(job.steps())))

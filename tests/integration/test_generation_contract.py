@@ -56,7 +56,7 @@ START_S, LIMIT_S = 240.0, 240.0
 TOLERANCE = 1e-5
 ENDLESS = 3500
 """Tokens of an answer that nobody waits for."""
-LONG = {"embedded": 200, "sglang": 1200}
+LONG = {"embedded": 200, "sglang": 500}
 """Tokens of an answer that is still being written when the test does something to it, and then read to its end."""
 PROMPT = (5, 6, 7, 8)
 REPOSITORY = Path(__file__).parents[2]
@@ -376,14 +376,14 @@ async def test_a_stop_token_ends_the_answer_and_is_part_of_it(server: Server) ->
 
 
 async def test_the_models_own_end_token_ends_the_answer_unless_ignored(server: Server) -> None:
-    """Each token is the end with a chance of 0.007: so there is none in 4000 once in 10^12 times."""
-    params = {"max_new_tokens": 1000, "n": RUNNING}
+    """So hot, each token is the end with a chance of about 0.02: there is none in 1000 once in 10^9 times."""
+    params = {"max_new_tokens": 250, "n": RUNNING, "temperature": 4.0}
     replies = await server.generate(sampling_params=params)
     ended = [reply for reply in replies if reply["meta_info"]["finish_reason"]["type"] == "stop"]
     assert ended
     assert all(reply["output_ids"].index(EOS) == len(reply["output_ids"]) - 1 for reply in ended)
     ignoring = await server.generate(sampling_params=params | {"ignore_eos": True})
-    assert [len(reply["output_ids"]) for reply in ignoring] == [1000] * RUNNING
+    assert [len(reply["output_ids"]) for reply in ignoring] == [250] * RUNNING
     assert any(EOS in reply["output_ids"][:-1] for reply in ignoring)
 
 
@@ -580,7 +580,7 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
 async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
     server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, whole_s, short_s = 600, 600.0, 1.0
+    tokens, whole_s, short_s = 400, 600.0, 0.5
     sampling = SamplingParams(max_new_tokens=tokens, top_p=0.9, seed=5)
     generate, calls = GenerationServerClient.generate, Counter[float]()
 
@@ -661,11 +661,11 @@ async def test_an_abort_hits_ids_that_begin_alike_but_none_of_the_clients(
     assert (await longer.result())["meta_info"]["finish_reason"]["type"] == "abort"
 
     one, ten = wire_rid(base, 1), wire_rid(base, 10)
-    ended, kept = await asyncio.gather(server.start(rid=one), server.start(tokens=600, rid=ten))
+    ended, kept = await asyncio.gather(server.start(rid=one), server.start(tokens=150, rid=ten))
     await client.abort(one)
     assert (await ended.result())["meta_info"]["finish_reason"]["type"] == "abort"
     server.release()
-    assert (await kept.result())["meta_info"]["finish_reason"] == {"type": "length", "length": 600}
+    assert (await kept.result())["meta_info"]["finish_reason"] == {"type": "length", "length": 150}
 
 
 async def test_an_abort_in_the_queue_has_no_output_and_is_understood(
@@ -855,8 +855,8 @@ async def test_an_update_waits_for_what_runs_unless_told_otherwise(server: Serve
 
 
 async def test_updates_of_a_paused_server_never_fail_however_much_runs_and_waits(server: Server) -> None:
-    params = {"max_new_tokens": 400, "ignore_eos": True}
-    for version in range(1, 7):
+    params = {"max_new_tokens": 150, "ignore_eos": True}
+    for version in range(1, 5):
         prompts = [list(PROMPT)] * (2 * RUNNING)
         server.hold()
         batch = asyncio.create_task(server.generate(input_ids=prompts, sampling_params=params))

@@ -60,19 +60,6 @@ def resolver_at(access: EtcdAccess, root: str = ROOT, patience_s: float = LIMIT_
     return make_resolver("etcd3", root, etcd=access, patience_s=patience_s)  # type: ignore[arg-type]
 
 
-def count_failures(resolver: NameResolver, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Filled with the calls of `resolver` that fail from now on, as all may on a machine that stands still."""
-    failures: list[object] = []
-    failed = resolver._patience.failed
-
-    def noted(*told: Any) -> float:
-        failures.append(told)
-        return failed(*told)
-
-    monkeypatch.setattr(resolver._patience, "failed", noted)
-    return failures
-
-
 def await_that(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     pause = threading.Event()
     deadline = time.monotonic() + limit_s
@@ -173,32 +160,6 @@ def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch:
         await_that(lambda: followed.entries() == {"w/0": "b"})
         one.delete("w/0")
         await_that(lambda: followed.entries() == {})
-
-
-def test_a_quiet_subtree_is_read_once_and_then_only_checked(etcd_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.comm.name_resolve import etcd
-
-    monkeypatch.setattr(etcd, "CHECK_S", 0.1)
-    access, root = EtcdAccess.at(etcd_address), "/asyncrl/quiet"
-    with resolver_at(access, root) as one, resolver_at(access, root) as other:
-        for index in range(5):
-            one.add(f"w/{index}", "x")
-        looks: list[dict[str, Any]] = []
-        ask = other._range  # type: ignore[attr-defined]
-
-        def counted(start: str, **how: Any) -> Any:
-            looks.append(how)
-            return ask(start, **how)
-
-        monkeypatch.setattr(other, "_range", counted)
-        failures = count_failures(other, monkeypatch)
-        followed = other.follow("w")
-        await_that(lambda: len(looks) > 8)
-        one.add("v", "elsewhere")
-        await_that(lambda: len(looks) > 12)
-        read = [how for how in looks if "limit" not in how]
-        assert len(read) <= 2 + len(failures), "once by follow, once where the watch begins, and after what failed"
-        assert len(followed.entries()) == 5
 
 
 def test_history_that_was_compacted_away_is_read_anew(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
+from asyncrl.trainer.settings import TeacherConfig
 
 LIMIT_S = 60.0
 LABEL = "somebody's own"
@@ -122,6 +123,10 @@ async def test_a_server_of_somebody_else_answers_as_version_0_is_never_updated_a
         assert run.manager._policies.served_version() is None
         with pytest.raises(ValueError, match="'judge': a server of somebody else has no allowed_token_ids"):
             await rollouts.generate(replace(REQUEST, sampling=replace(REQUEST.sampling, allowed_token_ids=(3,))))
+        scores = (await rollouts.generate(replace(REQUEST, score_from=1))).scores
+        logits = model(torch.tensor([REQUEST.input_ids])).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(REQUEST.input_ids[1:])[:, None])[:, 0]
+        assert scores == pytest.approx(expected.tolist(), abs=1e-5), "as a teacher it scores at temperature 1"
         await server.close()
         await run.until(lambda state: state == "quarantined")
         waiting = asyncio.create_task(rollouts.generate(REQUEST))
@@ -142,14 +147,20 @@ async def test_before_the_start_such_a_server_is_asked_for_its_tokenizer(
     engine = started(model, served)
     server = await serve(engine)
 
-    async def found(model: Path) -> list[str]:
-        return await asyncio.to_thread(check_reachable, config_of(server.url, model))
+    async def found(model: Path, teachers: Sequence[TeacherConfig] = ()) -> list[str]:
+        config = config_of(server.url, model)
+        config.algorithm.teachers = list(teachers)
+        return await asyncio.to_thread(check_reachable, config)
 
     assert await found(served) == []
     with pytest.raises(ConfigError, match=r"policies: 'judge': url=.*its tokenizer is not the one of model.path="):
         await found(other)
     (note,) = await found(tmp_path / "nowhere")
     assert "its tokenizer was not compared with that of the run's model" in note
+    teachers = [TeacherConfig("big", policy="judge")]
+    assert await found(served, teachers) == []
+    with pytest.raises(ConfigError, match=r"a teacher scores the policy's tokens.*copy that folder to this machine"):
+        await found(tmp_path / "nowhere", teachers)
     await server.close()
     with pytest.raises(ConfigError, match=r"policies: 'judge': url=.*no generation server answers there"):
         await found(served)

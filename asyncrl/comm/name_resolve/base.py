@@ -317,8 +317,9 @@ class NameResolver(ABC):
             self._closing.wait(FOLLOW_POLL_S)
 
     def _keep(self, name: str) -> bool:
-        """Renew the lease of the entry, or put the entry back where its name is free; False if another owner has it, or
-        if it was deleted and there are no fences to tell whether it may return.
+        """Renew the lease of the entry, or put the entry back if its name is free.
+
+        False if another owner has the entry, or if it was deleted and there are no fences to tell if it may return.
 
         Raises:
             OwnerFenced: this owner was replaced.

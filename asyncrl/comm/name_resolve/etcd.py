@@ -18,8 +18,8 @@ Each part is there for one guarantee:
 - A removal compares the lease or the value: a process removes its own entry only, never its successor's.
 - A watch asks for a leader (`_NEEDS_LEADER`): on a member that is cut off it ends, instead of staying silent.
 - A watch that ends, with its connection or by compaction, is followed by a new read: no change is lost.
-- Every CHECK_S seconds the number of keys and the newest change are compared with what the watch reported
-  (`_is_all_known`): a change that a watch missed silently is noticed within a minute.
+- Every CHECK_S seconds all keys are read again (`_follow`): a change that a watch missed silently is noticed within a
+  minute.
 - A removal after an outage is held back (`Subtree.trouble`): expired leases do not look as if all processes had died.
 """
 
@@ -30,7 +30,7 @@ import math
 import threading
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
@@ -41,7 +41,7 @@ from asyncrl.comm.name_resolve.subtree import Subtree
 
 MIN_TTL_S = 2
 CHECK_S = 60.0
-"""Interval in seconds of the check that a watch has reported everything."""
+"""Interval in seconds of the read that finds what a watch has not reported. Some hundred keys are some 10 kB."""
 _WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
 _STOOD_STILL = 2 / 3
@@ -66,16 +66,6 @@ class _Own:
     value: str
     lease: _Lease
     put_at: float
-
-
-@dataclass(slots=True)
-class _Known:
-    """Known state of the watched keys: the revision of each key's last change, and the revision up to which all is
-    known.
-    """
-
-    revision: int
-    changed: dict[str, int] = field(default_factory=dict)
 
 
 class EtcdResolver(NameResolver):
@@ -304,44 +294,29 @@ class EtcdResolver(NameResolver):
 
     def _follow(self, subtree: Subtree) -> None:
         start = self._prefix + subtree.root
-        known: _Known | None = None
         while not self._closing.is_set():
-            if known is None or not self._is_all_known(start, known):
-                reply = self._range(start)
-                known = _Known(reply.header.revision, {self._name(kv.key): kv.mod_revision for kv in reply.kvs})
-                self._found(subtree, self._entries(reply.kvs, subtree.root))
+            reply = self._range(start)
+            self._found(subtree, self._entries(reply.kvs, subtree.root))
             create = etcdrpc.WatchCreateRequest(
-                key=start.encode(), range_end=_end_of(start.encode()), start_revision=known.revision + 1
+                key=start.encode(), range_end=_end_of(start.encode()), start_revision=reply.header.revision + 1
             )
             for told in self._watch(create, CHECK_S):
                 if told.canceled:
                     raise NameResolveUnavailable(
-                        f"etcd ended the watch from revision {known.revision + 1}: history before "
+                        f"etcd ended the watch from revision {reply.header.revision + 1}: history before "
                         f"{told.compact_revision} was compacted away (0: it was not that)"
                     )
                 for event in told.events:
-                    self._take_event(subtree, known, event)
+                    self._take_event(subtree, event)
 
-    def _take_event(self, subtree: Subtree, known: _Known, event: Any) -> None:
-        name, known.revision = self._name(event.kv.key), event.kv.mod_revision
-        if event.type == event.PUT:
-            known.changed[name] = known.revision
-            if is_below(name, subtree.root):
-                subtree.put(name, event.kv.value.decode())
-            return
-        known.changed.pop(name, None)
-        if self._link.is_troubled:
-            subtree.trouble()
-        subtree.remove(name)
-
-    def _is_all_known(self, start: str, known: _Known) -> bool:
-        """True if the watch has reported every change; the next watch then starts after this check."""
-        reply = self._range(start, limit=1, sort_order="DESCEND", sort_target="MOD", keys_only=True)
-        newest = reply.kvs[0].mod_revision if reply.kvs else 0
-        if (len(known.changed), max(known.changed.values(), default=0)) != (reply.count, newest):
-            return False
-        known.revision = reply.header.revision
-        return True
+    def _take_event(self, subtree: Subtree, event: Any) -> None:
+        name = self._name(event.kv.key)
+        if event.type != event.PUT:
+            if self._link.is_troubled:
+                subtree.trouble()
+            subtree.remove(name)
+        elif is_below(name, subtree.root):
+            subtree.put(name, event.kv.value.decode())
 
     def _watch(self, create: Any, limit_s: float) -> Iterator[Any]:
         """Yield the events of an etcd watch for at most `limit_s` seconds; the watch ends with the iterator."""

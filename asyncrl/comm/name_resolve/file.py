@@ -1,10 +1,10 @@
 """Name resolution in a directory: the default, for one machine or several that share a file system.
 
 One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`, written aside and renamed, so a reader
-sees a whole entry or none and needs no lock. What changes entries (add, delete) holds an advisory lock on `.lock` in
-the directory, which the kernel releases when its holder dies; so of two adders exactly one wins, and an expired entry
-is replaced without a race against its fresh owner. The directory is its user's alone (mode 0700), and so is every file
-in it: a forged entry leads astray, and whoever can open the lock can hold it.
+sees a whole entry or none and needs no lock. Adding and deleting hold an advisory lock on `.lock` in the directory,
+which the kernel releases when its holder dies. So of two adders exactly one wins, and an expired entry is replaced
+without a race against its fresh owner. The directory and every file in it belong to its user alone (mode 0700): a
+forged entry would lead astray, and anybody who can open the lock can hold it.
 
 A lease is the file's modification time plus the seconds written in it. Its owner renews by touching the file through a
 descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is

@@ -7,8 +7,8 @@ Life of an entry:
               └─ expire / lost / untake / set_peers without its peer
 
 An entry is kept until it is acknowledged. If it is in flight for longer than `resend_after_s` it waits again for the
-same peer, so that a slow peer does not make a second one receive it too; if its connection is lost or its peer leaves,
-it may go to any peer. At most `high_water` entries are kept, which bounds the sender's memory. New entries go to the
+same peer: a slow peer must not make a second one receive it too. If its connection is lost or its peer leaves, it may
+go to any peer. At most `high_water` entries are kept, which bounds the sender's memory. New entries go to the
 peer with the fewest in flight. Delivery is at least once: receivers drop duplicates by rollout id, and if two peers
 received one the MasterWorker keeps the first.
 

@@ -89,4 +89,9 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
         "0 to 1, by which versions.pick=prioritised chooses; without it each member is as likely"
         for pool in outcome.unrated
     ]
-    return lost + untrained + unrated
+    unasked = [
+        f"rehearsal: nothing asked policy {policy!r} for the first row; its servers run all the same, so leave it out "
+        f"of `policies` if client.policy({policy!r}) is never asked"
+        for policy in outcome.unasked
+    ]
+    return lost + untrained + unrated + unasked

@@ -23,9 +23,11 @@ def check_served_policies(config: ExperimentConfig) -> list[str]:
         which this machine may not have, and its API tells nothing else of the vocabulary.
 
     Raises:
-        ConfigError: a server does not answer, or its tokenizer is another than that of `model.path`.
+        ConfigError: a server does not answer, or its tokenizer is another than that of `model.path`, or cannot be
+            compared although the policy is a teacher.
     """
     faults, notes, model = list[str](), list[str](), config.model.path
+    teachers = {teacher.policy for teacher in config.algorithm.teachers}
     for policy in config.policies:
         if policy.url is None:
             continue
@@ -36,11 +38,19 @@ def check_served_policies(config: ExperimentConfig) -> list[str]:
             faults.append(f"{setting}: {_what_to_do(error)}")
             continue
         folder = info.tokenizer_path or info.model_path
+        unknown = ""
         if model is None or vocabulary(model) is None:
-            notes.append(_not_compared(setting, f"model.path={model!r} has no tokenizer.json here"))
+            unknown = f"model.path={model!r} has no tokenizer.json here"
         elif folder is None or vocabulary(folder) is None:
-            notes.append(_not_compared(setting, f"the server names {folder!r}, which has no tokenizer.json here"))
-        elif difference := vocabulary_difference(model, folder):
+            unknown = f"the server names {folder!r}, which has no tokenizer.json here"
+        if unknown and policy.name in teachers:
+            faults.append(
+                f"{setting}: a teacher scores the policy's tokens, so it needs the same tokenizer, and {unknown}; copy "
+                "that folder to this machine, or use path"
+            )
+        elif unknown:
+            notes.append(_not_compared(setting, unknown))
+        elif model is not None and folder is not None and (difference := vocabulary_difference(model, folder)):
             faults.append(f"{setting}: {difference}")
     if faults:
         raise ConfigError("\n".join(faults))

@@ -24,7 +24,7 @@ Clip = Sequence[Picture]
 
 
 class EncoderUnavailable(RuntimeError):
-    """Embeddings could not be had: no server in time, or the encoder failed."""
+    """No embeddings: no server answered in time, or the encoder failed."""
 
 
 class EncoderClient:

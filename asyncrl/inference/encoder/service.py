@@ -162,5 +162,5 @@ def _pictures(sent: dict[str, bytes]) -> dict[str, Picture]:
     except PictureError as error:
         raise Refused(400, {"error": str(error)}, "malformed") from error
     if wrong := [sha256 for sha256, picture in pictures.items() if picture.sha256 != sha256]:
-        raise Refused(400, {"error": f"picture {wrong[0][:80]!r} has another content than its hash says"}, "malformed")
+        raise Refused(400, {"error": f"picture {wrong[0][:80]!r} does not have the content of its hash"}, "malformed")
     return pictures

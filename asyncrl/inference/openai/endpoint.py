@@ -1,8 +1,8 @@
 """The HTTP server in front of `Session`s: paths, keys, limits, streams, and callers that disconnect.
 
 A RolloutWorker has one, by default on the loopback interface; it starts with the first session. Each episode has a
-session with its own path and key, so that the requests of an agent, in any framework, are known to belong to it;
-additional fields in an answer would be dropped by clients.
+session with its own path and key: so the requests of an agent in any framework are known to belong to it. Clients would
+drop additional fields of an answer.
 
 A caller without the session's key is refused before its body is read. A body, and the time that it may take, are
 limited. If a caller disconnects its generation is cancelled. All errors have `x-should-retry: false`, as the policy's
@@ -112,6 +112,7 @@ class Endpoint:
                 raise session_is_over()
             if not session.accepts(_key(request)):
                 raise ApiError(401, "wrong key: use the api_key that the episode was given", code="invalid_api_key")
+            session = await _conversation(request, session)
             method, handler = self._routes.get(path, ("", None))
             if handler is None:
                 raise ApiError(404, f"no such path: {path[:200]}", code="unknown_path")
@@ -245,6 +246,17 @@ def _session_and_path(request: web.BaseRequest) -> tuple[str, str]:
     while path.startswith("/v1/"):
         path = path.removeprefix("/v1")
     return session_id, path
+
+
+async def _conversation(request: web.BaseRequest, session: Session) -> Session:
+    """Return the session of the conversation that a request names beside its session, if they are kept apart."""
+    name = request.headers.get("X-Session-ID", session.id)
+    if session.conversation is None or name == session.id:
+        return session
+    try:
+        return await session.conversation(name)
+    except (ValueError, RuntimeError) as error:
+        raise ApiError(400, f"X-Session-ID: {error}", code="invalid_request") from error
 
 
 def _key(request: web.BaseRequest) -> str:

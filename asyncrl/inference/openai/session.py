@@ -1,8 +1,8 @@
 """One episode's conversation with the policy, from the endpoint's side.
 
-Only delivered answers are recorded. The session's client records an answer when the policy gives it; if the answer then
-cannot be sent (the agent has disconnected, or gave up at its own time limit) it is removed again, so that no branch
-remains that the agent never saw. One case is invisible to the server: an answer that was sent just as the agent gave
+Only delivered answers are recorded. The session's client records an answer when the policy gives it. If the answer then
+cannot be sent (the agent has disconnected, or reached its own time limit), the record is removed: no branch remains
+that the agent never saw. One case is invisible to the server: an answer that was sent just as the agent gave
 up. The agent's repeated request, marked by the client's `x-stainless-retry-count`, gets the same answer again.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
@@ -56,6 +56,8 @@ class Session:
         root_url: the same without `/v1`, for Anthropic's clients.
         api_key: the key of this session only.
         failure: the policy's error, if it failed, which makes the episode invalid.
+        conversation: returns the session of the calls whose header `X-Session-ID` has this value; None: all calls are
+            of this one.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Session:
         self.client = client
         self.sampling = sampling
         self.failure: Exception | None = None
+        self.conversation: Callable[[str], Awaitable[Session]] | None = None
         self.apis: dict[str, Api] = {
             "/chat/completions": ChatCompletions(),
             "/responses": Responses(),

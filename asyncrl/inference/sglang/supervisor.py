@@ -4,8 +4,8 @@
 
 SGLang is a tree of processes that ask the kernel to die with their parent, but if the tree is killed while it starts,
 processes that have not asked yet may remain. So this process, which does nothing else, adopts every orphan of the tree
-(it is their "child subreaper"), and waits for the end of its standard input, which means that the GenerationServer has
-closed it or is gone for any reason, or for the server's end. Then it stops the server with SIGTERM, gives it `GRACE_S`
+(it is their "child subreaper"). It waits for the end of the server, or of its own standard input: then the
+GenerationServer has closed it, or is gone for any reason. It stops the server with SIGTERM, gives it `GRACE_S`
 seconds, kills all remaining processes below it, and removes the shared memory that only a clean exit would have
 removed. Its exit code is the server's, or 128 + the signal that ended the server.
 

@@ -4,8 +4,8 @@ Lines are handed to the kernel as they come, so they outlive the process. They a
 checkpoint (which names the line it belongs to) and at the end. A thread syncs the lines of a step while the next one
 begins; a checkpoint waits for that, so the disk never has a checkpoint whose history the ledger lacks. A new file
 begins once the current one has `FILE_BYTES`, always after a seal. A line that a kill cut off is removed when the next
-launch begins; complete lines stay, even those of steps later than the checkpoint, and the `begin` line says which of
-them no longer count.
+launch begins. Complete lines stay, even those of steps later than the checkpoint; the `begin` line says which of them
+no longer count.
 
 If the disk refuses writes for a while, they are retried (`asyncrl.comm.files.retry_write`). Data that was written but
 could not be synced is written again in the same place: after a failed sync the kernel may have dropped it, and would

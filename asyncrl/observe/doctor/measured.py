@@ -1,8 +1,10 @@
 """Measurements for the doctor's rules: means over a window of a run's newest steps.
 
-The laws are those of operational analysis (Denning and Buzen 1978): a step of B rollouts every `step_s` seconds is a
-throughput of B / step_s; rollouts alive are admissions a second times seconds of a rollout (Little); a stage's use is
-its busy time over the window. Nothing is assumed about distributions.
+The laws are those of operational analysis (Denning and Buzen 1978), which assume nothing about distributions:
+
+- throughput: a step of B rollouts every `step_s` seconds is B / step_s rollouts a second;
+- Little's law: rollouts alive are admissions a second times seconds of a rollout;
+- use of a stage: its busy time over the window.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ QUEUE_SHARE = 0.25
 class ServerLoad:
     """A generation server over the window; figures that its engine does not give are None.
 
-    `tokens_s` are generated a second; `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
-    processor and ready without one (the latter two may exceed 1, as they are sums over threads); `updating` is the
-    share of time in weight updates.
+    `tokens_s` are generated a second. `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
+    processor, and ready without one; the last two are sums over threads and may exceed 1. `updating` is the share of
+    time in weight updates.
     """
 
     name: str

@@ -46,8 +46,8 @@ class GameAgent(Agent):
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
         """Play one game. Return its conversations, mostly one."""
         observation, _ = await env.reset(seed=prompt.data.get("seed"), options={"data": prompt.data})
-        talk: _Talk = (
-            _Messages(prompt, client) if self._chat else _Tokens(prompt, client, self._tokenizer, self._separator)
+        talk: Talk = (
+            MessageTalk(prompt, client) if self._chat else TokenTalk(prompt, client, self._tokenizer, self._separator)
         )
         rewards: list[float] = []
         ended = False
@@ -66,7 +66,7 @@ class GameAgent(Agent):
         return [replace(sample, truncated=cut_off, metrics=metrics) for sample in samples]
 
 
-class _Talk(Protocol):
+class Talk(Protocol):
     """A conversation."""
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
@@ -74,11 +74,14 @@ class _Talk(Protocol):
         ...
 
 
-class _Messages:
+class MessageTalk:
+    """A conversation in messages, which begins with the prompt's."""
+
     def __init__(self, prompt: Prompt, client: ChatClient) -> None:
         self._client, self._messages = client, messages_of(prompt)
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
+        """See `Talk`."""
         last: dict[str, Any] = self._messages[-1]
         if last["role"] == "user":  # the prompt's own
             self._messages[-1] = {**last, "content": joined(last["content"], "\n\n", observation)}
@@ -89,17 +92,31 @@ class _Messages:
         return reply.content, reply.completion
 
 
-class _Tokens:
-    def __init__(self, prompt: Prompt, client: ChatClient, tokenizer: Tokenizer, separator: str) -> None:
+class TokenTalk:
+    """A conversation in text that is appended to the prompt.
+
+    Args:
+        separator: text around each observation.
+        name: distinguishes several conversations of one episode.
+    """
+
+    def __init__(
+        self, prompt: Prompt, client: ChatClient, tokenizer: Tokenizer, separator: str, name: str = ""
+    ) -> None:
         self._prompt, self._client, self._tokenizer, self._separator = prompt, client, tokenizer, separator
-        self._ids, self._turn = prompt.input_ids, 0
+        self._ids, self._turn, self._name = prompt.input_ids, 0, name
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
+        """See `Talk`.
+
+        Raises:
+            PictureError: the observation is a picture.
+        """
         if not isinstance(observation, str):
             raise PictureError("an observation is a picture, which needs a chat template (dataset.chat_template)")
         shown = self._tokenizer.encode(f"{self._separator}{observation}{self._separator}")
         self._ids = (*self._ids, *shown)
-        name = f"{self._prompt.prompt_id}/{self._turn}/{self._prompt.member}"
+        name = f"{self._prompt.prompt_id}/{self._name}{self._turn}/{self._prompt.member}"
         request = GenerationRequest(name, self._ids, 1, self._prompt.sampling, self._prompt.pictures)
         (answer,) = (await self._client.generate(request)).completions
         self._ids, self._turn = (*self._ids, *answer.token_ids), self._turn + 1

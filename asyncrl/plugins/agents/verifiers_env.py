@@ -76,6 +76,9 @@ class VerifiersAgent(Agent):
         tokenizer: the run's tokenizer; not needed.
         python, env, args: as for `VerifiersDataset`.
         max_episodes: episodes after which the process is replaced, so that its memory does not grow.
+        within: agents of the environment whose runs are compared with those of the same episode only, such as the
+            solvers of one proposed problem. Runs of other agents are compared with those of the same agent in all
+            episodes of the group.
     """
 
     def __init__(
@@ -86,10 +89,12 @@ class VerifiersAgent(Agent):
         env: str,
         args: Mapping[str, Any] | None = None,
         max_episodes: int = 1000,
+        within: Sequence[str] = (),
     ) -> None:
         if max_episodes < 1:
             raise ValueError(f"agent max_episodes is {max_episodes}: give at least 1")
         self._python, self._env, self._args, self._max_episodes = python, env, args, max_episodes
+        self._within = frozenset(within)
         self._host: _Host | None = None
         self._starting = asyncio.Lock()
 
@@ -105,14 +110,25 @@ class VerifiersAgent(Agent):
                 f"prompt {prompt.prompt_id} is not a row of {self._env!r}: set dataset.path to "
                 "asyncrl.plugins.agents.verifiers_env:VerifiersDataset with dataset.args as agent.args"
             )
-        session = await client.endpoint()
+        session = await client.endpoint(apart=True)
         host = await self._ready()
         async with host:
             told = await host.run(row["row"], row["split"], session.base_url, session.api_key)
-        samples: list[Sample] = client.samples(told["reward"])
+        samples: list[Sample] = []
+        for run in told.get("runs", [told]):
+            if not run.get("trained", True):
+                continue
+            own = client.conversation(run["trace"]) if "trace" in run else client
+            group = self._group(run.get("agent", ""), prompt)
+            parts = {"reward_parts": run["parts"], "metrics": run["metrics"]}
+            samples += [replace(sample, group=group, **parts) for sample in own.samples(run["reward"])]
         if not samples:
             raise VerifiersError(f"{self._env!r} never asked the policy on row {row['row']}")
-        return [replace(sample, reward_parts=told["parts"], metrics=told["metrics"]) for sample in samples]
+        return samples
+
+    def _group(self, agent: str, prompt: Prompt) -> str:
+        """Return the comparison group of the runs of `agent`."""
+        return f"{agent}/{prompt.member}" if agent in self._within else agent
 
     async def close(self) -> None:
         """End the process; it also ends with the RolloutWorker."""

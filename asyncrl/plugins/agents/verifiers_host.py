@@ -42,7 +42,7 @@ class EnvironmentWorld(Protocol):
         ...
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
-        """Roll out one row: `reward`, its `parts` and `metrics`."""
+        """Roll out one row: `reward`, its `parts` and `metrics`, or `runs` with these of each agent's run."""
         ...
 
 
@@ -106,21 +106,26 @@ class Classic:
 
 
 class V1:
-    """Environments of verifiers 0.4: a taskset by its module, with the config of its environment."""
+    """Environments of verifiers 0.4: a taskset by its module, with the config of its environment.
+
+    The requests of each agent's run have a header `X-Session-ID` with the id of its trace, which tells them apart.
+    """
 
     def __init__(self, env: str, args: Mapping[str, Any]) -> None:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.types import SamplingConfig
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
         self._client, self._context, self._sampling = EvalClientConfig, ModelContext, SamplingConfig
         if env.endswith(".py"):
             sys.path.insert(0, os.path.dirname(os.path.abspath(env)))
             env = os.path.splitext(os.path.basename(env))[0]
         config = {**args, "taskset": {**args.get("taskset", {}), "id": env}}
-        if not args.get("id"):  # of a single agent, which runs on this machine unless it is said otherwise
-            agent = dict(args.get("agent", {}))
-            config["agent"] = {**agent, "runtime": agent.get("runtime", {"type": "subprocess"})}
+        fields = env_config_type(env, config.get("id", "")).model_fields
+        self._agents = [name for name, field in fields.items() if isinstance(field.default, AgentConfig)]
+        for name in self._agents:  # they run on this machine unless it is said otherwise
+            config[name] = {"runtime": {"type": "subprocess"}, **config.get(name, {})}
         self._env = load_environment(resolve_env_config(config))
         self._tasks = list(self._env.taskset)
 
@@ -149,16 +154,18 @@ class V1:
         if errors or not episode.traces:
             told = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no agent ran"
             raise RuntimeError(f"the episode failed: {told[:2000]}")
-        if len(episode.traces) > 1:
-            raise RuntimeError(
-                f"the episode has {len(episode.traces)} agents, each with a reward of its own: environments of one "
-                "agent are supported"
-            )
-        (trace,) = episode.traces
+        return {"runs": [self._told(trace) for trace in episode.traces]}
+
+    def _told(self, trace: Any) -> dict[str, Any]:
         scored = {name: reward for name, reward in trace.rewards.items() if reward is not None}
-        parts = {name: reward.score for name, reward in scored.items() if reward.weight}
-        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        return {"reward": float(trace.reward), "parts": parts, "metrics": metrics}
+        return {
+            "trace": trace.id,
+            "agent": trace.agent.name if len(self._agents) > 1 else "",
+            "trained": trace.agent.trainable,
+            "reward": float(trace.reward),
+            "parts": {name: reward.score for name, reward in scored.items() if reward.weight},
+            "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
+        }
 
 
 def module_of(path: str) -> ModuleType:

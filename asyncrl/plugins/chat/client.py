@@ -152,10 +152,13 @@ class EpisodeClient:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the counts so far, as `chat/...`: `calls`, those that `extended` a conversation, `branches` begun,
-        conversations that met a limit (`limit_context_length` and so on, by the setting), `malformed_calls`, `tool_s`
-        (seconds between an answer that calls tools and what follows it), and of the drift check `drift_checks`, of
-        which `drift_text`, `drift_tokens` and `drift_refused` (the template cannot render it again).
+        """Return the counts so far, as `chat/...`.
+
+        - `calls`, the calls that `extended` a conversation, the `branches` begun, and `malformed_calls`;
+        - `limit_context_length` and its like: conversations that met the limit of this name;
+        - `tool_s`: seconds between an answer that calls tools and what follows it;
+        - `drift_checks`, and of these `drift_text`, `drift_tokens`, `drift_refused` (the template cannot render it
+          again).
         """
         return {f"chat/{name}": count for name, count in self._counts.items()}
 

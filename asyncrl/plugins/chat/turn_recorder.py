@@ -1,9 +1,10 @@
 """Record an episode's answers, and find the recorded conversation that a later call continues.
 
-A call continues the longest recorded conversation that its messages begin with. The offered tools must be equal, and
-for each message its role, content (absent is empty), name (not the assistant's, which frameworks add), the call that a
-tool's message answers, and the calls' ids, names and arguments as canonical JSON. Other keys are ignored. A call in
-token ids continues the longest recorded conversation whose ids its own begin with. Pictures are compared by content.
+A call continues the longest recorded conversation that its messages begin with. The offered tools must be equal.
+Of each message its role, content (absent is empty) and name are compared, but not the assistant's name, which
+frameworks add. So are the call that a tool's message answers, and the calls' ids, names and arguments as canonical
+JSON. Other keys are ignored. A call in token ids continues the longest recorded conversation whose ids its own begin
+with. Pictures are compared by content.
 """
 
 from __future__ import annotations

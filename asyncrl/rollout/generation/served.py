@@ -34,23 +34,30 @@ class ServedEpisodeClient(EpisodeClient):
         self._session: Session | None = None
         self._is_over = False
 
-    async def endpoint(self, group: str = "") -> Session:
+    async def endpoint(self, group: str = "", *, apart: bool = False) -> Session:
         """Return the policy's address in this episode for clients of OpenAI's or Anthropic's API.
 
         Calls there are recorded as if `chat` were called. The address is closed when the episode is over. Each
         comparison group has its own address: `endpoint("judge")` is that of `conversation("judge")`.
+
+        Args:
+            group: the comparison group.
+            apart: record calls with a header `X-Session-ID` as calls of `conversation(<its value>)`, for frameworks
+                that run several agents at one address.
 
         Raises:
             RuntimeError: the episode is over.
             ValueError: `group` cannot be a name.
         """
         if group and group != self._group:
-            return await self.conversation(group).endpoint()
+            return await self.conversation(group).endpoint(apart=apart)
         async with self._opening:
             if self._is_over:
                 raise RuntimeError("the endpoint was asked for after the rollout had ended")
             if self._session is None:
                 self._session = await self._endpoint.open(self, self._sampling)
+            if apart:
+                self._session.conversation = self.endpoint
             return self._session
 
     def _start(self, group: str) -> None:

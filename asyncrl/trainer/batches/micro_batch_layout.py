@@ -89,8 +89,8 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget: int, padded: boo
 class Block(Generic[Indices]):
     """Sequences of a packed stream as rows of one length, for attention.
 
-    `gather`, shape [rows * width], takes the stream's positions into rows (padding repeats position 0 of the stream,
-    which causal attention cannot let reach a real position of a row); `scatter` takes the rows' real positions back, in
+    `gather`, shape [rows * width], takes the stream's positions into rows. Padding repeats position 0 of the stream;
+    causal attention keeps it from reaching a real position of a row. `scatter` takes the rows' real positions back, in
     stream order.
 
     Rows that begin with a shared prefix (`prefix_tree`) have fewer queries than keys: `query_gather`, of shape

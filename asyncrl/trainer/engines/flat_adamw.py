@@ -3,8 +3,8 @@
 All trainable parameters live end to end in one fp32 vector, their gradients in a second one. So one all-reduce, one
 norm and one fused AdamW kernel serve the whole model, whatever the number of its tensors. Parameters in fp32 are views
 of the vector and their `.grad` are views of the gradient vector: nothing is copied. Parameters of lower precision keep
-their own storage; their gradients are added into the fp32 vector as soon as each is ready (so they never accumulate in
-low precision), and after a step they are rounded from the fp32 master values.
+their own storage. Their gradients are added into the fp32 vector as soon as each is ready, so they never accumulate in
+low precision. After a step they are rounded from the fp32 master values.
 
 Parameters with weight decay (`decay_groups`) come first, then those without, so AdamW sees two tensors at most. A
 checkpoint names the order of the parameters in its vectors and is loaded name by name.

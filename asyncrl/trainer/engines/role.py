@@ -91,10 +91,13 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             _log.info("rank/mfu does not count %s: it is a little too small", " and ".join(self._flops.left_out))
 
     def _count(self, micro_batch: MicroBatch) -> None:
-        """Count a forward pass over `micro_batch`, and where gradients are recorded its backward pass."""
+        """Count this rank's part of a forward pass over `micro_batch`, and of its backward pass if gradients are
+        recorded.
+        """
         if self._flops is not None:
             work = Work(micro_batch.depths, len(micro_batch.targets_N))
-            self._flops.add(work, backward=self.trained and torch.is_grad_enabled())
+            backward = self.trained and torch.is_grad_enabled()
+            self._flops.add(work, backward=backward, share=1.0 / self._place.context.world)
 
     @property
     def flops(self) -> float | None:

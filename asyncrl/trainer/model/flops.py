@@ -271,9 +271,9 @@ class FlopCount:
         if recurrent := sum(memory.states > 0 for memory in layer_memories(trunk.config.get_text_config())):
             self.left_out.append(f"the states of {recurrent} recurrent layers")
 
-    def add(self, work: Work, *, backward: bool) -> None:
-        """Add a forward pass over `work`, and its backward pass if there is one."""
-        self.total += self._model.of(work, backward=backward)
+    def add(self, work: Work, *, backward: bool, share: float = 1.0) -> None:
+        """Add `share` of a forward pass over `work`, and of its backward pass if there is one."""
+        self.total += share * self._model.of(work, backward=backward)
 
     def _add_tower(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         weight = cast(Tensor, module.weight)

@@ -121,13 +121,25 @@ _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
 }
 
 
+STREAM_ATTENTION = frozenset({PACKED, VARLEN, FLEX})
+"""Attention functions of a micro-batch that is one stream, each of which also works across ranks that have a part of it
+(`asyncrl.trainer.engines.sharded.context_parallel`)."""
+_WHOLE = "a layout without c (trainer.parallel)"
+
+
 def first_layout(setting: AttentionImplementation) -> SequenceLayout:
     """Return the layout that `select_attention` tries first where there is no GPU."""
     return next(layout for layout in _LAYOUTS[setting] if layout.attention != VARLEN)
 
 
 def select_attention(
-    engine: ParityTestable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
+    engine: ParityTestable,
+    setting: AttentionImplementation,
+    *,
+    longest: int,
+    row: int = 0,
+    share_prefixes: bool = True,
+    one_stream: bool = False,
 ) -> SequenceLayout:
     """Set `engine` to the first layout of `model.attn_implementation` that passes the parity check, and return the
     layout.
@@ -136,6 +148,7 @@ def select_attention(
         longest: tokens of the longest sequence of the run.
         row: tokens that may lie end to end in a packed micro-batch.
         share_prefixes: allow layouts that compute shared prefixes once.
+        one_stream: allow only layouts that have an attention of `STREAM_ATTENTION`.
 
     Raises:
         UnsupportedModelError: no layout passes.
@@ -145,6 +158,8 @@ def select_attention(
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
         if (layout.kind.shares_prefixes and not share_prefixes) or not _runs_on(engine.network, layout):
+            continue
+        if one_stream and layout.attention not in STREAM_ATTENTION:
             continue
         fault = _unseen_layers(engine.network, layout) or own.fault(layout)
         if fault is None:
@@ -165,7 +180,7 @@ def select_attention(
     )
     raise UnsupportedModelError(
         f"{name} cannot be trained with model.attn_implementation={str(setting)!r}; tried {'; '.join(faults)}. Use "
-        f"{limit}model.attn_implementation={others}, or another model"
+        f"{limit}{_WHOLE if one_stream else f'model.attn_implementation={others}'}, or another model"
     )
 
 
@@ -179,7 +194,7 @@ def _runs_on(network: PreTrainedModel, layout: SequenceLayout) -> bool:
     return layout.attention != VARLEN or kernel_exists(network.device, network.dtype)
 
 
-def _ways(layout: SequenceLayout) -> tuple[SequenceLayout, ...]:
+def ways(layout: SequenceLayout) -> tuple[SequenceLayout, ...]:
     """Return the ways in which micro-batches of `layout` are computed; a separate kernel may do those that share
     nothing.
     """
@@ -273,7 +288,7 @@ class _Subject:
 
     def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
-        return next(filter(None, map(self._fault, _ways(layout))), None)
+        return next(filter(None, map(self._fault, ways(layout))), None)
 
     def _fault(self, layout: SequenceLayout) -> str | None:
         network = self._engine.network

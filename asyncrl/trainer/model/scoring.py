@@ -2,8 +2,8 @@
 
 For V = 150,000 the fp32 logits of 16k tokens take 10 GB, and their gradient as much again several times over, one for
 each step from logits to log-probabilities. Tokens are therefore scored in chunks whose logits take at most
-`MAX_LOGITS_BYTES`; where gradients are needed and there is more than one chunk, a chunk's logits are computed again in
-the backward pass instead of kept. From logits to log-probabilities is one step (`_Score`), with the gradient written
+`MAX_LOGITS_BYTES`. If gradients are needed and there is more than one chunk, a chunk's logits are not kept but computed
+again in the backward pass. From logits to log-probabilities is one step (`_Score`), with the gradient written
 over what the forward pass left: there are never more than two buffers of the chunk's size, three for logits in half
 precision. `benchmarks/scoring.py` compares memory and time with the plain form.
 

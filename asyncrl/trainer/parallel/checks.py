@@ -8,12 +8,13 @@ from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
+from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.parallel.model_shape import ModelShape, misfits, shape_of
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.placement import engine_of, model_of, placement, role_placement
-from asyncrl.trainer.settings import ReferenceMode
+from asyncrl.trainer.settings import AttentionImplementation, ReferenceMode, VisionMode
 
 
 def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
@@ -25,6 +26,7 @@ def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Itera
         )
     yield from _models_that_do_not_fit(config, graph, placed, None)
     yield from _not_cut(config, placed)
+    yield from _not_in_parts(config, graph, placed)
     yield from _not_supported(config, placed)
 
 
@@ -54,10 +56,31 @@ def _not_cut(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
     if chosen == AUTO or ENGINES[chosen].in_parts:
         return
     for name, grid in _settings(config, placed).items():
-        if grid.tensor * grid.pipeline > 1 or grid.replicas > 1:
+        if grid.copy > 1 or grid.replicas > 1:
             yield (
                 f"trainer.engine={chosen!r}: every rank has the whole model, and {name}={str(grid)!r} cuts it; "
                 f"use d{grid.workers}, or trainer.engine=sharded"
+            )
+
+
+def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
+    """Yield what does not work where the tokens of a micro-batch are cut into parts."""
+    said = set()
+    for role, grid in placed.grids.items():
+        name, path = _setting(config, role), model_of(config, graph, role)
+        if grid.context == 1 or name in said:
+            continue
+        said.add(name)
+        attention = config.model.attn_implementation
+        if attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.eager):
+            yield (
+                f"{name}={str(grid)!r}: sdpa and flex_attention work where ranks have parts of the tokens (c), and not "
+                f"model.attn_implementation={str(attention)!r}; use sdpa, or c1"
+            )
+        if path is not None and config.model.vision != VisionMode.none and placeholder_in(path) is not None:
+            yield (
+                f"{name}={str(grid)!r}: model.path={path!r} takes pictures, whose tokens are not cut into parts (c); "
+                "use c1, or model.vision=none for text alone"
             )
 
 

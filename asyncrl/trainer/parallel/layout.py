@@ -3,6 +3,8 @@
     d<N>   N data-parallel ranks; each trains other samples, and the weights are sharded over all of them
     t<N>   every layer's matrices are cut into N tensor slices; the experts of a mixture are dealt to them whole
     p<N>   the layers are cut into N pipeline stages
+    c<N>   the tokens of every micro-batch are cut into N parts (context parallel; Ulysses, arXiv 2309.14509); the
+           weights are sharded over these ranks too, so `d2c2` holds a quarter of them on each rank, as `d4` does
     r<N>   N replicas of the `d` ranks (hybrid sharding): weights are sharded within a replica and equal in all
            replicas, so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
 
@@ -15,10 +17,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_PART = re.compile(r"([rdtmp])([1-9][0-9]{0,3})")
+_PART = re.compile(r"([rdtmpc])([1-9][0-9]{0,3})")
 _GRAMMAR = (
-    "write d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages and r<N> replicas of d in any order, "
-    "each once and 1 to 9999, for example d2 or d2t2p2"
+    "write d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages, c<N> parts of a micro-batch's tokens "
+    "and r<N> replicas of d in any order, each once and 1 to 9999, for example d2 or d2t2p2"
 )
 
 
@@ -30,6 +32,7 @@ class Layout:
         data: data-parallel ranks, replicas included.
         tensor, pipeline: tensor slices of a layer, stages of the model.
         replicas: how many times the weights are there whole; it divides `data`.
+        context: parts that the tokens of a micro-batch are cut into.
 
     Raises:
         ValueError: an axis is below 1, or `replicas` does not divide `data`.
@@ -39,9 +42,10 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     replicas: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.pipeline, self.replicas) < 1:
+        if min(self.data, self.tensor, self.pipeline, self.replicas, self.context) < 1:
             raise ValueError(f"{self!r} has an axis below 1; set trainer.parallel to a layout like d2")
         if self.data % self.replicas:
             raise ValueError(f"{self!r}: {self.data} data-parallel ranks are not a whole number of replicas")
@@ -62,21 +66,32 @@ class Layout:
             twice = next(letter for letter in sizes if [part[0] for part in parts].count(letter) > 1)
             raise ValueError(f"{twice!r} is there twice; {_GRAMMAR}")
         replicas = sizes.get("r", 1)
-        return cls(sizes.get("d", 1) * replicas, sizes.get("t", 1), sizes.get("p", 1), replicas)
+        return cls(sizes.get("d", 1) * replicas, sizes.get("t", 1), sizes.get("p", 1), replicas, sizes.get("c", 1))
+
+    @property
+    def copy(self) -> int:
+        """Ranks of one data-parallel copy: they process the same samples."""
+        return self.tensor * self.pipeline * self.context
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.copy
 
     @property
     def shards(self) -> int:
-        """Data-parallel ranks over which the weights of one replica are sharded."""
-        return self.data // self.replicas
+        """Ranks over which the weights of one replica, of each tensor slice and stage, are sharded."""
+        return self.data // self.replicas * self.context
 
     def __str__(self) -> str:
         """Return the layout in the grammar, without axes of size 1; `d1` if all are 1."""
-        sizes = {"r": self.replicas, "d": self.shards, "t": self.tensor, "p": self.pipeline}
+        sizes = {
+            "r": self.replicas,
+            "d": self.data // self.replicas,
+            "c": self.context,
+            "t": self.tensor,
+            "p": self.pipeline,
+        }
         return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
 
 

@@ -6,6 +6,8 @@
   slice of the vocabulary may be empty.
 - Experts are dealt out whole, equally many to each slice.
 - A pipeline stage has at least one layer. With tied embeddings the first and the last stage each hold the matrix.
+- Where the tokens are cut into parts, each part's rank computes whole query heads of attention; key and value heads are
+  repeated where they are too few. Nothing but attention may look along the sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from asyncrl.trainer.parallel.layout import Layout
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
+_LAYERS_IN_PARTS = {"full_attention", "sliding_attention", "moe", "mlp"}
+"""Layer types of which a rank may have a part of the tokens, by transformers' names."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -31,6 +35,7 @@ class ModelShape:
         query_heads, key_value_heads: of an attention layer; None: there is no attention.
         experts: experts per layer; 0 if the model is not a mixture of experts.
         linked: why layers cannot be on different stages; empty if they can.
+        layer_types: kinds of layers that `config.json` names.
     """
 
     model_type: str
@@ -40,6 +45,7 @@ class ModelShape:
     vocabulary: int | None
     experts: int = 0
     linked: str = ""
+    layer_types: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> ModelShape:
@@ -56,6 +62,7 @@ class ModelShape:
             vocabulary=_number(text, "vocab_size"),
             experts=_number(text, *_EXPERTS) or 0,
             linked=f"{shared} layers take their keys and values from layers before them" if shared else "",
+            layer_types=frozenset(map(str, text.get("layer_types") or ())),
         )
 
 
@@ -79,6 +86,22 @@ def misfits(layout: Layout, shape: ModelShape) -> Iterator[str]:
             yield f"{shape.model_type} cannot be cut into stages: {shape.linked}; use p1"
         elif shape.layers is not None and shape.layers < layout.pipeline:
             yield f"{shape.layers} layers are fewer than the {layout.pipeline} stages; use p{shape.layers} or less"
+    if layout.context > 1:
+        yield from _context_misfits(layout, shape)
+
+
+def _context_misfits(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    cannot = f"the tokens of {shape.model_type} cannot be cut into {layout.context} parts:"
+    if others := sorted(shape.layer_types - _LAYERS_IN_PARTS):
+        yield f"{cannot} its layers {', '.join(others)} go along the sequence by other means than attention; use c1"
+    elif shape.query_heads is None:
+        yield f"{cannot} its config.json names no attention heads; use c1"
+    elif shape.query_heads % layout.tensor == 0 and shape.query_heads % (layout.tensor * layout.context):
+        slices = f" in {layout.tensor} tensor slices" if layout.tensor > 1 else ""
+        heads = shape.query_heads // layout.tensor
+        fits = [f"c{size}" for size in range(1, heads + 1) if heads % size == 0]
+        use = "use c1" if len(fits) == 1 else f"use {', '.join(fits[:-1])} or {fits[-1]}"
+        yield f"{cannot} {layout.context} does not divide its {shape.query_heads} query heads{slices}; {use}"
 
 
 def tensor_sizes(shape: ModelShape) -> list[int]:

@@ -18,7 +18,9 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 
 MESH_AXES = ("pipeline", "replica", "shard", "tensor")
-"""Names of the mesh's dimensions, outermost first; a data index is replica * shards + shard."""
+"""Names of the mesh's dimensions, outermost first. The weights are sharded over data-parallel copies and parts of the
+tokens: with c parts, shard s is part s % c of the copy s // c of its replica.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class RankPosition:
         everyone: the grid's ranks, in the order of their workers; its leader is the grid's publisher.
         data: the ranks that have the same part of the model and train other samples, numbered by data index.
         copy: the ranks that have the parts of one model together, and the same samples; its leader takes trajectories.
+        context: the ranks that have the same part of the model and the same samples, each another part of the tokens.
         mesh: of the grid's ranks, with the axes `MESH_AXES`; None for a rank that is alone.
         backwards: this rank's pipeline, for what travels against the stages' order; None where there is one stage.
         ends: first and last stage of this rank's pipeline, where it is one of them and there are several.
@@ -39,6 +42,7 @@ class RankPosition:
     everyone: Ranks = field(default_factory=Ranks)
     data: Ranks = field(default_factory=Ranks)
     copy: Ranks = field(default_factory=Ranks)
+    context: Ranks = field(default_factory=Ranks)
     mesh: DeviceMesh | None = None
     backwards: dist.ProcessGroup | None = None
     ends: dist.ProcessGroup | None = None

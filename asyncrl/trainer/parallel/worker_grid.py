@@ -1,8 +1,8 @@
 """Assignment of roles, trajectories and publishing to ModelWorkers. Torch-free.
 
-The ranks of a role form a grid of pipeline stages x data-parallel copies x tensor slices, numbered row by row: the
-pipeline is the outermost axis, the tensor slices of one layer are neighbours, as `torch.distributed.init_device_mesh`
-numbers its ranks. With 2 stages, 2 copies and 2 slices:
+The ranks of a role form a grid of pipeline stages x data-parallel copies x parts of the tokens x tensor slices,
+numbered row by row: the pipeline is the outermost axis, the tensor slices of one layer are neighbours, as
+`torch.distributed.init_device_mesh` numbers its ranks. With 2 stages, 2 copies and 2 slices:
 
                       data 0              data 1
                   tensor 0  tensor 1  tensor 0  tensor 1
@@ -41,6 +41,7 @@ class Coordinates:
     pipeline: int
     data: int
     tensor: int
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,12 @@ class WorkerGrid(Layout):
     @classmethod
     def of(cls, layout: Layout, first: int = 0) -> WorkerGrid:
         """`layout` on the workers from `first` on."""
-        return cls(layout.data, layout.tensor, layout.pipeline, layout.replicas, first)
+        return cls(layout.data, layout.tensor, layout.pipeline, layout.replicas, layout.context, first)
 
     @property
     def layout(self) -> Layout:
         """The sizes of its axes alone."""
-        return Layout(self.data, self.tensor, self.pipeline, self.replicas)
+        return Layout(self.data, self.tensor, self.pipeline, self.replicas, self.context)
 
     @property
     def workers(self) -> int:
@@ -80,7 +81,8 @@ class WorkerGrid(Layout):
 
     def worker_at(self, coordinates: Coordinates) -> int:
         """Index of the worker at `coordinates`."""
-        return self.first + (coordinates.pipeline * self.data + coordinates.data) * self.tensor + coordinates.tensor
+        copy = coordinates.pipeline * self.data + coordinates.data
+        return self.first + (copy * self.context + coordinates.context) * self.tensor + coordinates.tensor
 
     def coordinates(self, worker: int) -> Coordinates:
         """Return the coordinates of `worker` in the grid.
@@ -91,8 +93,9 @@ class WorkerGrid(Layout):
         if worker not in self.members:
             raise ValueError(f"worker {worker} is not one of the {self.workers} of {self!r}")
         rest, tensor = divmod(worker - self.first, self.tensor)
+        rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Coordinates(pipeline, data, tensor)
+        return Coordinates(pipeline, data, tensor, context)
 
     @property
     def data_heads(self) -> tuple[int, ...]:
@@ -111,7 +114,7 @@ class WorkerGrid(Layout):
             ValueError: it is not in the grid.
         """
         place = self.coordinates(worker)
-        return ModelShardID(role, place.data, place.tensor, place.pipeline)
+        return ModelShardID(role, place.data, place.tensor, place.pipeline, place.context)
 
     def routing_table(self, roles: Iterable[str]) -> RoutingTable:
         """Return the workers of all shards of `roles`, which are spread over this grid, and of the data slots."""

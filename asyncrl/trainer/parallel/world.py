@@ -104,12 +104,13 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
     """Return this rank's place in `grid`; None if it has none. Called by all ranks, because all must make each
     group.
     """
-    workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
+    workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.context, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
     mesh = DeviceMesh(device.type, replicas, mesh_dim_names=MESH_AXES)
-    data = _own_group([copies.tolist() for copies in workers.transpose(1, 2).flatten(0, 1)], timeout)
+    data = _own_group(workers.movedim(1, 3).flatten(0, 2).tolist(), timeout)
     everyone = _own_group([workers.flatten().tolist()], timeout)
     copy = _own_group([copy.flatten().tolist() for copy in workers.unbind(1)], timeout)
+    context = _own_group(workers.movedim(2, 3).flatten(0, 2).tolist(), timeout) if grid.context > 1 else None
     pipelines = workers.flatten(1).T.tolist()
     backwards = _own_group(pipelines, timeout) if grid.pipeline > 1 else None
     ends = _own_group([[stages[0], stages[-1]] for stages in pipelines], timeout) if grid.pipeline > 1 else None
@@ -119,9 +120,10 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
     pipeline, replica, shard, tensor = coordinates
-    here = Coordinates(pipeline, replica * grid.shards + shard, tensor)
-    assert here == grid.coordinates(worker), (coordinates, worker, grid)
-    return RankPosition(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
+    copy_index, part = divmod(replica * grid.shards + shard, grid.context)
+    assert Coordinates(pipeline, copy_index, tensor, part) == grid.coordinates(worker), (coordinates, worker, grid)
+    parts = Ranks() if context is None else _ranks(context)
+    return RankPosition(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), parts, mesh, backwards, ends)
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -1,8 +1,10 @@
 """Checks of rollouts with several policies: opponents' versions existed, each sample trains its own policy.
 
-Three counts of a trained policy's tokens must agree: what its servers generated for a rollout, which the RolloutWorker
-counts as answers arrive; what the rollout's samples give it, by their comparison groups; and what the ranks trained it
-on, which they report in the row of the step. Kept samples have their policy in the name of their file.
+Three counts of a trained policy's tokens must agree. Kept samples have their policy in the name of their file.
+
+- Generated: tokens from its servers for a rollout, which the RolloutWorker counts as answers arrive.
+- Sampled: tokens of the rollout's samples that belong to it by their comparison groups.
+- Trained: tokens that the ranks trained it on, in the row of the step.
 """
 
 from __future__ import annotations

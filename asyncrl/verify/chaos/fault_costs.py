@@ -120,9 +120,10 @@ def _went_on(
 def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
     """Fill in when each replacement did its first work, by the ledger's lines.
 
-    For a RolloutWorker this is its first admitted rollout; for the GserverManager the first rollout that it admitted or
-    saw finish; for the trainer's side and a launcher the next step; for a GenerationServer its first requests, which
-    were observed during the run.
+    - RolloutWorker: its first admitted rollout.
+    - GserverManager: the first rollout that it admitted or saw finish.
+    - The trainer's side, and a launcher: the next step.
+    - GenerationServer: its first requests, which were observed during the run.
     """
     for each in done:
         if each.fault.kind is not FaultKind.kill or each.ready_s is None:

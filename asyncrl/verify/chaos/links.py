@@ -1,8 +1,8 @@
 """Puts proxies between a run's processes and its servers, only by changing addresses in name resolution.
 
 A server's entry is replaced by one with the address of its proxy as soon as it appears. Its owner then finds that it no
-longer owns the entry; the new entry is renewed from here instead, and removed once the owner's status is gone, so that
-a death is noticed as late as it would have been. A successor enters its own address, and so does an owner that was only
+longer owns the entry. The new entry is renewed from here instead, and removed once the owner's status is gone: a death
+is noticed as late as it would have been. A successor enters its own address, and so does an owner that was only
 suspended (`NameResolver.fences`); these entries are replaced again.
 
 A process that reads an address in the few milliseconds before this bypasses the proxy until its connection breaks.

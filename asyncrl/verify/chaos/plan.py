@@ -1,8 +1,8 @@
 """Plan of faults made from a seed, and the clock that follows it. Pure.
 
 A fault is tied to a train step, so that the faults are spread over the run whatever its speed, and all of them happen
-before its end. Fault i of n is due the fraction `offset` of a typical step after `step` steps are done, so not always
-at the beginning of a step, and at the latest when the next step is done.
+before its end. Fault i of n is due the fraction `offset` of a typical step after `step` steps are done, at the latest
+when the next step is done. So faults do not always come at the beginning of a step.
 
     steps      1     2     3     4     5     6     7     8     9      9 steps, 3 faults
     faults       x           x                  x

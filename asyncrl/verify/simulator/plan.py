@@ -81,7 +81,7 @@ def plan(run: MeasuredRun, devices: int, progress: Callable[[int, int], None] = 
     """
     splits = list(_splits(run, devices))
     if not splits:
-        least = run.server_devices + run.layout.tensor * run.layout.pipeline
+        least = run.server_devices + run.layout.copy
         raise ValueError(f"--plan {devices}: a server and a copy of the trained model take {least} devices")
     eta = max(run.setup.eta, 1)
     etas = [each for each in sorted({*ETAS, run.setup.eta}) if each != eta]
@@ -119,13 +119,13 @@ def plan(run: MeasuredRun, devices: int, progress: Callable[[int, int], None] = 
 
 def _splits(run: MeasuredRun, devices: int) -> Iterator[tuple[Layout, int]]:
     """Yield layouts and numbers of servers that use all the devices that they can; at most `MOST_SPLITS`."""
-    copy = run.layout.tensor * run.layout.pipeline
+    copy = run.layout.copy
     counts = [data for data in range(1, devices // copy + 1) if (devices - data * copy) // run.server_devices >= 1]
     if len(counts) > MOST_SPLITS:
         last = len(counts) - 1
         counts = [counts[round(index * last / (MOST_SPLITS - 1))] for index in range(MOST_SPLITS)]
     for data in dict.fromkeys(counts):
-        layout = Layout(data, run.layout.tensor, run.layout.pipeline)
+        layout = replace(run.layout, data=data, replicas=1)
         yield layout, (devices - layout.ranks) // run.server_devices
 
 
@@ -133,8 +133,7 @@ def _setup(run: MeasuredRun, layout: Layout, servers: int, eta: int) -> Setup:
     """Return the run with other devices, and with as many rollouts at a time as η admits and the servers can decode."""
     own = run.setup
     room = -(-servers * own.engine.max_running // own.group)
-    copies = run.layout.ranks // (run.layout.tensor * run.layout.pipeline)
-    faster = layout.data / copies
+    faster = layout.data / run.layout.data
     return replace(
         own,
         servers=servers,

@@ -31,6 +31,7 @@ from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.chat.settings import DriftCheck
 from asyncrl.plugins.chat.stop_strings import kept_tokens
 from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.rollout.generation.served import ServedEpisodeClient
 
 FEEDBACK = ("Are you sure? 2 + 2 is more than that.", "Really?  Say it\n\n again: \u4f60\u597d.")
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
@@ -250,6 +251,27 @@ async def test_a_conversation_at_its_limit_ends_with_length_and_then_with_an_err
         await there.chat.completions.create(model="m", messages=messages[:-2])
     assert refused.value.code == "context_length_exceeded"
     assert session.failure is None
+
+
+async def test_agents_at_one_address_are_told_apart_by_their_session_id(world: World) -> None:
+    """Both ask the same, so that without it the second would be a branch of the first's conversation."""
+    assert world.chat.findings.end_id is not None
+    prompt = Prompt("p", 0, {"prompt": "?"}, (), 1, SamplingParams(max_new_tokens=10, seed=1))
+    client = ServedEpisodeClient(
+        Policy(world.chat.findings.end_id, 500), prompt, 0, world.chat, endpoint=world.endpoint
+    )
+    session = await client.endpoint(apart=True)
+    there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
+    for name in ("first", "second", "first"):
+        await there.chat.completions.create(model="m", messages=[question(1)], extra_headers={"X-Session-ID": name})
+    assert [len(client.conversation(name).samples()) for name in ("first", "second")] == [2, 1]
+    assert len(client.turns) == 0
+    with pytest.raises(openai.BadRequestError, match="X-Session-ID"):
+        await there.chat.completions.create(
+            model="m", messages=[question(1)], extra_headers={"X-Session-ID": "x" * 300}
+        )
+    client.close()
+    assert len(world.endpoint) == 0
 
 
 async def test_calls_in_token_ids_are_recorded_too(world: World) -> None:

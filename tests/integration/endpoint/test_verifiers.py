@@ -134,6 +134,73 @@ class Loop(vf.Harness[LoopConfig]):
 __all__ = ["SumsTaskset", "Loop"]
 """
 
+PROPOSER_SOLVER = """
+import openai
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+
+class Ask(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.metric
+    async def nodes(self, trace: vf.Trace) -> float:
+        return float(len(trace.nodes))
+
+    @vf.reward(weight=0.1)
+    async def short(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) < 5)
+
+
+class Problems(vf.Taskset[Ask, vf.TasksetConfig]):
+    def load(self):
+        return [Ask(Data(prompt="a sum?"), self.config.task)]
+
+
+class OnceConfig(vf.HarnessConfig):
+    pass
+
+
+class Once(vf.Harness[OnceConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as policy:
+            await policy.chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": data.prompt}])
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+class GameConfig(vf.EnvConfig):
+    proposer: vf.AgentConfig = vf.AgentConfig()
+    solver: vf.AgentConfig = vf.AgentConfig()
+    referee: vf.AgentConfig = vf.AgentConfig()
+
+
+class Game(vf.Env[GameConfig]):
+    "A proposed sum, two solvers of it, and a referee whose word is the truth and who is not trained."
+
+    async def setup(self, agents):
+        agents.referee.trainable = False
+
+    async def run(self, task, agents):
+        proposed = await agents.proposer.run(task)
+        problem = Ask(Data(prompt=proposed.last_reply), task.config)
+        for agent in (agents.solver, agents.solver, agents.referee):
+            await agent.run(problem)
+
+    async def finalize(self, task, episode):
+        (proposer,), (referee,), solvers = (episode.by_agent[name] for name in ("proposer", "referee", "solver"))
+        solved = [float(each.last_reply == referee.last_reply) for each in solvers]
+        for each, right in zip(solvers, solved):
+            each.record_reward("right", right)
+        proposer.record_reward("hard", 1.0 - abs(sum(solved) - 1.0))
+
+
+__all__ = ["Problems", "Once", "Game"]
+"""
+
 
 @dataclass
 class Speaker:
@@ -317,6 +384,44 @@ async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_pa
     assert right.metrics["nodes"] == 4.0
     with pytest.raises(VerifiersError, match="the judge is ill"):
         await world.run(agent, file, 1, "4", "4")
+
+
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+async def test_each_agent_of_a_v1_environment_has_its_own_reward_and_comparison_group(
+    world: World, tmp_path: Path, python: str
+) -> None:
+    """The same prompt is asked by two solvers and the referee: their runs are told apart by the trace alone."""
+    file = tmp_path / "game_v1.py"
+    file.write_text(PROPOSER_SOLVER)
+    agent = world.agent(python, file, within=["solver"])
+    first, second = await asyncio.gather(
+        world.run(agent, file, 0, "2+2?", "4", "it is 5", "4"), world.run(agent, file, 0, "1+1?", "3", "no", "2")
+    )
+    assert [[said.removesuffix("<|im_end|>") for said in world.says(sample)[1::2]] for sample in first] == [
+        ["2+2?"],
+        ["4"],
+        ["it is 5"],
+    ]
+    assert [sample.group for sample in first] == ["proposer", "solver/0", "solver/0"]
+    assert [sample.reward for sample in first] == pytest.approx([1.1, 1.1, 0.0])
+    assert [sample.reward for sample in second] == pytest.approx([0.1, 0.1, 0.1])
+    assert first[0].reward_parts == {"short": 1.0, "hard": 1.0}
+    assert first[1].reward_parts == {"short": 1.0, "right": 1.0}
+    assert [sample.metrics["nodes"] for sample in first] == [2.0] * 3
+    assert world.endpoint.refused == {}
+
+
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+async def test_the_attempts_of_verifiers_own_best_of_n_are_samples_of_one_group(
+    world: World, tmp_path: Path, python: str
+) -> None:
+    file = tmp_path / "sums_v1.py"
+    file.write_text(TASKSET)
+    agent = world.agent(python, file, args={"id": "best-of-n", "n": 2})
+    samples = await world.run(agent, file, 0, "it is 5", "no, 4", "it is 4", "or 5")
+    assert [sample.reward for sample in samples] == pytest.approx([1.1, 0.1])
+    assert [sample.metrics["best"] for sample in samples] == [1.0, 0.0]
+    assert {sample.group for sample in samples} == {""}
 
 
 async def test_rows_of_another_dataset_are_refused_before_anything_starts(world: World, tmp_path: Path) -> None:

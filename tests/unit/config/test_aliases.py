@@ -158,6 +158,7 @@ def test_a_name_that_is_near_none_of_ours_is_not_answered_with_a_guess(name: str
     [
         ("sglang.d4m1p1+d2p1m1", "trainer.parallel=d2 generation.servers=4"),
         ("sglang:d2t4+fsdp:d8", "trainer.parallel=d8 generation.servers=2 generation.sglang.tensor_parallel=4"),
+        ("sglang:d2+fsdp:d2c2", "trainer.parallel=d2c2 generation.servers=2"),
         ("sglang:d2+megatron:d2t2p2", "trainer.parallel=d2t2p2 generation.servers=2"),
         ("sglang:d1p2+d1", None),
         ("d8", None),

@@ -10,6 +10,7 @@ import pytest
 from asyncrl.api import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.load import load_experiment
 from asyncrl.master.graph.builtin import load_graph
 
 EXAMPLE = Path(__file__).parents[3] / "experiments" / "custom_graph_example.py"
@@ -30,6 +31,16 @@ def test_it_is_valid_with_and_without_a_second_reward_model() -> None:
     advantage = next(call for call in both.calls if call.name == "advantage")
     assert advantage.args["rewards"] == ["rewards", "length_rewards", "style_rewards"]
     assert both.predecessors()["advantage"] == {"length_reward", "style_reward"}
+
+
+def test_the_demo_of_a_reward_model_learns_from_its_scores_alone() -> None:
+    config = load_experiment("reward_model", [])
+    graph = load_graph(config)
+    (path,) = graph.reward_models().values()
+    assert (Path(path) / "model.safetensors").is_file()
+    advantage = next(call for call in graph.calls if call.name == "advantage")
+    assert advantage.args["rewards"] == "scores"
+    assert not any("rewards" in call.reads for call in graph.calls)
 
 
 def sample(answer: int, reward: float) -> Sample:

@@ -156,6 +156,14 @@ async def test_a_trained_policy_without_a_sample_is_a_note(configured: Configure
     assert await rehearse(configured(settings[0])) == RehearsalOutcome(untrained=["judge"])
 
 
+async def test_a_policy_that_nothing_asks_is_a_note(configured: Configured) -> None:
+    settings = ("policies=[{name: judge, trained: true}, {name: past, versions: {every: 1}}]", "agent.path=CODE:judged")
+    assert await rehearse(configured(*settings)) == RehearsalOutcome(unasked=["past"])
+    with rehearsed(configured(*settings)) as notes:
+        (note,) = notes()
+    assert "nothing asked policy 'past' for the first row; its servers run all the same" in note
+
+
 async def test_a_failure_reward_is_no_failure(configured: Configured) -> None:
     overrides = ("reward.path=CODE:no_such_column", "reward.failure_reward=0.0")
     assert await rehearse(configured(*overrides)) == RehearsalOutcome()

@@ -168,6 +168,27 @@ def test_the_flat_engine_has_whole_models(
     assert engine_of(config) == "flat"
 
 
+def test_what_does_not_work_with_parts_of_the_tokens_is_refused_by_name(
+    config: ExperimentConfig, gpus: SetGpus, qwen_dir: Path, tmp_path: Path
+) -> None:
+    gpus(0)
+    config.trainer.parallel = "d2c2"
+    assert list(check(config)) == []
+    config.trainer.engine = "flat"
+    assert "trainer.parallel='d2c2' cuts it; use d4, or trainer.engine=sharded" in the_message(config)
+    config.trainer.engine = "auto"
+    config.model.attn_implementation = AttentionImplementation.eager
+    assert the_message(config).startswith(
+        "trainer.parallel='d2c2': sdpa and flex_attention work where ranks have parts"
+    )
+    config.model.attn_implementation = AttentionImplementation.sdpa
+    described = json.loads((qwen_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | {"vision_config": {}, "image_token_id": 3}))
+    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
+    config.model.path = str(tmp_path)
+    assert any("takes pictures, whose tokens are not cut into parts (c); use c1, or" in told for told in check(config))
+
+
 def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
     config: ExperimentConfig, gpus: SetGpus, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

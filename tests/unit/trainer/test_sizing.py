@@ -339,7 +339,13 @@ def test_what_the_flat_engine_keeps() -> None:
     assert (of.weights, of.gradients, of.moments, of.reducing) == (2 * values, 0, 0, 0)
 
 
-layouts = st.builds(lambda d, t, p: Layout(d, t, p), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.integers(1, 3))
+layouts = st.builds(
+    lambda d, t, p, c: Layout(d, t, p, context=c),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+)
 LLAMA = count(described("llama-untied"))
 
 
@@ -354,6 +360,7 @@ def test_more_ranks_never_need_more_each(layout: Layout, dtype: str) -> None:
 
     assert worst(layout) <= worst(Layout(1, layout.tensor, layout.pipeline))
     assert worst(layout) <= worst(Layout(layout.data, 1, layout.pipeline))
+    assert worst(layout) == worst(Layout(layout.data * layout.context, layout.tensor, layout.pipeline))
     grid = WorkerGrid.of(layout)
     for worker in grid.members:
         of = need(LLAMA, layout, grid.coordinates(worker), workload(dtype=dtype), trained=True)
@@ -361,6 +368,20 @@ def test_more_ranks_never_need_more_each(layout: Layout, dtype: str) -> None:
             of.kept <= of.total_checkpointed <= of.total or layout.pipeline == 3
         )  # one layer a stage: nothing is saved
         assert (of.logits > 0) == (grid.coordinates(worker).pipeline == layout.pipeline - 1)
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_activations_are_those_of_a_part_of_the_tokens(context: int) -> None:
+    """Of two key-value heads four ranks have one each, which are repeated: these alone are not divided."""
+    whole, part = (
+        need(LLAMA, layout, Coordinates(0, 0, 0), workload(), trained=True)
+        for layout in (Layout(4), Layout(4 // context, context=context))
+    )
+    assert part.kept == whole.kept
+    assert part.checkpointed * context == whole.checkpointed
+    repeated = LLAMA.sizes.key_value_heads < context
+    assert (part.activations * context > whole.activations) == repeated
+    assert part.activations * context < 1.2 * whole.activations
 
 
 def test_replicas_hold_the_same_shards() -> None:

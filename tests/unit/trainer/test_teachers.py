@@ -237,6 +237,8 @@ def test_teachers_on_servers_and_in_columns_are_checked(config: ExperimentConfig
     config.policies = [PolicyConfig(name="judge", path=config.model.path), PolicyConfig(name="past")]
     assert "that stays as it is (judge)" in told(policy="past")
     assert told(policy="judge") == told(column="token/hinted") == ""
+    config.policies[0] = PolicyConfig(name="judge", url="http://127.0.0.1:30000")
+    assert told(policy="judge") == ""
     assert "no column of tokens" in told(column="agent/hinted")
     assert "it is on no training rank" in told(policy="judge", ranks=RoleRanks.own)
     config.rollout.sampling.temperature = 0.7

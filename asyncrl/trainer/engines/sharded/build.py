@@ -30,6 +30,7 @@ from asyncrl.models.transformers_internals import (
     trunk_of,
 )
 from asyncrl.trainer.engines.decay_groups import embedding_names
+from asyncrl.trainer.engines.sharded.context_parallel import across_ranks
 from asyncrl.trainer.engines.sharded.gathering import own_parts
 from asyncrl.trainer.engines.sharded.stage import (
     EMBEDDING,
@@ -63,6 +64,7 @@ class BuildPlan:
     Attributes:
         mesh: of all ranks, with the axes `asyncrl.trainer.parallel.rank_position.MESH_AXES`.
         attention: how sequences are laid out, and transformers' name of the attention function.
+        context: parts that a micro-batch's tokens are cut into.
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
         lora: settings of the adapters, if adapters are trained; all other parameters are then held in `dtype`.
@@ -86,6 +88,7 @@ class BuildPlan:
     activations_on_host: bool = False
     replay_routing: bool = False
     vision: VisionMode = VisionMode.train
+    context: int = 1
 
     @property
     def stage(self) -> StagePlace:
@@ -260,7 +263,9 @@ def _on_meta(kind: Any, path: str | Path, plan: BuildPlan, config: PretrainedCon
     config = AutoConfig.from_pretrained(str(path)) if config is None else config
     with torch.device("meta"):
         model: PreTrainedModel = kind.from_config(config, dtype=plan.held)
-    set_attention(model, plan.attention.attention)  # models with an attention of their own know no other names before
+    attention = plan.attention.attention
+    # Now, and not with the config: models with an attention of their own know no other names.
+    set_attention(model, across_ranks(attention) if plan.context > 1 else attention)
     model.train(False)
     return model
 
@@ -334,7 +339,7 @@ def _tie(built: Built) -> None:
 
 
 def _shard(built: Built, plan: BuildPlan) -> None:
-    """FSDP2 over the data-parallel ranks: gradients are summed, not averaged."""
+    """FSDP2 over the data- and context-parallel ranks: gradients are summed, not averaged."""
     stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
     _tie(built)
     if plan.recompute:

@@ -1,4 +1,4 @@
-"""Collectives with a gradient, between the tensor-parallel ranks of one layer.
+"""Collectives with a gradient, between the tensor-parallel or the context-parallel ranks of one layer.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3, calls the first two f and g. A tensor that is whole on all ranks is
 computed identically on each of them, and so is its gradient.
@@ -58,6 +58,17 @@ class _Split(torch.autograd.Function):
         return _gathered(grad, ctx.widths, ctx.group), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
 def enter(whole: Tensor, group: Group) -> Tensor:
     """Pass a tensor that is whole on all ranks into a sliced computation; its gradient is summed over the ranks."""
     return _apply(_Enter, whole, group)
@@ -78,9 +89,21 @@ def split(whole: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
     return _apply(_Split, whole, widths, group)
 
 
+def exchange(parts: Tensor, group: Group) -> Tensor:
+    """All-to-all: parts[i] goes to rank i of the group; result[i] is what rank i had for this one. As many as ranks."""
+    return _apply(_Exchange, parts, group)
+
+
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
+
+
+def _exchanged(parts: Tensor, group: Group) -> Tensor:
+    parts = parts.contiguous()
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=group)
+    return arrived
 
 
 def _all_reduced(tensor: Tensor, group: Group) -> Tensor:

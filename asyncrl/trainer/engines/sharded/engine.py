@@ -2,9 +2,9 @@
 
 Each rank has the layers of one stage, one tensor slice of each layer, and one FSDP part of each slice. FSDP2 gathers a
 layer's parts over the data-parallel ranks when the layer is computed, and reduces its gradients back into parts. All
-ranks of one data-parallel copy have the same samples and cut them into the same micro-batches. The last stage sends its
-outputs to the others. So an engine returns the same on all ranks of a copy, and a model function does not depend on the
-layout.
+ranks of one data-parallel copy have the same samples and cut them into the same micro-batches, of which a rank may
+compute a part of the tokens only (`context_parallel`). The last stage sends its outputs to the others. So an engine
+returns the same on all ranks of a copy, and a model function does not depend on the layout.
 
 Data-parallel ranks must run equally many micro-batches, or FSDP2's collectives would not match. A rank with fewer runs
 fillers of one token whose outputs are ignored. Inherited methods are documented in `asyncrl.trainer.engines.base`.
@@ -44,6 +44,7 @@ from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
 )
+from asyncrl.trainer.engines.sharded.context_parallel import cut_to_part
 from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collectives_expected
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
@@ -150,15 +151,14 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
 
     def _run(self, own: Sequence[MicroBatch], finish: Finish, **outputs: Any) -> None:
         """Run the micro-batches `own` through all stages; `finish` computes losses from the last stage's outputs."""
-        fillers = self._fillers(len(own))
-        filling = set(map(id, fillers))
+        everything = [cut_to_part(each, self._place.context) for each in (*own, *self._fillers(len(own)))]
+        whole = {id(cut): each for cut, each in zip(everything, own, strict=False)}
 
         def finish_any(micro_batch: MicroBatch, out: Outputs) -> Tensor:
-            if id(micro_batch) not in filling:
-                return finish(micro_batch, out)
+            if id(micro_batch) in whole:
+                return finish(whole[id(micro_batch)], out)
             return cast(Tensor, sum(tensor.sum() * 0.0 for tensor in out))
 
-        everything = [*own, *fillers]
         if self._neighbours is None:
             for number, micro_batch in enumerate(everything):
                 loss = finish_any(micro_batch, self._forward(micro_batch, **outputs))
@@ -209,7 +209,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return torch.tensor(loss, device=self._plan.device), [merged] if merged else []
 
     def _sum_adapters(self) -> None:
-        """Sum the adapters' gradients, which FSDP2 does not handle, over the data-parallel ranks."""
+        """Sum the adapters' gradients, which FSDP2 does not handle, over the data- and context-parallel ranks."""
         grads: list[Tensor] = []
         for parameter in self.parameters().values():
             grad = parameter.grad
@@ -221,6 +221,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             grads.append(local(grad))
         if grads:
             together = self._place.data.all_reduce_sum(torch.cat([own.flatten() for own in grads]))
+            together = self._place.context.all_reduce_sum(together)
             for own, summed in zip(grads, torch.split(together, [own.numel() for own in grads]), strict=True):
                 own.copy_(summed.view_as(own))
 

@@ -4,6 +4,10 @@ The parity check of a layout (`trainer.model.layout_parity`) needs a whole model
 that influence another sequence, which depends on the code of the layers and not on their number or values. So the
 grid's first rank checks a model of the same configuration with random weights, a small vocabulary and the fewest layers
 that include one of each kind, and sends the result to the others.
+
+If ranks have parts of the tokens (`c`), the ranks of the first copy then compute the same small model together, as they
+will in training, and compare the result with transformers' plain forward: whatever else than attention looks along the
+sequence (a recurrence, a convolution) shows here.
 """
 
 from __future__ import annotations
@@ -13,19 +17,24 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.parity import Difference, UnsupportedModelError, forks, probe_for, told, tolerance
 from asyncrl.models.picture_rules import TOKEN_FIELDS
-from asyncrl.models.transformers_internals import language_model
+from asyncrl.models.transformers_internals import language_model, set_attention
+from asyncrl.runtime.ranks import Ranks
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic, build_policy, build_reward_model
+from asyncrl.trainer.engines.sharded.context_parallel import across_ranks, cut_to_part, part_of
 from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
@@ -34,6 +43,7 @@ from asyncrl.trainer.model.layout_parity import (
     layouts,
     refuse_longer_than_independent,
     select_attention,
+    ways,
 )
 from asyncrl.trainer.model.loading import prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
@@ -103,6 +113,7 @@ class ShardedLoader(EngineLoader):
             activations_on_host=self._config.trainer.activations_on == KeptOn.host,
             replay_routing=trained and self._config.moe.replay_routing,
             vision=self._config.model.vision,
+            context=self._place.grid.context,
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
@@ -139,41 +150,100 @@ def settled_layout(
     Called by all ranks of the grid.
 
     Raises:
-        UnsupportedModelError: no layout does.
-        PeerFailed: the first rank found none.
+        UnsupportedModelError: no layout does, or the ranks that have parts of the tokens compute something else.
+        PeerFailed: another rank found that.
     """
-    setting = config.model.attn_implementation
-    choices, chosen = layouts(setting), torch.zeros(1, dtype=torch.int64)
+    choices, chosen = layouts(config.model.attn_implementation), torch.zeros(1, dtype=torch.int64)
 
     def settle() -> None:
-        if not place.everyone.leads:
-            return
-        model = _surrogate(path, dtype)
-        nn.Module.to(model, device)
-        engine = FlatPolicyEngine(
-            model,
-            temperature=1.0,
-            attention=choices[0].kind,
-            tokens_per_micro_batch=1,
-            pictures=prepare_vision(model, path, config.model.vision),
-        )
-        longest = context_length(config, model.config.to_dict())
-        refuse_longer_than_independent(model, longest)
-        settled = select_attention(
-            engine,
-            setting,
-            longest=longest,
-            row=config.trainer.tokens_per_micro_batch,
-            share_prefixes=config.trainer.share_prefixes,
-        )
-        chosen.fill_(choices.index(settled))
+        if place.everyone.leads:
+            chosen.fill_(choices.index(_settled_alone(path, config, dtype, device, in_parts=place.grid.context > 1)))
+
+    def prove_parts() -> None:
+        here = place.coordinates
+        if here.pipeline == here.data == here.tensor == 0:
+            _prove_parts(_surrogate(path, dtype, device, config.seed), layout, place.context)
 
     place.everyone.together(settle, f"proving a layout for {path}")
-    return choices[int(place.everyone.broadcast(chosen))]
+    layout = choices[int(place.everyone.broadcast(chosen))]
+    if place.grid.context > 1:
+        place.everyone.together(prove_parts, f"proving c{place.grid.context} for {path}")
+    return layout
 
 
-def _surrogate(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a small model with random weights whose code is that of the model in `path`."""
+def _settled_alone(
+    path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, *, in_parts: bool
+) -> SequenceLayout:
+    """Return the first layout that is right in this process; if the tokens are to be cut, of those that can be."""
+    setting = config.model.attn_implementation
+    model = _surrogate(path, dtype, device, config.seed)
+    pictures = prepare_vision(model, path, config.model.vision)
+    if in_parts and pictures is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes pictures, whose tokens are not cut into parts (c in trainer.parallel); use "
+            "c1, or model.vision=none for text alone"
+        )
+    engine = FlatPolicyEngine(
+        model, temperature=1.0, attention=layouts(setting)[0].kind, tokens_per_micro_batch=1, pictures=pictures
+    )
+    longest = context_length(config, model.config.to_dict())
+    refuse_longer_than_independent(model, longest)
+    return select_attention(
+        engine,
+        setting,
+        longest=longest,
+        row=config.trainer.tokens_per_micro_batch,
+        share_prefixes=config.trainer.share_prefixes,
+        one_stream=in_parts,
+    )
+
+
+class _InParts(FlatPolicyEngine):
+    """A whole model of which each of `ranks` computes a part of the tokens. Its results are on all of them."""
+
+    def __init__(self, model: PreTrainedModel, kind: AttentionKind, ranks: Ranks) -> None:
+        super().__init__(model, temperature=1.0, attention=kind, tokens_per_micro_batch=1)
+        self._ranks = ranks
+
+    def _hidden(self, micro_batch: MicroBatch) -> Tensor:
+        cut = cut_to_part(micro_batch, self._ranks)
+        part = part_of(cut)
+        assert part is not None
+        return part.of_stream(super()._hidden(cut))
+
+
+def _prove_parts(model: PreTrainedModel, layout: SequenceLayout, ranks: Ranks) -> None:
+    """Compare what `ranks` compute of `model` together, each a part of the tokens, with transformers' own forward.
+
+    Raises:
+        UnsupportedModelError: it differs.
+    """
+    probes = probe_for(model)
+    sequences = [*probes, *forks(probes)]
+    for kind, attention in ways(layout):
+        try:
+            engine = _InParts(model, kind, ranks)
+            plain = [engine.plain(tokens) for tokens in sequences]
+            set_attention(model, across_ranks(attention))
+            with torch.no_grad():
+                fault = Difference.of(plain, engine.together(sequences)).beyond(tolerance(model.dtype))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+            fault = f"its forward fails: {told(error)}"
+        if fault is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be trained with the tokens of a micro-batch in {ranks.world} parts "
+                f"(c{ranks.world} in trainer.parallel): {fault}. Use c1, or another model"
+            )
+
+
+def _surrogate(path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """Return a small model with random weights, on `device`, whose code is that of the model in `path`.
+
+    Args:
+        seed: of the weights, so that several ranks have the same.
+    """
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     kinds: list[str] = list(getattr(text, "layer_types", None) or [])
@@ -187,11 +257,13 @@ def _surrogate(path: str, dtype: torch.dtype) -> PreTrainedModel:
         if isinstance(token, int) and token >= text.vocab_size:
             setattr(text, name, None)
     with torch.random.fork_rng(devices=[]):  # which random weights are drawn must not move the run's own
+        torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = language_model(path).from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             if not parameter.any():  # Gemma 3's projector: every picture would give the same rows
                 nn.init.normal_(parameter, std=_SPREAD)
     model.train(False)
+    nn.Module.to(model, device)
     return model
 
 

@@ -1,7 +1,7 @@
 """One rank's part of a model: the layers of its pipeline stage, as one module whose forward is one micro-batch.
 
-Layers of other stages are replaced by modules that pass hidden states on, so that the rest keep their indices, and with
-these their names in a model folder and their kind (a model's `layer_types` go by index).
+Layers of other stages are replaced by modules that pass hidden states on. So the rest keep their indices, on which
+their names in a model folder and their kind (`layer_types` of a model) depend.
 
 If the vocabulary is cut into slices, log-probabilities and entropies take three numbers per token from each rank: the
 largest logit, then the sums of exp and of exp times logit, with the target's logit. All ranks get the same values.
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from asyncrl.models.transformers_internals import text_part
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.collectives import Group
+from asyncrl.trainer.engines.sharded.context_parallel import part_of
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, local_parameters
 from asyncrl.trainer.model.scoring import EntropyMode, LogitsOf, restricted, token_logprobs
 from asyncrl.trainer.parallel.layout import stage_layers
@@ -107,7 +108,8 @@ class Stage(nn.Module, ABC):
     """A trunk's layers of one stage; a subclass adds the head, on the last stage.
 
     `forward(micro_batch, hidden)` returns hidden states [rows, width, H] of the stage's last layer; the last stage
-    returns a tuple of what its head gives.
+    returns a tuple of what its head gives. A micro-batch that was cut to a part of its stream gives the hidden states
+    of the part, and the last stage's outputs for the whole stream.
     """
 
     def __init__(self, trunk: PreTrainedModel, place: StagePlace) -> None:
@@ -180,7 +182,12 @@ class PolicyStage(Stage):
 
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """See `Stage`; keywords: `temperature`, `entropy`, and `allowed_A` where not all tokens may be drawn."""
-        return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
+        part = part_of(micro_batch)
+        if part is None:
+            return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
+        wanted = part.wanted(micro_batch.predictors_N)
+        hidden_MH = hidden_IH.index_select(0, wanted.places)
+        return tuple(map(wanted.of_all, self._score(hidden_MH, wanted.of(micro_batch.tokens_N), **outputs)))
 
     def _score(
         self,
@@ -222,9 +229,16 @@ class ValueStage(Stage):
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """See `Stage`; `everywhere`: after every input token instead of before every wanted one."""
         places = micro_batch.places_I if outputs["everywhere"] else micro_batch.predictors_N
+        part = part_of(micro_batch)
+        if part is None:
+            return (self._values(hidden_IH, places),)
+        wanted = part.wanted(places)
+        return (wanted.of_all(self._values(hidden_IH, wanted.places)),)
+
+    def _values(self, hidden_IH: Tensor, places: Tensor) -> Tensor:
         assert self.head is not None
         values: Tensor = self.head(hidden_IH.index_select(0, places).float()).squeeze(-1)
-        return (values,)
+        return values
 
 
 class _Logprobs(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Cutting a model's layers over tensor-parallel ranks, by the plan that transformers ships with the model.
 
-Parameters become DTensors, so that sharded data parallelism, the optimizer and checkpoints know what each rank has; the
-arithmetic is done on their local parts with the collectives of this package, since DTensor's own dispatch costs several
-times a small layer's arithmetic and is not cached for ragged shapes. *Every* parameter becomes one, those that stay
+Parameters become DTensors, so that sharded data parallelism, the optimizer and checkpoints know what each rank has. The
+arithmetic is done on their local parts, with the collectives of this package: DTensor's own dispatch costs several
+times a small layer's arithmetic, and is not cached for ragged shapes. *Every* parameter becomes one, those that stay
 whole on all ranks too: clipping and the optimizer then see one kind.
 
     colwise                          output features cut; input whole, output a slice

@@ -155,7 +155,7 @@ async def test_what_fails_is_said_and_the_server_goes_on(security: HttpSecurity)
         ({"clips": [[]]}, "1 to 1024 frames"),
         ({"clips": [["a"]] * 1025}, "at most 1024 clips"),
         ({"clips": [["a"]], "pictures": {"a": b"GIF89a"}}, "give PNG or JPEG"),
-        ({"clips": [["a"]], "pictures": {"a": grey(1).data}}, "another content than its hash says"),
+        ({"clips": [["a"]], "pictures": {"a": grey(1).data}}, "does not have the content of its hash"),
         ({"clips": [["a"]], "more": 1}, "unknown field"),
     ],
 )

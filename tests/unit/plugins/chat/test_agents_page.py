@@ -1,4 +1,4 @@
-"""Every file and setting of docs/agents.md: the settings are accepted, and a group is rolled out with them."""
+"""Every file and setting of docs/agents.md, agent_forms.md and games.md is accepted, and rolls a group out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from asyncrl.rollout.user_code.components import UserComponents
 
 from .conftest import TEMPLATES, FakePolicy
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "agents.md").read_text()
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+PAGE = "".join((DOCS / name).read_text() for name in ("agents.md", "agent_forms.md", "games.md"))
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 SETTINGS = [
     (title, text) for title, part in SECTIONS.items() for text in re.findall(r"^```yaml\n(.*?)^```$", part, re.S | re.M)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
 
 sizes = st.integers(1, 64)
-layouts = st.builds(lambda r, d, t, p: Layout(r * d, t, p, r), sizes, sizes, sizes, sizes)
+layouts = st.builds(lambda r, d, t, p, c: Layout(r * d, t, p, r, c), sizes, sizes, sizes, sizes, sizes)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ layouts = st.builds(lambda r, d, t, p: Layout(r * d, t, p, r), sizes, sizes, siz
         ("t8", Layout(tensor=8)),
         ("r2d4", Layout(data=8, replicas=2)),
         ("t2r3", Layout(data=3, tensor=2, replicas=3)),
+        ("d2c4t2", Layout(data=2, tensor=2, context=4)),
     ],
 )
 def test_axes_come_in_any_order_and_missing_ones_are_1(text: str, layout: Layout) -> None:
@@ -31,10 +32,12 @@ def test_axes_come_in_any_order_and_missing_ones_are_1(text: str, layout: Layout
 @given(layouts, st.randoms())
 def test_a_layout_is_read_as_it_is_written_whatever_the_order(layout: Layout, random: object) -> None:
     assert Layout.parse(str(layout)) == layout
-    parts = [f"r{layout.replicas}", f"d{layout.shards}", f"t{layout.tensor}", f"p{layout.pipeline}"]
+    parts = [f"r{layout.replicas}", f"d{layout.data // layout.replicas}", f"t{layout.tensor}", f"p{layout.pipeline}"]
+    parts.append(f"c{layout.context}")
     random.shuffle(parts)  # type: ignore[attr-defined]
     assert Layout.parse("".join(parts)) == layout
     assert layout.ranks == layout.replicas * layout.shards * layout.tensor * layout.pipeline
+    assert layout.ranks == layout.data * layout.copy
 
 
 @pytest.mark.parametrize("text", ["", "2", "d", "d0", "d02", "x2", "D2", "d2 t2", "d2,t2", "d-1", "d2x", "d12345"])

@@ -32,7 +32,7 @@ def told(layout: str, **changes: Any) -> str:
     return "; ".join(misfits(Layout.parse(layout), shape(**changes)))
 
 
-@pytest.mark.parametrize("layout", ["d64", "t2", "t14", "p24", "d2t2p2"])
+@pytest.mark.parametrize("layout", ["d64", "t2", "t14", "p24", "d2t2p2", "c14", "t2c7"])
 def test_what_fits(layout: str) -> None:
     assert told(layout) == "", "tied embeddings are no obstacle"
 
@@ -52,6 +52,10 @@ def test_what_fits(layout: str) -> None:
         ("t2", {"num_local_experts": 3}, "2 does not divide its 3 experts"),
         ("t14", {"vocab_size": 17}, "of a vocabulary of 17 the last slice would have nothing; use t1 or t2"),
         ("t2", {"num_attention_heads": None}, "its config.json names no attention heads; use t1"),
+        ("c4", {}, "cut into 4 parts: 4 does not divide its 14 query heads; use c1, c2, c7 or c14"),
+        ("t2c2", {}, "2 does not divide its 14 query heads in 2 tensor slices; use c1 or c7"),
+        ("c2", {"layer_types": ["full_attention", "conv"]}, "its layers conv go along the sequence by other means"),
+        ("c2", {"num_attention_heads": None}, "its config.json names no attention heads; use c1"),
         ("p2", {"num_kv_shared_layers": 10}, "qwen2 cannot be cut into stages: 10 layers take their keys and values"),
     ],
 )

@@ -17,7 +17,7 @@ from asyncrl.trainer.placement import placement, worker_grid
 from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 
 sizes = st.integers(1, 4)
-layouts = st.builds(lambda r, d, t, p: Layout(r * d, t, p, r), sizes, sizes, sizes, sizes)
+layouts = st.builds(lambda r, d, t, p, c: Layout(r * d, t, p, r, c), sizes, sizes, sizes, sizes, sizes)
 grids = st.builds(WorkerGrid.of, layouts, st.integers(0, 5))
 
 
@@ -39,10 +39,10 @@ def test_pure_data_parallelism_numbers_workers_as_copies() -> None:
 
 @given(grids)
 def test_every_worker_has_one_place_numbered_as_a_device_mesh_does(grid: WorkerGrid) -> None:
-    mesh = grid.first + torch.arange(grid.workers).view(grid.pipeline, grid.data, grid.tensor)
+    mesh = grid.first + torch.arange(grid.workers).view(grid.pipeline, grid.data, grid.context, grid.tensor)
     for worker in grid.members:
         place = grid.coordinates(worker)
-        assert grid.worker_at(place) == worker == mesh[place.pipeline, place.data, place.tensor]
+        assert grid.worker_at(place) == worker == mesh[place.pipeline, place.data, place.context, place.tensor]
 
 
 @given(grids)
@@ -68,6 +68,8 @@ def test_the_worked_example_of_roles_on_other_ranks() -> None:
         ["actor@dp1.tp1.pp0"],
         ["critic@dp1.tp0.pp0"],
     ]
+    (shard,) = Placement({"actor": WorkerGrid(context=2)}).shards_of(1)
+    assert str(shard) == "actor@dp0.cp1.tp0.pp0"
     table = placed.routing_table()
     assert table.placement == {"actor": [0, 1, 2, 3], "critic": [4, 5], "ref": [0, 1]}
     assert table.data_workers == (0, 2)

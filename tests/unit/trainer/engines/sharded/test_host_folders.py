@@ -82,25 +82,25 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
         keep(rank, root_of(world), 2, cut_off)
         return step(config, rank, 2) if goes_on_at == 2 else told
 
-    def go_on(world: World) -> tuple[int, Statistics]:
-        rank = build(config, on_hosts(world, hosts))
-        state = rank.load_memory_checkpoint(root_of(world), invalid=False)
-        return state["version"], step(config, rank, state["version"])
-
-    def lost(world: World) -> str:
-        rank = build(config, on_hosts(world, hosts))
+    def go_on(world: World) -> tuple[int, Statistics, list[str], str]:
+        rank, root = build(config, on_hosts(world, hosts)), root_of(world)
+        state = rank.load_memory_checkpoint(root, invalid=False)
+        told = step(config, rank, state["version"])
+        world.everyone.together(lambda: None, "reading")
+        left = [path.name for path in root.glob("v*")]
+        if world.worker == hosts.index("b"):
+            shutil.rmtree(tmp_path / "b")
+        world.everyone.together(lambda: None, "the loss of b's memory")
         with pytest.raises(MemoryCheckpointLost) as error:
             rank.load_memory_checkpoint(root_of(world), invalid=False)
-        return str(error.value)
+        return state["version"], told, left, str(error.value)
 
-    expected = [(goes_on_at, told) for told in on_ranks(config, begin)]
+    expected = on_ranks(config, begin)
     shards = [path for path in (tmp_path / "a" / "state" / "v1").iterdir() if path.suffix == ".safetensors"]
     assert len(shards) == hosts.count("a"), "of its own ranks alone"
-    assert on_ranks(config, go_on) == expected
-    for host in set(hosts):
-        assert [path.name for path in (tmp_path / host / "state").glob("v*")] == [f"v{goes_on_at}"]
-    shutil.rmtree(tmp_path / "b")
-    assert all(f"version {goes_on_at} is not whole any more: all of it on b" in told for told in on_ranks(config, lost))
+    for (version, told, left, lost), before in zip(on_ranks(config, go_on), expected, strict=True):
+        assert (version, told, left) == (goes_on_at, before, [f"v{goes_on_at}"])
+        assert f"version {goes_on_at} is not whole any more: all of it on b" in lost
 
 
 def test_a_host_that_could_not_keep_all_or_a_file_that_is_damaged_loses_the_step(

@@ -126,14 +126,15 @@ def test_idle_roles_in_host_memory_train_as_they_do_on_the_device(
 ) -> None:
     config, spread = everything, settings_of(case, everything)
     config.trainer.parallel = spread
-    runs = []
-    for offload in (False, True):
-        config.trainer.offload, root = offload, tmp_path / f"offload-{offload}"
-        if spread == "d1":
-            runs.append([train(config, World(), root)])
-        else:
-            runs.append(on_ranks(config, lambda world, root=root: train(config, world, root)))
-    for kept, away in zip(*runs, strict=True):
+
+    def both(world: World) -> list[dict[str, Any]]:
+        told = []
+        for offload in (False, True):
+            config.trainer.offload = offload
+            told.append(train(config, world, tmp_path / f"offload-{offload}"))
+        return told
+
+    for kept, away in [both(World())] if spread == "d1" else on_ranks(config, both):
         assert all(kept["on device"])
         assert away["on device"] == [0, 0, 0, 0], "nothing is left on the device while a role is idle"
         for mine, theirs in zip(away.pop("stats"), kept.pop("stats"), strict=True):
@@ -155,16 +156,17 @@ def test_moments_in_host_memory_are_those_on_the_device(
     config.trainer.parallel = spread
     config.optimizer.weight_decay = 0.1
     config.optimizer.schedule, config.optimizer.warmup_steps = LearningRateSchedule.cosine, 3
-    runs = []
-    for moments_on in KeptOn:
-        config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
-        config.trainer.offload, root = moments_on == KeptOn.host, tmp_path / moments_on
-        monkeypatch.setattr(adamw, "PIECE", 64)
-        if spread == "d1":
-            runs.append([train(config, World(), root)])
-        else:
-            runs.append(on_ranks(config, lambda world, root=root: train(config, world, root)))
-    for kept, away in zip(*runs, strict=True):
+    monkeypatch.setattr(adamw, "PIECE", 64)
+
+    def both(world: World) -> list[dict[str, Any]]:
+        told = []
+        for moments_on in KeptOn:
+            config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
+            config.trainer.offload = moments_on == KeptOn.host
+            told.append(train(config, world, tmp_path / moments_on))
+        return told
+
+    for kept, away in [both(World())] if spread == "d1" else on_ranks(config, both):
         for mine, theirs in zip(away.pop("stats"), kept.pop("stats"), strict=True):
             assert mine == theirs
         same(away, kept)
