@@ -57,13 +57,9 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     Raises:
         CodecError: the frames are malformed or larger than `max_bytes` as a whole.
     """
-    header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
-    if header.kind != KIND:
-        raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
-    if arrays.keys() not in (DTYPES.keys(), DTYPES.keys() | PICTURE_DTYPES.keys()):
-        raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(DTYPES)}")
-    sizes = _counts(arrays, "sizes", len(header.meta), least=1)
-    prompt_lengths = _counts(arrays, "prompt_lengths", len(header.meta), least=0)
+    meta, arrays = _parts(frames, max_bytes)
+    sizes = _counts(arrays, "sizes", len(meta), least=1)
+    prompt_lengths = _counts(arrays, "prompt_lengths", len(meta), least=0)
     lengths = _counts(arrays, "lengths", sum(sizes), least=0)
     prompts = _array(arrays, "prompts", sum(prompt_lengths))
     columns: list[Any] = [_array(arrays, name, sum(lengths)) for name in BY_TOKEN]
@@ -73,14 +69,14 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     sound = _fault(prompts, SampleColumns(*columns, *by_sample)) is None  # only if that finds a fault, look at each
     token_ends = list(accumulate(lengths))
     token_rewards = _token_rewards(arrays, sizes, token_ends)
-    routing_sizes = _counts(arrays, "routing_sizes", len(header.meta), least=0)
+    routing_sizes = _counts(arrays, "routing_sizes", len(meta), least=0)
     routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
-    column_sizes = _counts(arrays, "column_sizes", len(header.meta), least=0)
+    column_sizes = _counts(arrays, "column_sizes", len(meta), least=0)
     token_columns = np.split(_array(arrays, "token_columns", sum(column_sizes)), [*accumulate(column_sizes)][:-1])
-    contents, groups = _contents(arrays, len(header.meta)), _groups(arrays, sizes)
+    contents, groups = _contents(arrays, len(meta)), _groups(arrays, sizes)
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    of_each = (header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, groups)
+    of_each = (meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, groups)
     for raw, size, prompt_length, own_rewards, own_routing, own_columns, content, own_groups in zip(
         *of_each, strict=True
     ):
@@ -115,6 +111,16 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
         samples = SharedPrompt(prompt, rest, of_prompt, of_prompt_pictures) if prompt_length else rest
         decoded.append(Trajectory(entry.rollout_id, entry.prompt_id, entry.order, samples, entry.metrics))
     return decoded
+
+
+def _parts(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], dict[str, Array]]:
+    """Return the entries of the trajectories, not decoded yet, and the arrays of all."""
+    header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
+    if header.kind != KIND:
+        raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
+    if arrays.keys() not in (DTYPES.keys(), DTYPES.keys() | PICTURE_DTYPES.keys()):
+        raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(DTYPES)}")
+    return header.meta, arrays
 
 
 def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:

@@ -198,29 +198,14 @@ class RolloutClient:
             ValueError: a stop string is not valid, there is no tokenizer to find it with, `score_from` is outside of
                 the tokens, or a server of somebody else is asked with `allowed_token_ids`.
         """
-        if self._vocab_size is not None:
-            check_tokens(request.input_ids, self._vocab_size)
-        if request.policy in self._frozen and request.sampling.allowed_token_ids:
-            raise ValueError(f"policy {request.policy!r}: a server of somebody else has no allowed_token_ids; use none")
-        if request.pictures:
-            if not self._takes_pictures:
-                raise PictureError("the request has pictures, and this run's generation servers take none")
-            check_spans(request.pictures, len(request.input_ids))
+        self._check(request)
         if request.score_from is not None:
-            if not 1 <= request.score_from < len(request.input_ids):
-                raise ValueError(
-                    f"score_from={request.score_from}: use a position of the {len(request.input_ids)} tokens, 1 or more"
-                )
             request = replace(request, n=1, sampling=replace(request.sampling, max_new_tokens=1, stop=()))
         seed = request.sampling.seed
         partials = [PartialAnswer(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
-        stop = request.sampling.stop
-        check_stop_strings(stop)
-        if stop and self._decode is None:
-            raise ValueError(f"stop strings {stop} need the model's tokenizer, and this client was given none")
         most = self._chunk or request.sampling.max_new_tokens
-        if stop and not self._server_stops(request):
+        if request.sampling.stop and not self._server_stops(request):
             most = min(most, STOP_CHUNK)
         work = Work(own_id, request, rollout_id, min_version, partials, most, most)
         async with self._slots:
@@ -235,6 +220,25 @@ class RolloutClient:
         if request.policy:
             answers = (replace(answer, policy=request.policy) for answer in answers)
         return GenerationResult(request.request_id, tuple(answers))
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise the errors of `generate` that are about the request itself."""
+        length, stop = len(request.input_ids), request.sampling.stop
+        if self._vocab_size is not None:
+            check_tokens(request.input_ids, self._vocab_size)
+        if request.policy in self._frozen and request.sampling.allowed_token_ids:
+            raise ValueError(f"policy {request.policy!r}: a server of somebody else has no allowed_token_ids; use none")
+        if request.pictures:
+            if not self._takes_pictures:
+                raise PictureError("the request has pictures, and this run's generation servers take none")
+            check_spans(request.pictures, length)
+        if request.score_from is not None:
+            if not 1 <= request.score_from < length:
+                raise ValueError(f"score_from={request.score_from}: use a position of the {length} tokens, 1 or more")
+            return  # nothing is generated, so nothing stops it
+        check_stop_strings(stop)
+        if stop and self._decode is None:
+            raise ValueError(f"stop strings {stop} need the model's tokenizer, and this client was given none")
 
     async def _complete(self, work: Work, route: Route | None) -> None:
         """Run rounds until every answer is complete; the first goes to `route` if given."""
