@@ -13,7 +13,7 @@ from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks, guest_checks
-from asyncrl.inference.settings import GenerationBackend, server_shape
+from asyncrl.inference.settings import GenerationBackend, Quantization, quantised, server_shape
 from asyncrl.inference.sglang.command import check_args
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
@@ -44,6 +44,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"{needed} or more"
         )
     yield from _frozen_servers(config)
+    yield from _quantised(config)
     if generation.backend == GenerationBackend.sglang:
         yield from _sglang(config)
     elif generation.sglang.urls:
@@ -62,6 +63,29 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
         yield (
             "generation.backend='embedded': on a GPU it is for tests and small models, as a token costs some thirty "
             "operators a layer, each started by the CPU; use generation.backend=sglang for speed"
+        )
+
+
+def _quantised(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting that does not go with servers whose numbers differ by quantisation."""
+    generation, algorithm = config.generation, config.algorithm
+    if generation.backend == GenerationBackend.sglang and generation.quantization != Quantization.none:
+        yield (
+            f"generation.quantization={str(generation.quantization)!r}: it is the embedded engine's; SGLang has "
+            "generation.sglang.args={quantization: fp8} and others"
+        )
+    said = quantised(generation)
+    if not said:
+        return
+    if algorithm.policy_loss.name == "decoupled_ppo" and algorithm.correction.name == "none":
+        yield (
+            f"algorithm.correction='none': {said} makes servers sample from another policy than the trainer's, which "
+            "decoupled_ppo weighs by a correction only; use algorithm.correction.name=token_truncate"
+        )
+    if generation.backend == GenerationBackend.sglang and config.manager.weight_transport != "disk":
+        yield (
+            f"manager.weight_transport={config.manager.weight_transport!r}: whether SGLang quantises weights anew that "
+            f"it gets from memory is not known for {said}; use weight_transport=disk"
         )
 
 

@@ -20,6 +20,15 @@ class GenerationBackend(StrEnum):
     """An SGLang server, started as a child or adopted."""
 
 
+class Quantization(StrEnum):
+    """Values of the embedded engine's weights."""
+
+    none = auto()
+    """As they were published."""
+    int8 = auto()
+    """Those of linear layers as in int8, by output channel."""
+
+
 @dataclass
 class SGLangConfig:
     """SGLang servers."""
@@ -44,6 +53,12 @@ class GenerationConfig:
     )
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
     dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
+    quantization: Quantization = setting(
+        Quantization.none,
+        "int8: the embedded engine computes with the values that linear layers have in int8, to see what servers that "
+        "quantise would do to a run; memory and speed stay those of generation.dtype. SGLang has its own, "
+        "generation.sglang.args={quantization: fp8}",
+    )
     max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
     max_total_tokens: int = setting(65536, "KV cache (embedded engine)", unit="tokens", minimum=16)
     chunked_prefill_size: int = setting(
@@ -158,6 +173,18 @@ def guests_of(generation: GenerationConfig) -> range:
     else:
         count = int(said)
     return range(servers - count, servers)
+
+
+def quantised(generation: GenerationConfig) -> str:
+    """Return how the servers quantise the weights that they get, in the words of their setting; empty: they do not, or
+    were started by somebody else.
+    """
+    if generation.backend == GenerationBackend.embedded:
+        chosen = generation.quantization
+        return "" if chosen == Quantization.none else f"generation.quantization={chosen}"
+    flags = sglang_flags(generation)
+    named = {name: flags.get(name) for name in ("quantization", "torchao_config")}
+    return next((f"generation.sglang.args.{name}={value!r}" for name, value in named.items() if value), "")
 
 
 def adopts(generation: GenerationConfig) -> bool:

@@ -173,7 +173,8 @@ class ManagerConfig:
     logprob_check_tolerance: Optional[float] = setting(
         None,
         "after an update a server must score fixed prompts as the trainer does, each token to within this, or it is "
-        "quarantined and updated again; null: 1e-3 where both compute in float32, else 0.5; 0: not checked",
+        "quarantined and updated again; null: 1e-3 where both compute in float32, 1 where servers "
+        "quantise, else 0.5; 0: not checked",
         unit="nats",
         minimum=0.0,
     )

@@ -14,7 +14,7 @@ from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config import catalog
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, quantised
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.picture_rules import placeholder_in
@@ -44,6 +44,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _attention(config)
     yield from _profile(config)
     yield from _activations(config)
+    yield from _publish_dtype(config)
     yield from _of_policy(config)
     yield from policy_checks.check(config, _of_policy)
 
@@ -89,6 +90,15 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
         yield "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
 
 
+def _publish_dtype(config: ExperimentConfig) -> Iterator[str]:
+    chosen = config.model.publish_dtype
+    if chosen == Dtype.float32 and with_types(config).model.dtype == Dtype.bfloat16:
+        yield (
+            "model.publish_dtype='float32': training in bfloat16 would publish the same values in twice the bytes; use "
+            "auto"
+        )
+
+
 def _activations(config: ExperimentConfig) -> Iterator[str]:
     if config.trainer.activations_on == KeptOn.host and not config.trainer.gradient_checkpointing:
         yield (
@@ -123,7 +133,9 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
     correction = algorithm.correction.name
     if correction == "none":
         return
+    published = config.model.publish_dtype in (Dtype.auto, config.model.dtype)
     same = generation.backend == GenerationBackend.embedded and generation.dtype == config.model.dtype
+    same = same and published and not quantised(generation)
     if algorithm.prox == ProximalMode.behave and not same:
         yield (
             f"algorithm.prox='behave': generation.backend={str(generation.backend)!r} in {generation.dtype} rounds "

@@ -124,8 +124,15 @@ class ModelConfig:
     base_experiment: str = setting("sft", "experiment that makes the base model where `model.path` is null")
     dtype: Dtype = setting(
         Dtype.auto,
-        "type in which the training ranks compute and versions are published; auto: bfloat16 on GPUs, float32 on CPUs; "
-        "what is trained has float32 masters, gradients and moments in either case",
+        "type in which the training ranks compute; auto: bfloat16 on GPUs, float32 on CPUs; what is trained has "
+        "float32 masters, gradients and moments in either case",
+    )
+    publish_dtype: Dtype = setting(
+        Dtype.auto,
+        "type in which versions are published to the servers; auto: model.dtype. bfloat16 from float32 training halves "
+        "what is written and sent, and lets hosts fetch differences; servers then have weights that training does not "
+        "round",
+        fixed=True,
     )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
@@ -20,6 +22,7 @@ from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.versions import publishing
 from asyncrl.weights.versions.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
+from asyncrl.weights.versions.published import Published, Rounded
 from asyncrl.weights.versions.shared_files import SharedFiles
 
 
@@ -66,15 +69,16 @@ class Versions:
 
     def _publish_resident(self, request: Publish, policy: PolicyEngine) -> Path:
         probe = self._probe(policy)
+        published = self._published(policy)
         if not self._transport.needs_folders:
             owners = dict.fromkeys(
-                (spec.name for spec in policy.published_specs()), self._world.placement.actor.publisher
+                (spec.name for spec in published.published_specs()), self._world.placement.actor.publisher
             )
-            self.to_servers.hold(request.version, policy.gather(owners))
+            self.to_servers.hold(request.version, published.gather(owners))
         if request.role not in self._shared:
             self._shared[request.role] = self._shared_files(policy)
         return publishing.publish(
-            policy,
+            published,
             self._run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
             role=request.role,
             version=request.version,
@@ -83,10 +87,18 @@ class Versions:
             probe=probe,
         )
 
+    def _published(self, policy: PolicyEngine) -> Published:
+        """Return the tensors of `policy` in the type in which versions are published."""
+        chosen = self._config.model.publish_dtype
+        return policy if chosen == Dtype.auto else Rounded(policy, getattr(torch, chosen))
+
     def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
         """Return the files beside the weights, the same for every version of `policy`."""
         if not publishes_adapters(self._config):
-            return SharedFiles(policy.model_config, self._assets)
+            described = deepcopy(policy.model_config)
+            if self._config.model.publish_dtype != Dtype.auto:
+                described.dtype = getattr(torch, self._config.model.publish_dtype)
+            return SharedFiles(described, self._assets)
         base, specs = str(Path(str(self._config.model.path))), policy.published_specs()
         return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
 

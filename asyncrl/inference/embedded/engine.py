@@ -85,6 +85,7 @@ class GenerationEngine:
         pictures: pictures of `model`; None if it serves text alone.
         chunked_prefill_size: most tokens of one prompt that are computed between two decode steps.
         saves_memory: the memory of the weights may be released.
+        int8: linear layers are served with the values of int8.
 
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; the message says what to use.
@@ -108,6 +109,7 @@ class GenerationEngine:
         pictures: Pictures | None = None,
         chunked_prefill_size: int = CHUNKED_PREFILL_SIZE,
         saves_memory: bool = False,
+        int8: bool = False,
     ) -> None:
         if saves_memory:
             own_storage(model)
@@ -124,7 +126,7 @@ class GenerationEngine:
         self.max_total_tokens = full if max_total_tokens is None else min(max_total_tokens, full)
         self.max_running_requests = max_running_requests
         self.model = model
-        self._weights = ServedWeights(model, model_path)
+        self._weights = ServedWeights(model, model_path, int8=int8)
         if model.device.type != "cpu":
             fuse_norms(model, gradients=False)
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)

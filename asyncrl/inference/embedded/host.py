@@ -20,6 +20,7 @@ from asyncrl.inference.embedded.decoding.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
+from asyncrl.inference.settings import Quantization
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.picture_processor import PictureModelError
 from asyncrl.models.pictures import Pictures
@@ -110,6 +111,7 @@ class EmbeddedHost:
             pictures=self._pictures(model, path),
             chunked_prefill_size=generation.chunked_prefill_size,
             saves_memory=self._guest,
+            int8=generation.quantization == Quantization.int8,
         )
 
     def _pictures(self, model: PreTrainedModel, path: Path) -> Pictures | None:

@@ -18,6 +18,7 @@ from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
+from asyncrl.inference.settings import quantised
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.weights.versions.logprob_probe import LogprobProbe, read_probe
 from asyncrl.weights.versions.manifest import ManifestError
@@ -28,6 +29,10 @@ COARSE_TOLERANCE = 0.5
 """In nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
 
 
+QUANTISED_TOLERANCE = 1.0
+"""In nats, for servers that quantise weights: fp8 has 3 bits of mantissa."""
+
+
 class WeightsDiffer(HttpError):
     """The server's scores of the probe differ from the trainer's."""
 
@@ -36,7 +41,11 @@ def logprob_check_tolerance(config: ExperimentConfig) -> float:
     """`manager.logprob_check_tolerance` in nats, or a default for the data types if it is null."""
     if config.manager.logprob_check_tolerance is not None:
         return config.manager.logprob_check_tolerance
-    exact = config.model.dtype == config.generation.dtype == Dtype.float32
+    if quantised(config.generation):
+        return QUANTISED_TOLERANCE
+    model = config.model
+    published = model.dtype if model.publish_dtype == Dtype.auto else model.publish_dtype
+    exact = model.dtype == published == config.generation.dtype == Dtype.float32
     return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
 
 

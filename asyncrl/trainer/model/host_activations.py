@@ -24,8 +24,8 @@ from asyncrl.models.host_copies import HostCopies, host_like
 class HostActivations:
     """Moves what autograd saves within `moving()`; one for all layers of a model, in the order of their forwards."""
 
-    def __init__(self, copies: HostCopies | None = None) -> None:
-        self._copies = copies or HostCopies()
+    def __init__(self) -> None:
+        self._copies = HostCopies()
         self._newest: weakref.ref[_Moved] | None = None
 
     def moving(self) -> saved_tensors_hooks:

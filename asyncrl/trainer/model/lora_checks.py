@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
@@ -22,6 +23,11 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
     if config.model.lora.rank and config.model.lora.publish == LoraPublish.adapter:
         for needed in _needs_whole_weights(config):
             yield f"model.lora.publish='adapter': {needed}; use merged, or auto"
+    if config.model.publish_dtype != Dtype.auto and publishes_adapters(config):
+        yield (
+            f"model.publish_dtype={str(config.model.publish_dtype)!r}: versions are adapters, which stay as they are "
+            "trained; use auto, or model.lora.publish=merged"
+        )
 
 
 def publishes_adapters(config: ExperimentConfig) -> bool:

@@ -8,7 +8,7 @@ gather({"lm_head.weight": 1})  all ranks together; each yields what it owns, who
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -41,6 +41,25 @@ class Published(Protocol):
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, each on the rank that owns it."""
+
+
+class Rounded:
+    """The tensors of `source` in the type `dtype`, as servers and readers of versions get them."""
+
+    def __init__(self, source: Published, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `Published`."""
+        return [
+            replace(spec, dtype=self._dtype) if spec.dtype.is_floating_point else spec
+            for spec in self._source.published_specs()
+        ]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `Published`."""
+        for name, tensor in self._source.gather(owners):
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class WholeModel:

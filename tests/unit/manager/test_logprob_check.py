@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.fleet.logprob_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
+from asyncrl.config.setting import Dtype
+from asyncrl.inference.settings import GenerationBackend, Quantization
+from asyncrl.manager.fleet.logprob_check import (
+    COARSE_TOLERANCE,
+    FLOAT32_TOLERANCE,
+    QUANTISED_TOLERANCE,
+    logprob_check_tolerance,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,3 +32,17 @@ def test_the_tolerance_is_as_set_or_follows_the_coarser_type(
     config = ExperimentConfig()
     config.model.dtype, config.generation.dtype, config.manager.logprob_check_tolerance = trainer, servers, setting
     assert logprob_check_tolerance(config) == tolerance
+
+
+def test_rounding_between_trainer_and_server_is_tolerated_by_type() -> None:
+    config = ExperimentConfig()
+    config.model.dtype = config.generation.dtype = Dtype.float32
+    assert logprob_check_tolerance(config) == FLOAT32_TOLERANCE
+    config.model.publish_dtype = Dtype.bfloat16
+    assert logprob_check_tolerance(config) == COARSE_TOLERANCE
+    config.generation.quantization = Quantization.int8
+    assert logprob_check_tolerance(config) == QUANTISED_TOLERANCE
+    config.generation.backend, config.generation.quantization = GenerationBackend.sglang, Quantization.none
+    assert logprob_check_tolerance(config) == COARSE_TOLERANCE
+    config.generation.sglang.args = {"--quantization": "fp8"}
+    assert logprob_check_tolerance(config) == QUANTISED_TOLERANCE

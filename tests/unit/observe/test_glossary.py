@@ -57,6 +57,7 @@ def in_code() -> set[str]:
 
 NO_METRICS = {"</tool_call>", "tool/<>", "rollout/dropped_", "rollout/lost_episodes: ", "row/source_number"}
 """Keys of this form that name something else (a part of a reward, for one), or only the beginning of a name."""
+NO_METRICS |= {"return/<>", "won/<>"}  # numbers of an agent, which are `agent/<name>`
 IN_TABLE = {re.sub(r"<[^>]*>", "<>", metric.name) for metric in METRICS}
 OF_KINDS = {"eval/<>/<>", "<>/<>", "rollout/<>_s", "rollout/dropped_<>", "chat/<>"}
 """Names of which the code fills in a part from a closed list; the tests below go through each list."""

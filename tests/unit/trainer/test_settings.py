@@ -108,6 +108,26 @@ def test_compiled_layers_are_refused_where_they_are_sharded(config: ExperimentCo
     assert the_message(config).startswith("trainer.compile=true: compiled parts of sharded layers are not supported")
 
 
+def test_a_published_type_that_training_does_not_have_is_refused(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.model.dtype, config.model.publish_dtype = Dtype.float32, Dtype.bfloat16
+    assert list(check(config)) == []
+    config.model.lora.rank, config.model.path = 4, None
+    assert any(each.startswith("model.publish_dtype='bfloat16': versions are adapters") for each in check(config))
+    config.model.lora.rank = 0
+    config.model.dtype, config.model.publish_dtype = Dtype.bfloat16, Dtype.float32
+    assert the_message(config).startswith("model.publish_dtype='float32': training in bfloat16 would publish the same")
+
+
+def test_a_warning_says_that_published_weights_are_rounded(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.algorithm.prox, config.max_head_offpolicyness = ProximalMode.behave, 0
+    assert list(warnings(config)) == []
+    config.model.publish_dtype = Dtype.bfloat16
+    (message,) = warnings(config)
+    assert "rounds otherwise than training" in message
+
+
 def test_activations_on_the_host_need_layers_that_are_recomputed(config: ExperimentConfig, gpus: SetGpus) -> None:
     gpus(0)
     config.trainer.activations_on = KeptOn.host

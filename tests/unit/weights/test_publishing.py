@@ -19,11 +19,11 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.model_files.loading import read_checkpoint
+from asyncrl.weights.model_files.loading import apply_weights, load_targets, read_checkpoint, stage_weights
 from asyncrl.weights.versions import publishing as weights
 from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, read_probe
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, verify
-from asyncrl.weights.versions.published import TensorSpec, WholeModel
+from asyncrl.weights.versions.published import Rounded, TensorSpec, WholeModel
 from asyncrl.weights.versions.shared_files import SharedFiles
 
 CPU = torch.device("cpu")
@@ -35,13 +35,15 @@ def publish(
     version: int = 1,
     dtype: str = "float32",
     max_shard_bytes: int = weights.MAX_SHARD_BYTES,
+    rounded_to: torch.dtype | None = None,
 ) -> tuple[Path, torch.nn.Module]:
     model = load_causal_lm(model_dir, dtype, "sdpa", CPU)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.25 * version)
+    whole = WholeModel(model)
     published = weights.publish(
-        WholeModel(model),
+        whole if rounded_to is None else Rounded(whole, rounded_to),
         root,
         role="actor",
         version=version,
@@ -63,6 +65,19 @@ def test_transformers_loads_what_was_published(
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
     assert load_tokenizer(path).encode("1+2") == load_tokenizer(request.getfixturevalue(model)).encode("1+2")
+
+
+def test_a_version_may_be_of_another_type_than_the_trainers(qwen_dir: Path, tmp_path: Path) -> None:
+    """What training holds stays as it is."""
+    path, model = publish(qwen_dir, tmp_path, rounded_to=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.bfloat16).state_dict()
+    assert {entry.dtype for entry in verify(path).tensors.values()} == {"BF16"}
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(loaded[name], tensor.bfloat16()), name
+    served = AutoModelForCausalLM.from_pretrained(str(qwen_dir), dtype=torch.float32)
+    apply_weights(stage_weights(load_targets(served), path))
+    assert all(torch.equal(served.state_dict()[name], tensor.float()) for name, tensor in loaded.items())
 
 
 def test_the_manifest_lists_every_tensor_once(qwen_dir: Path, tmp_path: Path) -> None:

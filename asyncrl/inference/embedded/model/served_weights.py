@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.inference.embedded.model.int8_weights import Int8Weights
 from asyncrl.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
 from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 
@@ -32,12 +33,16 @@ class StagedWeights:
 class ServedWeights:
     """The weights of `model`, which were read from the folder `path`. Adapters are merged with those of that folder.
 
+    Args:
+        int8: linear layers are served with the values of int8.
+
     Attributes:
         path: folder of the weights that are served now.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str) -> None:
+    def __init__(self, model: PreTrainedModel, path: str, *, int8: bool = False) -> None:
         self.path = self._base = path
+        self._int8 = Int8Weights(model) if int8 else None
         self._targets = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()
 
@@ -49,14 +54,17 @@ class ServedWeights:
         """
         folder, before = Path(path), self._replaced
         if not are_adapters(folder):
-            return StagedWeights(path, stage_weights(self._targets, folder), None, before)
+            return StagedWeights(path, self._as_served(stage_weights(self._targets, folder)), None, before)
         adapters = read_adapters(folder)
         if Path(adapters.base or "") != Path(self._base):
             raise WeightUpdateError(
                 f"{str(folder)!r} has adapters of {adapters.base!r}, this server started with {self._base!r}"
             )
-        staged = stage_adapters(self._targets, adapters, Path(self._base), before)
+        staged = self._as_served(stage_adapters(self._targets, adapters, Path(self._base), before))
         return StagedWeights(path, staged, frozenset(adapters.layers), before)
+
+    def _as_served(self, staged: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        return staged if self._int8 is None else self._int8.staged(staged)
 
     def check_current(self, staged: StagedWeights) -> None:
         """Check that adapters were merged with the weights that are served now.
