@@ -6,6 +6,8 @@ OVERRIDES ?=
 # of two cores: tests wait as well as compute, whole runs more so
 TEST_WORKERS ?= 3
 RUN_WORKERS ?= 4
+# of pytest, forked from one process that has imported what all of them do
+WARM := popen//python=$(PYTHON_IN) -I -S tests/warm.py --worker
 
 # tests/device register a device with torch for the whole process, so they have processes of their own;
 # tests/gpu have the GPU to themselves; without one they are some tests more
@@ -20,10 +22,10 @@ demo-tools: setup
 	$(PYTHON_IN) -m asyncrl.launch tool_calculator $(OVERRIDES)
 
 test: setup
-	$(PYTHON_IN) -m pytest tests/unit tests/integration $(if $(GPU),,tests/gpu) -x -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	ASYNCRL_TESTS_PRELOADED="anthropic openai mcp hypothesis scipy.optimize" $(PYTHON_IN) -m pytest tests/unit tests/integration $(if $(GPU),,tests/gpu) -x -q --tx '$(TEST_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
 	$(PYTHON_IN) -m pytest tests/device -q -n 2
 	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
-	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(RUN_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q --tx '$(RUN_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

@@ -3,11 +3,12 @@
     PYTHONPATH=.ci python -m pytest -p cpu_seconds tests/unit/config
 
 Processes that were not started by the test are not counted: those that are forked from the template of whole runs
-(`tests/warm.py`) are, where it was started by this pytest.
+(`tests/warm.py`) are, by the first worker of pytest.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Generator
 
@@ -20,12 +21,17 @@ by_file: Counter[str] = Counter()
 
 def _now() -> float:
     """Seconds of this process and of all below it, those that have ended included."""
-    total, me = 0.0, psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            total += sum(process.cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue
+    total, roots = 0.0, [psutil.Process()]
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and (
+        template := os.environ.get("ASYNCRL_TESTS_TEMPLATE_PROCESS")
+    ):
+        roots.append(psutil.Process(int(template)))
+    for root in roots:
+        for process in [root, *root.children(recursive=True)]:
+            try:
+                total += sum(process.cpu_times()[:4])
+            except psutil.NoSuchProcess:
+                continue
     return total
 
 

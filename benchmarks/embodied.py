@@ -4,9 +4,10 @@
                                   [--plot docs/embodied_srpo.png] [--set SETTING=VALUE ...]
 
 Arms: `srpo`, the experiment as it is; `success`, successes alone; `progress`, the true progress in SRPO's place, which
-no encoder can surpass. A run that has ended is read and not run again, so the command can be continued. It prints, in
-Markdown, greedy success on held-out layouts by step, the correlation of SRPO's reward with the true progress, the
-episodes that were played and the CPU time, and writes `embodied.json` into the folder.
+no encoder can surpass. A run that has ended is read and not run again, so the command can be continued, or one command
+for each seed run at the same time, and then one for all of them. It prints, in Markdown, greedy success on held-out
+layouts by step, the correlation of SRPO's reward with the true progress, the episodes that were played and the CPU
+time, with the mean of each arm over its seeds, and writes `embodied.json` into the folder. It needs no network.
 """
 
 from __future__ import annotations
@@ -69,12 +70,32 @@ def table(found: list[dict[str, Any]]) -> str:
     steps = sorted({step for each in found for step in each["success"]})
     named = [*map(str, steps), "correlation", "episodes", "CPU s"]
     lines = [f"| reward of failures, seed | {' | '.join(named)} |", "|---" + "|--:" * len(named) + "|"]
-    for each in found:
+    for each in [*found, *_means(found)]:
         cells = [f"{each['success'][step]:.2f}" if step in each["success"] else "" for step in steps]
         cells.append(f"{np.mean(each['correlation']):.2f}" if each["correlation"] else "")
         cells += [f"{each['episodes']:,}", f"{each['cpu_s']:.0f}"]
         lines.append(f"| {MEANING[each['arm']]}, {each['seed']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _means(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The mean of each arm that has several seeds, as a run; steps that not all of them evaluated are left out."""
+    means = []
+    for arm in ARMS:
+        runs = [each for each in found if each["arm"] == arm]
+        if len(runs) > 1:
+            steps = set.intersection(*(set(run["success"]) for run in runs))
+            means.append(
+                {
+                    "arm": arm,
+                    "seed": f"mean of {len(runs)}",
+                    "success": {step: float(np.mean([run["success"][step] for run in runs])) for step in steps},
+                    "correlation": [float(np.mean(run["correlation"])) for run in runs if run["correlation"]],
+                    "episodes": round(np.mean([run["episodes"] for run in runs])),
+                    "cpu_s": float(np.mean([run["cpu_s"] for run in runs])),
+                }
+            )
+    return means
 
 
 def plot(found: list[dict[str, Any]], target: Path) -> None:

@@ -29,7 +29,7 @@ from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
-from .warm import Template, WarmProcess
+from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
@@ -576,9 +576,16 @@ def template() -> Iterator[Template | None]:
     if sys.platform != "linux" or os.environ.get("ASYNCRL_COLD_TESTS"):
         yield None
         return
-    template = Template(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())))
+    runs = (RUN_VARIABLE, "PYTEST_XDIST_TESTRUNUID")
+    template = Template(next((os.environ[name] for name in runs if name in os.environ), str(os.getpid())))
     yield template
     template.close()
+
+
+@pytest.fixture(scope="session")
+def python_there(template: Template | None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter for other hosts, which are this machine: processes of runs are forked from the template there."""
+    return sys.executable if template is None else str(python_of_hosts(template, tmp_path_factory.mktemp("python")))
 
 
 StartWorker = Callable[..., subprocess.Popen[str] | WarmProcess]

@@ -276,6 +276,40 @@ def _mistral3(kind: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     )
 
 
+def _qwen3_moe(kind: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    dense, tokenizer, images, extra = _qwen("qwen3_vl")
+    text, see = dense.config.text_config.to_dict(), dense.config.vision_config.to_dict()
+    del text["model_type"], see["model_type"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    ids = {name: value for name, value in dense.config.to_dict().items() if name.endswith("_token_id")}
+    config = hf.Qwen3VLMoeConfig(text_config={**text, **experts}, vision_config=see, tie_word_embeddings=False, **ids)
+    return hf.Qwen3VLMoeForConditionalGeneration(config), tokenizer, images, extra
+
+
+class _NamedOnly:
+    """An image processor that cannot be built here, as its configuration in a folder."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "preprocessor_config.json").write_text(json.dumps(self.settings))
+
+
+def _lfm2(kind: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    tokenizer = _tokenizer(["<image>"], "<image>")
+    layers = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    config = hf.Lfm2VlConfig(
+        text_config=_text(tokenizer, model_type="lfm2", **layers),
+        vision_config={**_SEE, "model_type": "siglip2_vision_model", "patch_size": PATCH, "num_patches": 16},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    images = _NamedOnly(image_processor_type="Lfm2VlImageProcessor", encoder_patch_size=PATCH)
+    return hf.Lfm2VlForConditionalGeneration(config), tokenizer, images, {}
+
+
 _FAMILIES: dict[str, Callable[[str], tuple[Any, Any, Any, dict[str, Any]]]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
@@ -290,15 +324,21 @@ _FAMILIES: dict[str, Callable[[str], tuple[Any, Any, Any, dict[str, Any]]]] = {
     "mistral3": _mistral3,
 }
 KINDS = tuple(_FAMILIES)
+_REFUSED: dict[str, Callable[[str], tuple[Any, Any, Any, dict[str, Any]]]] = {
+    "qwen3_vl_moe": _qwen3_moe,
+    "lfm2_vl": _lfm2,
+}
+REFUSED_KINDS = tuple(_REFUSED)
 
 
 def make_folder(kind: str, folder: Path, seed: int = 0, spread: float = 0.15) -> Path:
     """Write a model of the family `kind` to `folder`, with its tokenizer and what reads pictures in.
 
+    `kind` is one of `KINDS`, or of `REFUSED_KINDS`, which asyncrl refuses.
     `spread` of the weights is so large that attention is not uniform, which would hide errors.
     """
     torch.manual_seed(seed)
-    model, tokenizer, images, extra = _FAMILIES[kind](kind)
+    model, tokenizer, images, extra = (_FAMILIES | _REFUSED)[kind](kind)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=spread)

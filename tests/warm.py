@@ -18,6 +18,14 @@ that a process starts (processes of users' code, SGLang, tools) is started as al
 about what a process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make
 test` runs everything so.
 
+On other hosts, which are this machine in tests, nobody forks from the template: ssh and such start supervisors there.
+Below them a *stand-in* (`python_of_hosts`) has the template fork the process in its place, passes signals on to it, and
+ends as it does. If the stand-in is killed, so is the process.
+
+    supervisor ── stand-in  · · ·  guard (a child of nobody) ── worker
+
+Workers of pytest are forked the same way (`--worker`, in the Makefile): they import the same to collect the tests.
+
 Linux only, like supervisors.
 """
 
@@ -35,11 +43,13 @@ import os
 import random
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -69,7 +79,19 @@ MODULES = ("asyncrl.launch", "asyncrl.rollout.rehearsal", "asyncrl.runtime.main"
 """Modules that are forked, beside supervisors, where a launcher starts them."""
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments
-_SUBREAPER = 36
+_DEATH_SIGNAL, _SUBREAPER = 1, 36
+RUN_VARIABLE = "ASYNCRL_TESTS_TEMPLATE"
+"""Environment variable of a worker of pytest that was forked: the run whose template it came from."""
+
+PROCESS_VARIABLE = "ASYNCRL_TESTS_TEMPLATE_PROCESS"
+"""Environment variable with the process id of that template."""
+MORE_VARIABLE = "ASYNCRL_TESTS_PRELOADED"
+"""Environment variable with further modules, which many tests import."""
+
+
+def _address(run: str) -> str:
+    """The socket of the template of a run of pytest, which goes with the process."""
+    return f"\0tests of asyncrl {run}"
 
 
 class WarmProcess:
@@ -119,7 +141,7 @@ class Template:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self._address = f"\0tests of asyncrl {run}"  # which goes with the process
+        self._address = _address(run)
         self._control: socket.socket | None = None
 
     def launch(
@@ -189,12 +211,13 @@ def _start(listener: socket.socket) -> int:
     listener.set_inheritable(True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1", "SPACE": "-" * _ENVIRONMENT_SPACE}
     command = [sys.executable, "-P", __file__, str(listener.fileno()), _TITLE_SPACE]
-    return os.posix_spawn(sys.executable, command, environment)
+    outputs = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
+    return os.posix_spawn(sys.executable, command, environment, file_actions=outputs)
 
 
 def main(number: int) -> None:
     """Import everything, then fork a launcher for each request of those that connect to the socket `number`."""
-    for name in PRELOADED:
+    for name in (*PRELOADED, *os.environ.get(MORE_VARIABLE, "").split()):
         importlib.import_module(name)
     _become_titled("tests of asyncrl: template")
     gc.collect()
@@ -229,9 +252,16 @@ def main(number: int) -> None:
             *standard, teller = descriptors
             pid = os.fork()
             if not pid:
+                if request.get("stands_in"):
+                    request["environment"][PROCESS_VARIABLE] = str(os.getppid())
+                    _guard(request, standard, socket.socket(fileno=teller))
                 _launch(request, standard)
             for descriptor in standard:
                 os.close(descriptor)
+            if request.get("stands_in"):
+                os.close(teller)
+                os.waitpid(pid, 0)
+                continue
             told[pid] = socket.socket(fileno=teller)
             told[pid].sendall(b"%d\n" % pid)
     os._exit(0)
@@ -249,8 +279,87 @@ def _launch(request: Mapping[str, Any], standard: Sequence[int]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _take(standard, ())
-    os.setsid()
+    if not request.get("stands_in"):
+        os.setsid()
     _become(request)
+
+
+def _guard(request: Mapping[str, Any], standard: Sequence[int], stand_in: socket.socket) -> NoReturn:
+    """Fork a process that forks what is asked for, tells its end to the stand-in, and kills it where that ends."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()  # the guard leads the session, not what it forks, which a terminal that it opens would belong to
+    guard, pid = os.getpid(), os.fork()
+    if not pid:
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != guard:
+            os._exit(1)
+        _launch(request, standard)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that listed them
+            if number > 2 and number != stand_in.fileno():
+                os.close(number)
+    stand_in.sendall(b"%d\n" % pid)
+    ended = os.pidfd_open(pid)
+    readable, _, _ = select.select([ended, stand_in], [], [])
+    if ended not in readable:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):  # the stand-in has ended
+        stand_in.sendall(b"%d\n" % status)
+    os._exit(0)
+
+
+def python_of_hosts(template: Template, folder: Path) -> Path:
+    """Make an interpreter for `system.hosts`, below which the template forks processes of runs."""
+    template.connect()
+    file = folder / "python"
+    stand_in = shlex.join([sys.executable, "-I", "-S", __file__, "--stand-in", template.run])
+    file.write_text(f'#!/bin/sh\n[ "$2" = asyncrl.runtime.main ] && exec {stand_in} "$@"\nexec {sys.executable} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def _stand_in(control: socket.socket, arguments: Sequence[str]) -> NoReturn:
+    """Have the template fork `python *arguments`, and be signalled and end in its stead."""
+    told, theirs = socket.socketpair()
+    command = [sys.executable, *arguments]
+    request = {"arguments": command, "environment": dict(os.environ), "folder": os.getcwd(), "stands_in": True}
+    _send(control, request, [0, 1, 2, theirs.fileno()])
+    theirs.close()
+    pid = int(_line(told))
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
+    code = os.waitstatus_to_exitcode(int(_line(told)))
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _on_a_host(run: str, arguments: Sequence[str]) -> NoReturn:
+    """Be a process of a run on another host."""
+    control = socket.socket(socket.AF_UNIX)
+    control.connect(_address(run))
+    assert control.recv(1), "the template has ended"
+    _stand_in(control, arguments)
+
+
+def _worker(arguments: Sequence[str]) -> NoReturn:
+    """Be `python -u -c CODE`, a worker of the pytest that started this."""
+    if sys.platform != "linux" or os.environ.get("ASYNCRL_COLD_TESTS"):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    os.environ[RUN_VARIABLE] = str(os.getppid())
+    _stand_in(Template(os.environ[RUN_VARIABLE]).connect(), arguments)
 
 
 def _spawn(requests: socket.socket) -> NoReturn:
@@ -343,6 +452,10 @@ def _run(command: Sequence[str]) -> NoReturn:
             sys.path[:0] = [os.getcwd(), *search]
             sys.argv = ["-m", *command[3:]]
             runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        elif command[1:3] == ["-u", "-c"]:
+            sys.path[:0], sys.argv = ["", *search], ["-c"]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(command[3], vars(sys.modules["__main__"]))
         else:
             sys.argv = list(command[3:])
             os.execvp = _execute  # type: ignore[assignment]
@@ -432,4 +545,8 @@ def _line(connection: socket.socket) -> bytes:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--stand-in":
+        _on_a_host(sys.argv[2], sys.argv[3:])
+    if sys.argv[1] == "--worker":
+        _worker(sys.argv[2:])
     main(int(sys.argv[1]))

@@ -13,12 +13,12 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
+from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
@@ -145,9 +145,7 @@ def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Rea
 
 def _parts_in(folder: Path) -> list[FolderTensor]:
     """Return where the tensors of the model in `folder` are in the parameters of a checkpoint."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
-    return folder_tensors(model)
+    return folder_tensors(language_model_on_meta(AutoConfig.from_pretrained(folder)))
 
 
 def _any_version(published: Path) -> Path:

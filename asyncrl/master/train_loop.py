@@ -22,6 +22,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -147,7 +148,8 @@ class TrainLoop:
     async def _finish(self) -> None:
         parts = self.parts
         if parts.complete:
-            await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
+            with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
+                await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
         else:
             await parts.announcer.close()
             await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)

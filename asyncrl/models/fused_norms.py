@@ -9,6 +9,7 @@ On a GPU each operation is a launch and a pass over memory. On a CPU torch has n
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,8 @@ def fuse_norms(model: nn.Module, *, gradients: bool) -> int:
         weight = getattr(module, "weight", None)
         if eps is None or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
             continue
+        if len(inspect.signature(module.forward).parameters) != 1:
+            continue  # with a gate, as in Mamba 2 and Qwen3-Next
         if _same(module, partial(_fused, module, eps), gradients):
             module.forward = partial(_fused, module, eps)
             fused += 1

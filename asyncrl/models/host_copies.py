@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory as _register  # as torch's own checkpoints in shared memory
+from torch.cuda._pin_memory_utils import unpin_memory as _unregister
 
 _MEASURED_BYTES = 32 << 20
 
@@ -169,7 +170,9 @@ def copy_rate(device: torch.device) -> float:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin host memory that torch has not allocated, for copies from a GPU; it must stay mapped until the process ends.
+    """Pin host memory that torch has not allocated, for copies from a GPU.
+
+    `unpin` it before it is unmapped: CUDA refuses copies to what the system maps at the same addresses next.
 
     Returns:
         False if CUDA refuses; copies into the memory are right then too, but the host waits for them.
@@ -178,6 +181,11 @@ def pin(memory: Tensor) -> bool:
         _register(memory.data_ptr(), memory.nbytes)
         return True
     return False
+
+
+def unpin(memory: Tensor) -> None:
+    """End `pin`, after all copies into the memory have ended."""
+    _unregister(memory.data_ptr())
 
 
 def _ended(copied: tuple[str, Tensor, HostCopy]) -> tuple[str, Tensor]:

@@ -73,7 +73,12 @@ _CLOSE_S = 1.0  # how long the end waits for weights on their way
 
 
 def _gpu_memory(device: torch.device) -> dict[str, float]:
-    """Return bytes of the GPU's memory: in use by all processes, in total, and the peak of this process."""
+    """Return bytes of the GPU's memory: in use by all processes, in total, and the peak of this process.
+
+    Nothing where CUDA did not begin: torch's calls end the process with SIGSEGV then, in place of the error itself.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
     free, total = torch.cuda.mem_get_info(device)
     return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
 

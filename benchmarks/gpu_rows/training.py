@@ -92,6 +92,12 @@ VARIANTS = (
     Variant("the same, checkpointing, moments on the host", checkpointing=True, moments_on=KeptOn.host),
     Variant("the same, checkpointing, off-loaded", checkpointing=True, offload=True),
     Variant("the same, sharded, checkpointing", engine="sharded", checkpointing=True),
+    Variant(
+        "the same, sharded, checkpointing, micro-batches of 32768",
+        engine="sharded",
+        checkpointing=True,
+        micro_batch=32768,
+    ),
     Variant("lognormal lengths, checkpointing", ragged=True, checkpointing=True, micro_batch=16384),
     Variant("prompts of 512 shared, sdpa", prompt=512, checkpointing=True),
     Variant("prompts of 512 shared, flex_attention", prompt=512, checkpointing=True, attention=_FLEX),
@@ -106,7 +112,7 @@ VARIANTS = (
     ),
     Variant("step of 16 x 2048, packed, compiled", compiled=True),
 )
-QUICK = (0, 5, 8)
+QUICK = (0, 5, 9)
 """Places of the variants that the small size runs: each way of the code once."""
 
 

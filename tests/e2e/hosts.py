@@ -27,6 +27,12 @@ def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, A
     return settings | ({"system__launcher_args": str(list(arguments))} if arguments else {})
 
 
+def with_python(settings: dict[str, Any], python: str) -> dict[str, Any]:
+    """`settings` with this interpreter on all hosts but the launcher's own."""
+    hosts = settings["system__hosts"].replace("{name:", f"{{python: '{python}', name:")
+    return settings | {"system__hosts": hosts}
+
+
 def titled(process: psutil.Process | None) -> str:
     """Its command line; nothing where it has ended."""
     try:

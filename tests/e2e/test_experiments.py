@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -159,6 +157,7 @@ def test_teachers_are_roles_servers_or_the_policy_itself_with_a_hint(start_run: 
         "self_distill",
         algorithm__teachers=teachers,
         policies=f"[{{name: big, path: {tiny_model}}}]",
+        agent__args__teacher="''",
         optimizer__lr=1e-2,
         max_head_offpolicyness=0,
     )
@@ -230,7 +229,7 @@ def test_own_model_trains_a_model_on_rows_of_ones_own_within_its_limits(
 
 
 def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_held_out_loss(
-    tiny_chat_model: Path, tmp_path: Path
+    tiny_chat_model: Path, command: Any, tmp_path: Path
 ) -> None:
     rows = (EXAMPLE.parent / "gsm8k_rows.jsonl").read_text(encoding="utf-8").splitlines()
     data = tmp_path / "chat.jsonl"
@@ -241,12 +240,11 @@ def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_he
     data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns), encoding="utf-8")
     settings = [f"model.path={tiny_chat_model}", f"dataset.path={data}", "dataset.args.held_out_share=0.2"]
     settings += ["batch_size=8", "phases=[{steps: 30}]", "eval.interval=10", f"fileroot={tmp_path}", "warmup_steps=3"]
-    command = [sys.executable, "-m", "asyncrl.launch", "sft", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tokens carry loss" in done.stdout
-    assert "<|im_start|>assistant\n⟦" in done.stdout
-    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if "held-out loss" in line]
+    done = command("sft", *settings)
+    assert done.code == 0, done.output
+    assert "tokens carry loss" in done.output
+    assert "<|im_start|>assistant\n⟦" in done.output
+    losses = [float(line.rpartition(" ")[2]) for line in done.output.splitlines() if "held-out loss" in line]
     assert len(losses) == 3
     assert losses[2] < losses[0]
     (folder,) = (path for path in (tmp_path / "models").iterdir() if path.is_dir())
@@ -283,7 +281,7 @@ class Sums:
 
 
 def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_losses_of_one_rank(
-    tmp_path: Path,
+    command: Any, tmp_path: Path
 ) -> None:
     from asyncrl.trainer.supervised.loop import make_base_model  # which loads torch
     from asyncrl.trainer.supervised.settings import SFTConfig
@@ -291,18 +289,13 @@ def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_
     (tmp_path / "sums.py").write_text(SUMS)
     settings = [f"dataset.path={tmp_path / 'sums.py'}:Sums", "optimizer=adamw", "adamw_lr=3e-3", "warmup_steps=2"]
     settings += ["batch_size=7", "phases=[{steps: 10}]", "checkpoint.interval=3", f"fileroot={tmp_path / 'two'}"]
-
-    def launched() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "asyncrl.launch", "sft", *settings, "trainer.parallel=d2"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-    killed = launched()
-    assert killed.returncode == 1
+    killed = command("sft", *settings, "trainer.parallel=d2")
+    assert killed.code == 1
     assert (tmp_path / "died").exists()
-    assert "the base model's training exited with 1" in killed.stderr
-    resumed = launched()
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "going on after step 6 of 10" in resumed.stdout
+    assert "the base model's training exited with 1" in killed.output
+    resumed = command("sft", *settings, "trainer.parallel=d2")
+    assert resumed.code == 0, resumed.output
+    assert "going on after step 6 of 10" in resumed.output
 
     alone = load_experiment("sft", settings, None)
     assert isinstance(alone, SFTConfig)

@@ -14,7 +14,7 @@ from asyncrl.commands.audit import audit
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .clusters import ssh_hosts
-from .hosts import assert_gone, over, processes_of, titled
+from .hosts import assert_gone, over, processes_of, titled, with_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,9 +26,9 @@ TRAINING_HOSTS = (
 
 
 @pytest.fixture(scope="module")
-def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def ssh(tmp_path_factory: pytest.TempPathFactory, python_there: str) -> Iterator[dict[str, Any]]:
     with ssh_hosts(tmp_path_factory.mktemp("ssh") / "box", ["box2", "box3"]) as config:
-        yield over("ssh", "box2", "box3", "-F", str(config))
+        yield with_python(over("ssh", "box2", "box3", "-F", str(config)), python_there)
 
 
 def test_a_server_that_dies_on_another_host_is_started_again_and_a_run_whose_launcher_was_killed_goes_on(
@@ -53,10 +53,10 @@ def test_a_server_that_dies_on_another_host_is_started_again_and_a_run_whose_lau
 
 
 def test_with_ranks_on_two_hosts_a_death_costs_the_step_in_hand_and_a_lost_host_those_since_the_checkpoint(
-    start_run: Any, ctrl_c: Any, ssh: dict[str, Any]
+    start_run: Any, ctrl_c: Any, ssh: dict[str, Any], python_there: str
 ) -> None:
     """First a rank's, then that of a host with its memory: the run goes back to its newest checkpoint."""
-    hosts = {"system__hosts": TRAINING_HOSTS % ("box2", "box3")}
+    hosts = with_python({"system__hosts": TRAINING_HOSTS % ("box2", "box3")}, python_there)
     settings = {"trainer__parallel": "d2", "checkpoint__interval": 3, "eval__interval": 0, "seed": 1}
     run = start_run(total_train_steps=100_000, **ssh | hosts | settings)
     run.wait_for_step(4)

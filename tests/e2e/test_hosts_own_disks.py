@@ -21,7 +21,7 @@ from asyncrl.runtime.supervisor import PLACE_VARIABLE
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd
 from .clusters import await_that, ssh_hosts
-from .hosts import assert_gone, processes_of, titled
+from .hosts import assert_gone, processes_of, titled, with_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ class OwnDisks:
 
 
 @pytest.fixture
-def own_disks(tmp_path: Path) -> Iterator[OwnDisks]:
+def own_disks(tmp_path: Path, python_there: str) -> Iterator[OwnDisks]:
     needs_etcd()
     etcd = EtcdCluster(tmp_path / "etcd")
     etcd.start()
@@ -59,6 +59,7 @@ def own_disks(tmp_path: Path) -> Iterator[OwnDisks]:
         "system__name_resolve_root": etcd.address,
     }
     with ssh_hosts(tmp_path / "ssh", list(disks)) as config:
+        settings = with_python(settings, python_there)
         yield OwnDisks(settings | {"system__launcher_args": str(["-F", str(config)])}, disks)
     etcd.kill()
 

@@ -11,18 +11,18 @@ import pytest
 from asyncrl.commands.audit import audit
 
 from .clusters import pods
-from .hosts import assert_gone, over, processes_of, titled
+from .hosts import assert_gone, over, processes_of, titled, with_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_run_over_pods_is_stopped_and_continued_and_survives_a_pod_that_is_started_again(
-    start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_there: str
 ) -> None:
     """Pods are local processes: this test does not show how a real cluster behaves."""
     monkeypatch.setenv("ASYNCRL_HOST", "127.0.0.1")  # as in the launcher's pod
     monkeypatch.setenv("MY_API_KEY", "a secret of the launcher")
-    hosts = over("kubernetes", "box2", "box3")
+    hosts = with_python(over("kubernetes", "box2", "box3"), python_there)
     hosts["system__hosts"] = re.sub(r", address: [\d.]+|address: [\d.]+, ", "", hosts["system__hosts"])
     hosts |= {"system__kubernetes__image": "asyncrl", "system__kubernetes__namespace": "training"}
     hosts["system__kubernetes__claims"] = f"{{shared: '{tmp_path}'}}"

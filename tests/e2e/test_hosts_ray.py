@@ -12,13 +12,13 @@ from asyncrl.commands.audit import audit
 
 from ..ports import free_ports
 from .clusters import await_that, ray_cluster
-from .hosts import assert_gone, over, processes_of, titled
+from .hosts import assert_gone, over, processes_of, titled, with_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def ray(python_there: str) -> Iterator[dict[str, Any]]:
     """Two nodes beside the launcher's own: one asked for by its address, one that Ray chooses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
@@ -29,7 +29,8 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
                 settings["system__hosts"].replace("address: 127.0.0.3", "cpus: 1").replace("box2,", "box2, cpus: 1,")
             )
             assert hosts.count("cpus: 1") == 2
-            yield settings | {"system__hosts": hosts, "system__start_timeout_s": 300}
+            settings |= {"system__hosts": hosts, "system__start_timeout_s": 300}
+            yield with_python(settings, python_there)
 
 
 def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launcher_leaves_nothing(

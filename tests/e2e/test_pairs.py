@@ -65,6 +65,7 @@ FEATURES = {
     "data ranks": Feature({"trainer.parallel": "d2"}, "layout"),
     "tensor slices": Feature({"trainer.parallel": "t2"}, "layout"),
     "stages": Feature({"trainer.parallel": "p2"}, "layout"),
+    "parts of the tokens": Feature({"trainer.parallel": "c2"}, "layout"),
     "SGLang from memory": Feature(
         {
             "generation.backend": "sglang",

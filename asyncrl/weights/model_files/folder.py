@@ -93,8 +93,10 @@ def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
     for name, numbers in saved.items():
         tensor = probes.locate(name, numbers)
         if tensor is None:
+            turned = numbers.ndim > 1 and probes.locate(name, numbers.transpose(-1, -2).contiguous()) is not None
+            why = "is a parameter transposed" if turned else "is no part of a parameter"
             raise FolderFormatError(
-                f"{type(model).__name__} is saved in an unknown way: {name!r} of its folder is no part of a parameter"
+                f"{type(model).__name__} is saved in an unknown way: {name!r} of its folder {why}; use another model"
             )
         found.append(tensor)
     covered: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.models.host_copies import pin
+from asyncrl.models.host_copies import pin, unpin
 from asyncrl.weights.model_files.tensor_file import FileLayout
 from asyncrl.weights.versions.manifest import FileEntry
 from asyncrl.weights.versions.published import TensorSpec
@@ -47,6 +47,7 @@ class MappedFile:
 
     def __init__(self, path: Path, layout: FileLayout, specs: Sequence[TensorSpec], *, pinned: bool) -> None:
         self.path, self.layout = path, layout
+        self._pinned: Tensor | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(self._descriptor, 0, layout.size)  # room that lacks later would end the process
@@ -56,7 +57,9 @@ class MappedFile:
             raise
         self._memory[: len(layout.start)] = layout.start
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        if pinned and not pin(whole):
+        if pinned and pin(whole):
+            self._pinned = whole
+        elif pinned:
             _log.warning("%s cannot be pinned: copies into it are right, but slower", path)
         self.tensors: dict[str, Tensor] = {}
         for spec in specs:
@@ -76,7 +79,11 @@ class MappedFile:
             )
 
     def close(self) -> None:
-        """Give the file's name up; its memory goes with the last version and tensor that has it."""
+        """Give the file's name up, after the last copy into it; its memory goes with the last version and tensor that
+        has it.
+        """
+        if self._pinned is not None:
+            unpin(self._pinned)
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
+from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.weights.model_files.adapters import described_by
+from asyncrl.weights.model_files.folder import folder_tensors
 from asyncrl.weights.model_files.loading import checkpoint_files
 from asyncrl.weights.model_files.tensor_file import DTYPE_NAMES
 from asyncrl.weights.versions.manifest import Manifest, TensorEntry
@@ -64,8 +67,7 @@ class MergedModel:
             )
         self._dtype = specs[0].dtype
         self._files = checkpoint_files(self._base)
-        if missing := sorted(self._adapters.layers.keys() - self._files.keys()):
-            raise ExportError(f"{self._base} has no {missing[0]!r}, for which there are adapters")
+        self._layers = _layers_in(self._base, self._adapters.layers, self._files)
 
     def published_specs(self) -> list[TensorSpec]:
         """See `asyncrl.weights.versions.published.Published`."""
@@ -87,9 +89,26 @@ class MergedModel:
         for name, file in self._files.items():
             with safe_open(file, framework="pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
-            if name in self._adapters.layers:
-                tensor = self._adapters.merged(name, tensor)
+            if name in self._layers:
+                tensor = self._adapters.merged(self._layers[name], tensor)
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _layers_in(base: Path, layers: Collection[str], files: Collection[str]) -> dict[str, str]:
+    """Return the adapted `layers` of a model by their names among the tensors `files` of its folder `base`.
+
+    The folders of many models with pictures have other names than the modules, from which adapters have theirs.
+
+    Raises:
+        ExportError: a layer is not there.
+    """
+    names = {layer: layer for layer in layers}
+    if not set(files).issuperset(layers):
+        parts = folder_tensors(language_model_on_meta(AutoConfig.from_pretrained(base)))
+        names |= {part.parameter: part.name for part in parts if part.parameter in names}
+    if missing := sorted(layer for layer, name in names.items() if name not in files):
+        raise ExportError(f"{base} has no {missing[0]!r}, for which there are adapters")
+    return {name: layer for layer, name in names.items()}
 
 
 def from_folder(folder: Path) -> Read:

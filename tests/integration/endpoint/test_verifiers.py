@@ -268,32 +268,31 @@ def classic_env(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts", "spoken"),
-    [
-        pytest.param("single", ["it is 4"], ["it is 4"], marks=classic),
-        pytest.param("tool", ["a", "so 4"], ["a", "so 4"], marks=classic),
-        pytest.param("twice", ["it is 5", "no, 4"], ["it is 5", "no, 4"], marks=classic),
-    ],
-)
-async def test_classic_environments_are_rolled_out_and_scored_by_their_rubrics(
-    world: World, classic_env: Path, kind: str, texts: list[str], spoken: list[str]
-) -> None:
-    agent = world.agent(CLASSIC, classic_env, args={"kind": kind})
-    (sample,) = await world.run(agent, classic_env, 0, *texts)
-    assert [said.removesuffix("<|im_end|>") for said in world.says(sample)[1::2]] == spoken
+async def assert_scored(world: World, agent: VerifiersAgent, env: Path, row: int, *texts: str) -> None:
+    """A conversation that ends in "4" is sampled and scored by the rubric, and one that does not as well."""
+    (sample,) = await world.run(agent, env, row, *texts)
+    assert [said.removesuffix("<|im_end|>") for said in world.says(sample)[1::2]] == list(texts)
     assert sample.reward == pytest.approx(1.1)
     assert sample.reward_parts == {"right": 1.0, "half": 0.5}
     assert sample.metrics["length"] > 0
-    (sample,) = await world.run(agent, classic_env, 0, *["who?"] * 2)
+    (sample,) = await world.run(agent, env, row, *["who?"] * 2)
     assert sample.reward == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
-async def test_a_rollout_that_fails_is_no_sample_and_the_others_go_on(
+async def test_a_classic_environment_with_tools_is_rolled_out_and_scored(
+    world: World, classic_env: Path, python: str
+) -> None:
+    agent = world.agent(python, classic_env, args={"kind": "tool"})
+    await assert_scored(world, agent, classic_env, 0, "a", "so 4")
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+async def test_a_rollout_that_fails_is_no_sample_and_a_process_that_dies_costs_its_rollouts_and_is_started_again(
     world: World, classic_env: Path, python: str
 ) -> None:
     agent = world.agent(python, classic_env, args={"kind": "twice"})
+    await assert_scored(world, agent, classic_env, 3, "it is 5", "no, 4")
     good = world.run(agent, classic_env, 3, "it is 4", "yes, 4")
     bad = world.run(agent, classic_env, 2, "it is 4", "yes, 4")
     samples, error = await asyncio.gather(good, bad, return_exceptions=True)
@@ -301,13 +300,6 @@ async def test_a_rollout_that_fails_is_no_sample_and_the_others_go_on(
     assert samples[0].reward == pytest.approx(1.1)
     assert isinstance(error, VerifiersError)
     assert "the game is lost" in str(error)
-
-
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
-async def test_a_process_that_dies_costs_its_rollouts_and_is_started_again(
-    world: World, classic_env: Path, python: str
-) -> None:
-    agent = world.agent(python, classic_env, args={"kind": "twice"})
     with pytest.raises(VerifiersError, match="ended"):
         await world.run(agent, classic_env, 1, "it is 4")
     (sample,) = await world.run(agent, classic_env, 3, "it is 4", "yes, 4")
@@ -332,10 +324,11 @@ async def test_the_process_is_renewed_when_its_last_rollout_is_done(
 
 
 @pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
-async def test_a_rollout_that_is_cancelled_asks_no_more_and_an_orphan_ends(
+async def test_rollouts_are_scored_one_that_is_cancelled_asks_no_more_and_an_orphan_ends(
     world: World, classic_env: Path, python: str, until: Any
 ) -> None:
     agent = world.agent(python, classic_env)
+    await assert_scored(world, agent, classic_env, 0, "it is 4")
     world.gate.clear()
     running = asyncio.create_task(world.run(agent, classic_env, 0, "4"))
     await until(lambda: agent._host is not None and agent._host._waiting)

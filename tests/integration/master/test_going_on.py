@@ -58,6 +58,26 @@ async def test_a_stop_request_lets_the_step_under_way_finish(tmp_path: Path) -> 
     assert run.workers.saved() == [1]
 
 
+async def test_a_stop_request_in_the_last_step_ends_as_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1))
+    run.workers.on_train = run.stop.set
+    close = run.manager.close_gate
+
+    async def after_the_request_was_seen() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await close()
+
+    monkeypatch.setattr(run.manager, "close_gate", after_the_request_was_seen)
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await task
+    assert run.workers.saved() == [1]
+    assert run.summary()["steps"] == 1
+
+
 async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_path: Path) -> None:
     first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
     await first.deliver(range(12), oldest=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,14 +13,15 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
+from asyncrl.models.pictures import Pictures
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import adapter_config
@@ -30,6 +32,8 @@ from asyncrl.weights.model_files.loading import read_checkpoint
 from asyncrl.weights.versions.manifest import file_entry, read_manifest, write_manifest
 from asyncrl.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.weights.versions.shared_files import SharedFiles
+from tests.tiny_vlm import picture
+from tests.vlm_batches import vlm_trajectories
 
 MakeRun = Callable[..., Path]
 
@@ -44,7 +48,9 @@ def make_run(
 ) -> MakeRun:
     """A run of two steps, each published and saved."""
 
-    def make(dtype: str, lora_rank: int = 0, publishes: LoraPublish = LoraPublish.auto) -> Path:
+    def make(
+        dtype: str, lora_rank: int = 0, publishes: LoraPublish = LoraPublish.auto, batch: StepBatch | None = None
+    ) -> Path:
         config.model.dtype, config.model.lora.rank, config.model.lora.publish = Dtype(dtype), lora_rank, publishes
         run = tmp_path / "exp" / "trial"
         run.mkdir(parents=True)
@@ -56,7 +62,7 @@ def make_run(
         if publishes_adapters(config):
             shared = SharedFiles(adapter_config(config.model.lora, base, policy.published_specs(), policy.model_config))
         for step in (1, 2):
-            run_step(config, rank, make_batch(seed=step))
+            run_step(config, rank, make_batch(seed=step) if batch is None else batch)
             publish(policy, run / "weights", role="actor", version=step, ranks=Ranks(), shared=shared)
             path = run / "checkpoints" / f"v{step}"
             rank.save_checkpoint(SaveCheckpoint(str(path), step, {}))
@@ -93,6 +99,39 @@ def test_what_is_exported_from_a_checkpoint_is_what_was_published(
     assert any(not torch.equal(newest[name], tensor) for name, tensor in expected.items()), "two different versions"
     AutoTokenizer.from_pretrained(tmp_path / "out")
     assert not {"manifest.json", "logprob_probe.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+def test_a_model_with_pictures_is_exported_with_its_tower_and_what_reads_pictures_in(
+    kind: str,
+    lora_rank: int,
+    make_run: MakeRun,
+    config: ExperimentConfig,
+    vlm_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = vlm_folder(kind)
+    config.model.path, config.generation.context_length, config.trainer.ppo_minibatches = str(folder), 256, 1
+    trajectories = [
+        replace(each, samples=tuple(replace(one, reward=n % 2.0, episode=n) for n, one in enumerate(each.samples)))
+        for each in vlm_trajectories(folder)
+    ]
+    batch = build_step_batch(trajectories, [0] * len(trajectories), version=0, num_minibatches=1)
+    run = make_run("float32", lora_rank, LoraPublish.merged, batch)
+    expected = read_checkpoint(run / "weights" / "actor" / "v1")
+    shutil.rmtree(run / "weights" / "actor" / "v1")
+    out = tmp_path / "out"
+    assert main(["export", str(run), "--step", "1", str(out)]) == 0, capsys.readouterr().err
+    exported, before = read_checkpoint(out), read_checkpoint(folder)
+    assert exported.keys() == expected.keys() == before.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    changed = {name for name, tensor in before.items() if not torch.equal(exported[name], tensor)}
+    assert any("vis" in name for name in changed), sorted(changed)
+    pictures = Pictures.of(AutoModelForImageTextToText.from_pretrained(out), out)
+    assert pictures is not None
+    assert pictures.ids.seen(picture(1)).rows > 0
 
 
 def test_the_newest_published_version_is_exported_by_default(make_run: MakeRun, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from tests.tiny_vlm import KINDS, make_folder, picture, render, shown_inputs
 
 Folder = Callable[[str], Path]
 TOKENS = 7
+BFLOAT16 = 0.12
+"""Most that log-probabilities (nats) of the tiny models in bfloat16 are from those in fp32."""
 
 
 def _load(folder: Path) -> tuple[PreTrainedModel, Pictures]:
@@ -165,6 +167,25 @@ def test_a_picture_that_is_seen_in_both_directions_is_never_cut(vlm_folder: Fold
     shown = (placed, placed.shifted(placed.length))
     with pytest.raises(RequestError, match="follows another without a token between them"):
         engine.submit(Job((replace(asked, input_ids=twice, pictures=shown),)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_bfloat16_stays_near_fp32(kind: str, vlm_folder: Folder) -> None:
+    folder = vlm_folder(kind)
+    exact, exact_pictures = _load(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    pictures = Pictures.of(model, folder)
+    engine = GenerationEngine(model, model_path=str(folder), max_model_len=256, pictures=pictures)
+    first, second = picture(1), picture(2)
+    requests = [_ask(f"a{n}", folder, "<u>how ", first, "?<end><a>") for n in range(2)]
+    requests += [_ask("b0", folder, "<u>how ", second, "?<end><a>3<end><u>", picture(3, 112, 56), "red<end><a>")]
+    for request, output in zip(requests, _run(engine, *requests), strict=True):
+        expected = _expected(exact, exact_pictures, request, output.output_ids)
+        assert output.logprobs == pytest.approx(expected, abs=BFLOAT16)
+        assert output.logprobs != pytest.approx(expected, abs=1e-4), "it computes in bfloat16"
+        shown = tuple(replace(each, picture=picture(7, *each.picture.size)) for each in request.pictures)
+        others = _expected(exact, exact_pictures, replace(request, pictures=shown), output.output_ids)
+        assert others != pytest.approx(expected, abs=BFLOAT16), "other pictures make more of a difference"
 
 
 def test_a_model_that_does_not_look_is_refused(vlm_folder: Folder, tmp_path: Path) -> None:

@@ -484,9 +484,6 @@ def trains_as(parallel: str) -> Check:
     return check
 
 
-IN_PARTS = "c2"
-TRIED_IN_PARTS = frozenset({"Qwen3-MoE", "Gemma 2", "GPT-OSS", "DeepSeek-V3", "Falcon", "LFM2"})
-"""Architectures of which the tests look at `c2`; a run proves every model in parts when it loads."""
 CHECKS: dict[str, Check] = {
     "shared prefixes": shares_prefixes,
     "trained packed": trains_packed,
@@ -494,7 +491,7 @@ CHECKS: dict[str, Check] = {
     "d2": trains_as("d2"),
     "t2": trains_as("t2"),
     "p2": trains_as("p2"),
-    IN_PARTS: trains_as("c2"),
+    "c2": trains_as("c2"),
     "served by the embedded engine": served_embedded,
 }
 """By column. A new one is one more entry."""
@@ -581,10 +578,10 @@ def reasons_of(name: str, candidate: Candidate) -> list[str]:
     return [f"- {name}, {reason}." for reason in candidate.reasons]
 
 
-def examine(name: str, folder: Path, ranks: TwoRanks, left_out: str = "") -> tuple[Candidate, dict[str, str]]:
-    """Run every check on an architecture, but for that of the column `left_out`."""
+def examine(name: str, folder: Path, ranks: TwoRanks) -> tuple[Candidate, dict[str, str]]:
+    """Run every check on an architecture."""
     candidate = Candidate.of(name, folder, ranks)
-    return candidate, {column: check(candidate) for column, check in CHECKS.items() if column != left_out}
+    return candidate, {column: check(candidate) for column, check in CHECKS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -601,11 +598,11 @@ def sampled(names: Iterable[str], sample: Container[str]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(ARCHITECTURES, SAMPLE))
 def test_it_is_trained_and_served_right_or_refused_as_the_page_says(name: str, tmp_path: Path, ranks: TwoRanks) -> None:
-    candidate, cells = examine(name, tmp_path / "model", ranks, "" if name in TRIED_IN_PARTS else IN_PARTS)
+    candidate, cells = examine(name, tmp_path / "model", ranks)
     page = PAGE.read_text(encoding="utf-8")
     rows = dict(cells_of(line) for line in section(page, "table")[2:])
     fix = f"; write it anew: python {Path(__file__).relative_to(PAGE.parents[1])}"
-    found = {column: rows.get(name, {}).get(column, NOT_TRIED) for column in (IN_PARTS, SGLANG)} | cells
+    found = {**cells, SGLANG: rows.get(name, {}).get(SGLANG, NOT_TRIED)}
     assert row(name, found) in section(page, "table"), f"{PAGE.name} is out of date{fix}"
     told = [line for line in section(page, "reasons") if line.startswith(f"- {name}, ")]
     assert reasons_of(name, candidate) == told, f"{PAGE.name} is out of date{fix}"

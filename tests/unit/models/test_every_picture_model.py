@@ -50,6 +50,7 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.weights.model_files.folder import FolderFormatError
 from tests.tiny_vlm import make_folder
 from tests.unit.models.test_every_architecture import PAGE, WAIT_S, Found, TwoRanks, sampled
 from tests.vlm_batches import vlm_batch, vlm_expected, vlm_trajectories
@@ -66,6 +67,8 @@ FAMILIES = {
     "InternVL": "internvl",
     "Gemma 3": "gemma3",
     "Mistral 3": "mistral3",
+    "Qwen3-VL-MoE": "qwen3_vl_moe",
+    "LFM2-VL": "lfm2_vl",
 }
 SAMPLE = {
     "Qwen3-VL": "positions in three dimensions, features of the tower added to layers of the text model; no slices",
@@ -77,6 +80,8 @@ SAMPLE = {
 """The families that the suite tries, and what each has that those before it lack."""
 LOGPROBS, GRADIENTS = 2e-4, 3e-4
 """Most that log-probabilities (nats) and gradients of the batch below differ, in fp32."""
+REFUSALS = (UnsupportedModelError, PictureModelError, FolderFormatError)
+"""Each names the model and the reason, before anything is trained or served."""
 Gradients = dict[str, Tensor]
 
 
@@ -122,7 +127,7 @@ def trains(family: Family) -> str:
     config, device = configured(str(family.folder)), torch.device("cpu")
     try:
         engine = FlatLoader(config, RankPosition(), device).policy(str(family.folder), Dtype.float32, OptimizerConfig())
-    except (UnsupportedModelError, PictureModelError):
+    except REFUSALS:
         return "refused"
     logprobs_T, expected = family.expected
     assert torch.allclose(found_by(engine, vlm_batch(vlm_trajectories(family.folder))), logprobs_T, atol=LOGPROBS)
@@ -141,7 +146,7 @@ def spread(folder: str, parallel: str, rank: int, scratch: Path) -> Found:
         place = world.place(ACTOR)
         try:
             engine = ShardedLoader(config, place, torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
-        except UnsupportedModelError as error:
+        except REFUSALS as error:
             raise LayoutError(str(error)) from error
         everything = vlm_trajectories(Path(folder))
         mine = everything if place.data.world == 1 else everything[3:] if place.data.rank else everything[:3]
@@ -180,7 +185,7 @@ def served(family: Family) -> str:
     try:
         pictures = Pictures.of(model, family.folder)
         GenerationEngine(model, model_path=str(family.folder), max_model_len=128, pictures=pictures)
-    except (UnsupportedModelError, PictureModelError):
+    except REFUSALS:
         return "refused"
     return "yes"
 
@@ -222,6 +227,23 @@ def test_it_is_trained_and_served_right_or_refused_as_the_page_says(name: str, t
     found = row(name, tmp_path / "model", ranks)
     fix = f"write it anew: python {Path(__file__).relative_to(PAGE.parents[1])}"
     assert found in table(PAGE.read_text(encoding="utf-8")), f"{PAGE.name} is out of date; {fix}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("qwen3_vl_moe", r"Qwen3VLMoe.*experts.down_proj' of its folder is a parameter transposed"),
+        ("lfm2_vl", "holds no image processor that works without torchvision"),
+    ],
+)
+def test_a_refusal_names_its_reason(kind: str, reason: str, tmp_path: Path) -> None:
+    folder = make_folder(kind, tmp_path)
+    loader = FlatLoader(configured(str(folder)), RankPosition(), torch.device("cpu"))
+    with pytest.raises(REFUSALS, match=reason):
+        loader.policy(str(folder), Dtype.float32, OptimizerConfig())
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with pytest.raises(REFUSALS, match=reason):
+        GenerationEngine(model, model_path=str(folder), max_model_len=128, pictures=Pictures.of(model, folder))
 
 
 def test_the_page_has_these_families_and_no_others() -> None:

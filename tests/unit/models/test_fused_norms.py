@@ -49,3 +49,29 @@ def test_a_kernel_with_a_fault_is_not_used(wrong: Any, monkeypatch: pytest.Monke
     right = torch.nn.functional.rms_norm
     monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *args: wrong(right(*args)))
     assert fuse_norms(model("qwen2", torch.float32), gradients=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "norms", "more"),
+    [
+        ("mamba2", 3, {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2}),
+        (
+            "qwen3_next",
+            0,
+            {
+                "layer_types": ["linear_attention", "full_attention"],
+                "head_dim": 8,
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "linear_num_value_heads": 2,
+                "linear_num_key_heads": 2,
+            },
+        ),
+    ],
+)
+def test_a_norm_with_a_gate_stays_the_models_own(kind: str, norms: int, more: dict[str, Any]) -> None:
+    written, fused = model(kind, torch.float32, **more), model(kind, torch.float32, **more)
+    assert fuse_norms(fused, gradients=True) == norms
+    ids = torch.arange(20)[None]
+    expected, found = (each(input_ids=ids, use_cache=False).logits for each in (written, fused))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)

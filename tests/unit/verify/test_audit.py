@@ -250,6 +250,18 @@ def test_settings_and_summary_that_are_not_the_ledgers_are_found(recorded_run: P
     )
 
 
+@pytest.mark.parametrize("figure", ["failed", "cut_short"])
+def test_an_evaluation_without_a_result_is_in_the_row_and_in_the_summary(recorded_run: Path, figure: str) -> None:
+    summary, metrics = recorded_run / "summary.json", recorded_run / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[-1][f"eval/other/{figure}"] = 1.0
+    metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert any(f"has eval/other/{figure}, " in finding for finding in audit(recorded_run).findings)
+    told = {"evaluations_failed": [{"version": rows[-1]["step"], "set": "other", "reason": "any"}]}
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | told))
+    assert audit(recorded_run).findings == ()
+
+
 def test_a_torn_last_line_is_no_finding_and_the_next_launch_repairs_it(tmp_path: Path) -> None:
     run = begin_run(tmp_path / "run")
     first = Launch(run)

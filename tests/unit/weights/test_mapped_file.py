@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from asyncrl.weights.model_files import mapped_file
 from asyncrl.weights.model_files.mapped_file import MappedFile, MappedFiles
 from asyncrl.weights.versions.manifest import file_entry
 from asyncrl.weights.versions.published import TensorSpec
@@ -75,3 +76,18 @@ def test_a_lack_of_room_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="no room"):
         files_in(tmp_path).take()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_was_pinned_is_unpinned_before_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses copies to what is mapped at the same addresses next; seen on a GPU."""
+    pinned: set[int] = set()
+    monkeypatch.setattr(mapped_file, "pin", lambda memory: pinned.add(memory.data_ptr()) is None)
+    monkeypatch.setattr(mapped_file, "unpin", lambda memory: pinned.remove(memory.data_ptr()))
+    files = MappedFiles(tmp_path, "shard", SPECS, {"format": "pt"}, pinned=True)
+    (tmp_path / "v1").hardlink_to(files.take().path)
+    files.take()
+    assert len(pinned) == 2
+    files.close()
+    assert not pinned
