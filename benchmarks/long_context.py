@@ -19,6 +19,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ WAYS = (
     Way("d1", checkpointing=True),
     Way("c2", checkpointing=True),
     Way("d1", checkpointing=True, on_host=True),
+    Way("c2", checkpointing=True, on_host=True),
 )
 
 
@@ -182,7 +184,7 @@ def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(measured: Sequence[Mapping[str, Any]]) -> str:
     found = {(Way(**row["way"]), row["tokens"]): row for row in measured}
-    ways = list(dict.fromkeys(way for way, _ in found))
+    ways = [way for way in WAYS if any((way, length) in found for length in LENGTHS)]
     lines = [f"| | {' | '.join(f'{length:,} tokens' for length in LENGTHS)} |", f"|---|{'--:|' * len(LENGTHS)}"]
     for way in ways:
         cells = [_cell(way, length, found.get((way, length))) for length in LENGTHS]
@@ -200,17 +202,18 @@ def _cell(way: Way, tokens: int, row: Mapping[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rewrite docs/long_context.md; see the module's docstring.")
     parser.add_argument("--measure", action="store_true", help="measure anew")
+    parser.add_argument("--missing", action="store_true", help="measure what the JSON lacks")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="measure lengths up to this one")
     arguments = parser.parse_args()
-    if arguments.measure:
-        rows = []
-        for way in WAYS:
-            for tokens in (length for length in LENGTHS if length <= arguments.longest):
-                peak, on_host = measure(way, tokens)
-                rows.append({"way": asdict(way), "tokens": tokens, "peak": peak, "on_host": on_host})
-                print(way, tokens, _cell(way, tokens, rows[-1]), flush=True)
-        MEASURED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    measured = [] if arguments.measure else json.loads(MEASURED.read_text(encoding="utf-8"))
+    there = {(Way(**row["way"]), row["tokens"]) for row in measured}
+    lengths = [length for length in LENGTHS if length <= arguments.longest]
+    for way, tokens in product(WAYS, lengths) if arguments.measure or arguments.missing else ():
+        if (way, tokens) not in there:
+            peak, on_host = measure(way, tokens)
+            measured.append({"way": asdict(way), "tokens": tokens, "peak": peak, "on_host": on_host})
+            print(way, tokens, _cell(way, tokens, measured[-1]), flush=True)
+            MEASURED.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
 
 

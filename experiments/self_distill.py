@@ -1,8 +1,9 @@
-"""Self-distillation for `self_distill.yaml` (OPSD, 2601.18734): the teacher is the policy itself, shown the solution.
+"""Self-distillation for `self_distill.yaml` (OPSD, 2601.18734): the teacher is an older self, shown the solution.
 
 The base has learnt the demo's task with and without a hint. After a hint, the sum and a `#` before the problem, it is
-careful; without one it forgets carries. The agent answers without the hint and has the policy score the answer once
-more after it; the policy is then trained towards what it says with the hint. No reward is used.
+careful; without one it forgets carries. The agent answers without the hint and has the teacher score the answer once
+more after it; the policy is then trained towards what the teacher says with the hint. No reward is used. The teacher is
+the initial model: the policy itself as it is now, `teacher=""`, drifts away together with what it teaches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.api import Environment, GenerationClient, GenerationRequest, Prompt, Sample, Tokenizer
+from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Sample, Tokenizer
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 
@@ -39,13 +40,18 @@ class HintedDemonstrations(ArithmeticDataset):
 
 
 class HintedSelf(SingleTurnAgent):
-    """Answers the prompt; the column `token/hinted` has the policy's log-probabilities of the answer after the hint."""
+    """Answers the prompt; the column `token/hinted` has the teacher's log-probabilities of the answer after the hint.
 
-    def __init__(self, *, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: the run's tokenizer.
+        teacher: one of `policies`; empty: the policy itself.
+    """
+
+    def __init__(self, *, tokenizer: Tokenizer, teacher: str = "") -> None:
         super().__init__(tokenizer=tokenizer)
-        self._encode = tokenizer.encode
+        self._encode, self._teacher = tokenizer.encode, teacher
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sample:
         """One answer, scored again after the hint."""
         sample = await super().run(prompt, env, client)
         shown = self._encode(hint(prompt.data))
@@ -57,5 +63,6 @@ class HintedSelf(SingleTurnAgent):
             score_from=len(shown) + len(prompt.input_ids),
         )
         hinted_T = np.zeros(len(sample.tokens), np.float32)
-        hinted_T[len(prompt.input_ids) :] = (await client.generate(request)).scores
+        teacher = client.policy(self._teacher) if self._teacher else client
+        hinted_T[len(prompt.input_ids) :] = (await teacher.generate(request)).scores
         return replace(sample, token_columns={"hinted": hinted_T})

@@ -157,6 +157,7 @@ def test_teachers_are_roles_servers_or_the_policy_itself_with_a_hint(start_run: 
         "self_distill",
         algorithm__teachers=teachers,
         policies=f"[{{name: big, path: {tiny_model}}}]",
+        agent__args__teacher="''",
         optimizer__lr=1e-2,
         max_head_offpolicyness=0,
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.weights.versions.manifest import read_manifest
+
 pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, dict[str, str]] = {
@@ -18,17 +20,15 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "profile__steps": "[2]",
         "profile__ranks": "[0,1]",
     },
-    "idle roles and moments in host memory": {
+    "idle roles, moments and activations in host memory; published in bfloat16 and served in int8": {
         "trainer__parallel": "d2",
         "trainer__offload": "true",
         "optimizer__moments_on": "host",
-        "algorithm__kl_coef": "0.01",
-    },
-    "parts of the tokens, and a critic in data ranks on them": {
-        "trainer__parallel": "c2",
         "trainer__gradient_checkpointing": "true",
         "trainer__activations_on": "host",
-        "algorithm__critic__parallel": "d2",
+        "model__publish_dtype": "bfloat16",
+        "generation__quantization": "int8",
+        "algorithm__kl_coef": "0.01",
     },
     "tensor slices, and a critic in stages on ranks of its own": {
         "trainer__parallel": "t2",
@@ -52,7 +52,8 @@ def test_a_run_trains_in_any_layout(start_run: Any, name: str) -> None:
     books = run.summary()["books"]
     assert books["trained"] == 3 * 4
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    assert (run.run_dir / "weights" / "actor" / "v3" / "manifest.json").exists()
+    published = read_manifest(run.run_dir / "weights" / "actor" / "v3").tensors.values()
+    assert {each.dtype for each in published} == {"BF16" if "model__publish_dtype" in layout else "F32"}
     assert run.survivors() == []
     if "profile__steps" in layout:
         check_profile(run)
