@@ -59,6 +59,7 @@ FIXED = {
     "dataset.shuffle": "false",
     "dataset.sources": "[{path: 'asyncrl.plugins.datasets.demonstrations:Others'}]",
     "model.path": "/models/another",
+    "model.publish_dtype": "bfloat16",
     "model.lora.rank": "8",
     "model.lora.alpha": "8",
     "model.lora.targets": "[q_proj]",
