@@ -6,7 +6,7 @@
     clean RUN                      remove files that an ended run does not need
     completion bash                print a script for the shell
     dashboard RUN                  show runs on a page
-    doctor RUN | EXPERIMENT        explain why a run is slow or stands still; make every check of a start
+    doctor RUN | EXPERIMENT        explain why a run is slow or makes no steps; make every check of a start
     eval MODEL                     evaluate a run's policy, or a Hugging Face folder
     export RUN [--step N] OUT      write the policy of a run as a Hugging Face folder
     init FOLDER                    create a project of your own

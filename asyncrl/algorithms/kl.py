@@ -41,10 +41,9 @@ def k3(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
 
     Schulman 2020, "Approximating KL divergence"; DeepSeekMath (arXiv:2402.03300) eq. 4. Unbiased but for the cap, in
     nats: the ratio grows without bound where the policy has all but dropped a token that the reference likes, and its
-    gradient with it (3e8 at a log-ratio of 19.5). The cap is
-    reached by a token that is 13 times (2.6 nats) less likely, or 6e4 times (11 nats) more likely, than under the
-    reference. Beyond it the term is constant and has no gradient, as in verl and AReaL, whose bound is the default;
-    `inf` takes it away.
+    gradient with it (3e8 at a log-ratio of 19.5). The cap is reached by a token that is 13 times (2.6 nats) less
+    likely, or 6e4 times (11 nats) more likely, than under the reference. Beyond it the term is constant and has no
+    gradient, as in verl and AReaL, whose bound is the default; `inf` takes it away.
 
     Raises:
         ValueError: cap is not positive.

@@ -1,9 +1,9 @@
 """Routing of calls: model shards and data slots by name, and the workers that host them.
 
-A shard is one rank's part of one role, written `actor@dp0.tp0.pp0`, with the part of the tokens before it where that is
-not the first: `actor@dp0.cp1.tp0.pp0`. One worker may host shards of several roles (the
-actor and the reference model of one device, say); one shard has one worker. `__data0__`, `__data1__`, ... name the
-workers that hold trajectories: slot i is data-parallel head i.
+A shard is one rank's part of one role, written `actor@dp0.tp0.pp0`. A rank that computes another part of the tokens
+than the first (`c` in a layout) has that in its name too: `actor@dp0.cp1.tp0.pp0`. One worker may host shards of
+several roles (the actor and the reference model of one device, say); one shard has one worker. `__data0__`,
+`__data1__`, ... name the workers that hold trajectories: slot i is data-parallel head i.
 """
 
 from __future__ import annotations

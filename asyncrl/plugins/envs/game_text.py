@@ -10,7 +10,7 @@ an observation is the frame that the game draws, with `ansi` its drawing in text
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,6 +102,11 @@ class GameText:
                 raise ValueError(f"none of {', '.join(self._actions)} is in {text!r:.80}")
             return int(env.action_space.start) + self._actions.index(min(said, key=lambda name: said[name]))  # type: ignore[attr-defined]
         return action_of(env.action_space, text)
+
+
+def own_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the options of `reset` that are the game's own: all but the prompt's `data`; None without any."""
+    return {name: value for name, value in (options or {}).items() if name != "data"} or None
 
 
 def _has_text(space: Space[Any]) -> bool:

@@ -9,7 +9,7 @@ import gymnasium
 
 from asyncrl.api import Environment, RewardFunction, StepResult
 from asyncrl.plugins.datasets.templates.parts import Content
-from asyncrl.plugins.envs.game_text import DRAWN, GameText
+from asyncrl.plugins.envs.game_text import DRAWN, GameText, own_options
 
 
 class GymnasiumEnv(Environment):
@@ -46,8 +46,7 @@ class GymnasiumEnv(Environment):
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Content, Mapping[str, Any]]:
         """Begin a game; it gets all `options` but `data`."""
-        own = {name: value for name, value in (options or {}).items() if name != "data"}
-        observation, info = self._env.reset(seed=seed, options=own or None)
+        observation, info = self._env.reset(seed=seed, options=own_options(options))
         self._seen = self._words(observation)
         return self._seen, info
 

@@ -11,7 +11,7 @@ from gymnasium import Space
 from asyncrl.api import Environment, RewardFunction, StepResult
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.parts import Content
-from asyncrl.plugins.envs.game_text import GameText
+from asyncrl.plugins.envs.game_text import GameText, own_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class PettingZooEnv(Environment):
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Content, Mapping[str, Any]]:
         """Begin a game; it gets all `options` but `data`."""
-        own = {name: value for name, value in (options or {}).items() if name != "data"}
-        self._env.reset(seed=seed, options=own or None)
+        self._env.reset(seed=seed, options=own_options(options))
         return self._seen(), {"player": self._env.agent_selection, "players": list(self._seats)}
 
     def step(self, action: Any) -> StepResult:  # type: ignore[override]
