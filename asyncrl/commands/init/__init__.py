@@ -43,7 +43,7 @@ def write_project(folder: Path) -> None:
     """Write the project's files into `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEMPLATES:
-        text = files("asyncrl.commands").joinpath("project", name).read_text(encoding="utf-8")
+        text = files("asyncrl.commands.init").joinpath("project", name).read_text(encoding="utf-8")
         (folder / name).write_text(text, encoding="utf-8")
     (folder / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in _rows()), encoding="utf-8")
 

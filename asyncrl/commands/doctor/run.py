@@ -45,7 +45,7 @@ def main(argv: Sequence[str], program: str) -> int:
     except ValueError as error:
         return refuse(error)
     if args.plan is not None:
-        from asyncrl.commands.doctor_plan import show_plan  # the simulator takes a second to import
+        from asyncrl.commands.doctor.plan import show_plan  # the simulator takes a second to import
 
         return show_plan(history, args.plan, args.json)
     diagnosis = examine(history)

@@ -1,8 +1,8 @@
 """`python -m asyncrl.launch doctor RUN`, or `doctor EXPERIMENT [setting=value ...]`: find problems, and suggest
 settings.
 
-For a run it reads the files (`asyncrl.commands.doctor_run`); for an experiment it makes every check of a start without
-starting anything (`asyncrl.commands.doctor_experiment`).
+For a run it reads the files (`asyncrl.commands.doctor.run`); for an experiment it makes every check of a start without
+starting anything (`asyncrl.commands.doctor.experiment`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
     of = next((item for item in argv if not item.startswith("-")), None)
     if of is None or "/" in of or _is_run(Path(of)):
-        from asyncrl.commands import doctor_run
+        from asyncrl.commands.doctor import run
 
-        return doctor_run.main(argv, program)
-    from asyncrl.commands import doctor_experiment
+        return run.main(argv, program)
+    from asyncrl.commands.doctor import experiment
 
-    return doctor_experiment.main(argv, program)
+    return experiment.main(argv, program)
 
 
 def _is_run(path: Path) -> bool:

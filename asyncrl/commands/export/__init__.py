@@ -1,4 +1,4 @@
-"""`asyncrl export RUN [--step N] OUT`: the policy of a step as a plain Hugging Face folder; see `exporting`."""
+"""`asyncrl export RUN [--step N] OUT`: the policy of a step as a plain Hugging Face folder; see `policy`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("--policy", default="", metavar="NAME", help="one of `policies` that the run trains too")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
-    from asyncrl.commands.exporting import ExportError, export  # which loads torch: not for --help or a wrong option
+    from asyncrl.commands.export.policy import (  # which loads torch: not for --help or a wrong option
+        ExportError,
+        export,
+    )
     from asyncrl.weights.model_files.loading import WeightUpdateError
     from asyncrl.weights.versions.manifest import ManifestError
 

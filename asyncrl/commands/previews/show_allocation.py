@@ -15,7 +15,7 @@ from rich.table import Table
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.commands.before_start.input_checks import base_model_config
-from asyncrl.commands.guest_memory import SharedDevice, problems, shared_devices
+from asyncrl.commands.previews.guest_memory import SharedDevice, problems, shared_devices
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
