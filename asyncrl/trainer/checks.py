@@ -17,7 +17,7 @@ from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend, quantised
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
 from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types

@@ -12,7 +12,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import TRAINED_ROLES, GraphError
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.settings import AlgorithmConfig, RolePlacementConfig, RoleRanks, VisionMode
 
 

@@ -30,7 +30,7 @@ from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.host_copies import copy_rate
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

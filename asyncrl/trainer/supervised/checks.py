@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.config import catalog
 from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn

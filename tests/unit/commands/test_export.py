@@ -19,7 +19,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import StatValues

@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.logprob_check import FLOAT32_TOLERANCE
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine

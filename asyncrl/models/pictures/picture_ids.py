@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.models.picture_processor import PictureProcessor
+from asyncrl.models.pictures.picture_processor import PictureProcessor
 
 LAST_ID: Final = (1 << 31) - 1
 """Ids fit 32 bits, by which prefixes are sorted."""

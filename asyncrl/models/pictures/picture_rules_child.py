@@ -54,7 +54,7 @@ def main(folder: str) -> None:
     """Answer questions until the input ends."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     keep_torch_out()
-    from asyncrl.models.picture_processor import PictureProcessor
+    from asyncrl.models.pictures.picture_processor import PictureProcessor
 
     try:
         processor = PictureProcessor.of(Path(folder))

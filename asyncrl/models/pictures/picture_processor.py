@@ -22,7 +22,7 @@ from typing import Any
 
 from PIL import Image
 
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.pictures.picture_rules import placeholder_id
 
 CONFIG_FILE = "config.json"
 

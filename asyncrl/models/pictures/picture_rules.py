@@ -109,7 +109,7 @@ class PictureRules:
 
     def _start(self) -> subprocess.Popen[str]:
         self._end()
-        command = [sys.executable, "-m", "asyncrl.models.picture_rules_child", str(self._folder)]
+        command = [sys.executable, "-m", "asyncrl.models.pictures.picture_rules_child", str(self._folder)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._child = child
         try:

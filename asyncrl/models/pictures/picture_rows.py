@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.models.picture_ids import PictureIds, Rows, SeenPicture
-from asyncrl.models.picture_processor import PictureProcessor
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.pictures.picture_ids import PictureIds, Rows, SeenPicture
+from asyncrl.models.pictures.picture_processor import PictureProcessor
+from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.models.transformers_internals import text_part
 
 _ROPE_CACHE: Final = 512
