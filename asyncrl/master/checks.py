@@ -15,7 +15,7 @@ from asyncrl.config.suggestions import did_you_mean
 from asyncrl.master.graph.types import GraphError
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.master.settings import OnStale
-from asyncrl.trainer.placement import placement, worker_grid
+from asyncrl.trainer.parallel.placement import placement, worker_grid
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

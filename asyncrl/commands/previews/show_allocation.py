@@ -30,8 +30,8 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.trainer.model.attention_shape import packed_shape
+from asyncrl.trainer.parallel.placement import engine_of, model_of, placement
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need, total
 from asyncrl.trainer.supervised.base_model import described

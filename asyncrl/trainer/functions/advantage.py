@@ -17,7 +17,7 @@ from asyncrl.api.trajectory import role_of
 from asyncrl.config.catalog import resolve
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.functions.inference import taught
 from asyncrl.trainer.settings import TeacherConfig
 

@@ -15,8 +15,8 @@ from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems
+from asyncrl.trainer.parallel.placement import layout_of
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.placement import layout_of
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, SFTConfig, SupervisedOptimizer

@@ -27,8 +27,8 @@ from asyncrl.trainer.engines.base import engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
+from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import RankPosition, World
-from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
 from asyncrl.trainer.supervised.losses import PAIR_LOSS, REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.objectives import (

@@ -22,11 +22,11 @@ from asyncrl.launch import main
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.weights.model_files.loading import read_checkpoint
 from asyncrl.weights.versions.manifest import file_entry, read_manifest, write_manifest

@@ -35,7 +35,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
-from asyncrl.trainer.placement import placement
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
 from asyncrl.trainer.sizing import MemoryNeed
 

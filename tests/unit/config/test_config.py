@@ -20,7 +20,7 @@ from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.launch import main
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
-from asyncrl.trainer.placement import worker_grid
+from asyncrl.trainer.parallel.placement import worker_grid
 
 
 def load(*overrides: str) -> ExperimentConfig:

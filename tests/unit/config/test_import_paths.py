@@ -154,7 +154,7 @@ def test_what_a_training_rank_takes_is_found(
 ) -> None:
     pytest.importorskip("torch")
     from asyncrl.config.catalog import resolve
-    from asyncrl.trainer.calls import TrainState
+    from asyncrl.trainer.functions.calls import TrainState
 
     path = mine(form, name)
     config = checked(f"{setting}.name='{path}'", "algorithm.kl_coef=0.1")

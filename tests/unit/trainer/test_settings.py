@@ -19,7 +19,7 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
-from asyncrl.trainer.placement import engine_of
+from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
     KeptOn,

@@ -22,8 +22,8 @@ from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
 from asyncrl.trainer.parallel.rank_position import RankPosition, World
+from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.versions import Versions
 from asyncrl.weights.versions import publishing as weights
 from asyncrl.weights.versions.logprob_probe import (
     PROBE_FILE,

@@ -23,7 +23,7 @@ from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories,
 from asyncrl.trainer.batches.policy_parts import parts_of_policies
 from asyncrl.trainer.batches.reshard_batch import move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import CallContext, ModelFunction, run_call
+from asyncrl.trainer.functions.calls import CallContext, ModelFunction, run_call
 from asyncrl.trainer.messages import (
     AttachMaster,
     BeginStep,
@@ -47,13 +47,13 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.profile import StepProfile
-from asyncrl.trainer.roles import ACTOR, TrainingRank
-from asyncrl.trainer.sample_log import SampleLog
+from asyncrl.trainer.rank.profile import StepProfile
+from asyncrl.trainer.rank.roles import ACTOR, TrainingRank
+from asyncrl.trainer.rank.sample_log import SampleLog
+from asyncrl.trainer.rank.utilisation import Utilisation
+from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.scored import detach, scores_of
-from asyncrl.trainer.utilisation import Utilisation
-from asyncrl.trainer.versions import Versions
 
 WAITING = "waits for the master"
 

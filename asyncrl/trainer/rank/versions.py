@@ -18,7 +18,7 @@ from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.versions import publishing
 from asyncrl.weights.versions.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture

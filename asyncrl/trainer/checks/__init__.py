@@ -23,12 +23,12 @@ from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
-from asyncrl.trainer import policy_checks, teacher_checks
+from asyncrl.trainer.checks import policies, teachers
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, OptimizerConfig, VisionMode
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -46,7 +46,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _activations(config)
     yield from _publish_dtype(config)
     yield from _of_policy(config)
-    yield from policy_checks.check(config, _of_policy)
+    yield from policies.check(config, _of_policy)
 
 
 def _of_policy(config: ExperimentConfig) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _of_policy(config: ExperimentConfig) -> Iterator[str]:
     yield from _proximal(config)
     yield from _kl(config)
     yield from other_tokenizers(config)
-    yield from teacher_checks.check(config)
+    yield from teachers.check(config)
     yield from _warmup("optimizer", config.optimizer)
     yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
     unknown = list(_algorithms(config))
@@ -299,8 +299,8 @@ def _pictures(config: ExperimentConfig) -> Iterator[str]:
         roles = {call.role for call in load_graph(config).calls}
     except GraphError:
         return
-    policies = {policy.name for policy in config.policies}  # `policy_checks` refuses them
-    for role in sorted(roles - {ACTOR, "ref", "critic"} - policies):
+    trained = {policy.name for policy in config.policies}  # `policies` refuses them
+    for role in sorted(roles - {ACTOR, "ref", "critic"} - trained):
         yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
     others = {"ref": ("algorithm.reference.path", config.algorithm.reference.path)}
     others["critic"] = ("algorithm.critic.path", config.algorithm.critic.path)

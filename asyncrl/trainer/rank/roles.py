@@ -20,15 +20,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import SEPARATOR, config_of_policy, policy_and_role
 from asyncrl.master.graph.types import Graph
-from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.lora_reference import LoraReference
-from asyncrl.trainer.host_folders import HostFolders
+from asyncrl.trainer.functions.calls import TrainState
 from asyncrl.trainer.messages import SaveCheckpoint
+from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.placement import engine_of
+from asyncrl.trainer.rank.host_folders import HostFolders
 from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.weights.checkpoints import store as checkpoints
 from asyncrl.weights.checkpoints.store import CheckpointWriter
