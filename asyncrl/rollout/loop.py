@@ -39,7 +39,7 @@ from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
-from asyncrl.config.catalog import resolve
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt

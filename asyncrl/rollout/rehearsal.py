@@ -34,9 +34,9 @@ from asyncrl.api import (
 from asyncrl.api.picture import Picture
 from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
-from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import InvalidPrompt

@@ -13,7 +13,7 @@ from asyncrl.api.reward import marked_run_in
 from asyncrl.api.tool import FunctionTool, as_result, as_tool
 from asyncrl.api.tool_schema import ToolSchemaError
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.chat.parsers import FORMATS, choose, unsupported
 from asyncrl.plugins.datasets.settings import AUTO

@@ -13,8 +13,8 @@ from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
 from asyncrl.config.load import Config, load_supervised
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError

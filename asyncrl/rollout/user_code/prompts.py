@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.api import Prompt, SamplingParams, ToolSchema
 from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
 from asyncrl.inference.settings import GenerationBackend

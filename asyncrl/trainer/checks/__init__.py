@@ -11,8 +11,8 @@ from pathlib import Path
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
-from asyncrl.config import catalog
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend, quantised
 from asyncrl.master.graph.builtin import load_graph

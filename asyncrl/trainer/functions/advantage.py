@@ -14,7 +14,7 @@ from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl import k1, kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.api.trajectory import role_of
-from asyncrl.config.catalog import resolve
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function

@@ -18,10 +18,10 @@ from asyncrl.algorithms.critic import ValueNorm, ValueObjective
 from asyncrl.algorithms.kl import KLController
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
-from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
+from asyncrl.config.plugin_code.signatures import MODEL_FUNCTION
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.config.signatures import MODEL_FUNCTION
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine, ValueEngine
@@ -100,7 +100,7 @@ ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
 
 
 def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
-    """Register a built-in model function as `name`. `asyncrl.config.catalog` finds this decorator in the source."""
+    """Register a built-in model function as `name`. `config/plugin_code/catalog.py` finds this decorator in the source."""
     return lambda function: function
 
 

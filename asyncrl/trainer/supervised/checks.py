@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import catalog
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code import catalog
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems

@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from asyncrl.comm.names import ACTOR
-from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
 from asyncrl.models.pictures.picture_rules import placeholder_in

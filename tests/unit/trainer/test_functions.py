@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call

@@ -13,8 +13,8 @@ import torch
 from asyncrl.algorithms.inputs import CorrectionInputs, PolicyLossInputs
 from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind

@@ -12,8 +12,8 @@ import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.spec import ProximalMode
-from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.plan import plan_workers

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.config.import_paths import FILE_MODULES, locate
+from asyncrl.config.plugin_code.import_paths import FILE_MODULES, locate
 
 _STANDARD_LIBRARY = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
 _INSTALLED = {"site-packages", "dist-packages"}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.config.import_paths import Definition, PluginError, definition, split_path, top_level_functions
+from asyncrl.config.plugin_code.import_paths import Definition, PluginError, definition, split_path, top_level_functions
 from asyncrl.config.suggestions import did_you_mean
 
 MODEL_FUNCTION = "model_function"

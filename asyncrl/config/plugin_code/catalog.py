@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.config.import_paths import PluginError, load_plugin, locate, split_path
-from asyncrl.config.signatures import (
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, locate, split_path
+from asyncrl.config.plugin_code.signatures import (
     MODEL_FUNCTION,
     RegisteredFunction,
     check_arguments,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.api.agent import AGENT_METHODS, ambiguous
-from asyncrl.config import signatures
-from asyncrl.config.import_paths import Definition, PluginError, definition
+from asyncrl.config.plugin_code import signatures
+from asyncrl.config.plugin_code.import_paths import Definition, PluginError, definition
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OFFERED_TO_AGENTS: Final = ("tokenizer", "chat", "tools")
