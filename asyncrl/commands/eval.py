@@ -37,7 +37,7 @@ from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.inference.settings import NO_GUESTS
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args

@@ -100,7 +100,7 @@ ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
 
 
 def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
-    """Register a built-in model function as `name`. `config/plugin_code/catalog.py` finds this decorator in the source."""
+    """Register a built-in model function as `name`; `config/plugin_code/catalog.py` finds this decorator."""
     return lambda function: function
 
 

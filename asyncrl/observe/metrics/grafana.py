@@ -1,6 +1,6 @@
 """The board for Grafana in `launchers/grafana_board.json`: its panels are chosen here, and explained by the glossary.
 
-`python -m asyncrl.observe.grafana > board.json` writes the board.
+`python -m asyncrl.observe.metrics.grafana > board.json` writes the board.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from asyncrl.observe.glossary import METRICS, OBSERVED, Figure, Metric
-from asyncrl.observe.prometheus import metric_name
+from asyncrl.observe.metrics.glossary import METRICS, OBSERVED, Figure, Metric
+from asyncrl.observe.metrics.prometheus import metric_name
 
 BOARD: dict[str, dict[str, tuple[str, ...]]] = {
     "Does it learn?": {

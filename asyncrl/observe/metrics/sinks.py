@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observe.sample_tables import COLUMNS, Table, as_markdown
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.metrics.sample_tables import COLUMNS, Table, as_markdown
 
 _log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
