@@ -42,7 +42,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, shape
-from asyncrl.rollout.generated_tokens import GeneratedTokens
+from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, named_failure
 from asyncrl.rollout.user_code_pool.timing import metered

@@ -22,7 +22,7 @@ from asyncrl.trainer.functions.inference import taught
 from asyncrl.trainer.settings import TeacherConfig
 
 GREEDY_REWARD = "agent/greedy_reward"
-"""The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.greedy_baseline` generates it."""
+"""The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.user_code.greedy_baseline` generates it."""
 
 
 @model_function("advantage")
