@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.settings import PolicyConfig
+from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.executor import ExecutionError, Executor, LateCall
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.messages import CallStats, RunCall
+from asyncrl.trainer.placement import placement
+from asyncrl.trainer.settings import RoleRanks
 
 
 @dataclass
@@ -69,6 +74,21 @@ async def test_independent_calls_on_different_workers_overlap() -> None:
     assert workers.events[-2:] == [("begin", "train"), ("end", "train")]
     assert {"left": 0, "right": 1, "train": 0}.items() <= stats.items()
     assert "time/train_s" in stats
+
+
+async def test_policies_on_ranks_of_their_own_are_trained_at_the_same_time() -> None:
+    config, policy = ExperimentConfig(), PolicyConfig("judge", trained=True)
+    events = {}
+    for ranks in RoleRanks:
+        run = replace(config, policies=[replace(policy, ranks=ranks)])
+        graph, placed = load_graph(run), placement(run)
+        workers = Workers(placed.workers, rounds={("actor_train", 0): 9, ("judge/actor_train", placed.workers - 1): 9})
+        await Executor(graph, placed.routing_table().placement, list(workers), 1.0).run()
+        events[ranks] = [(edge, name) for edge, name in workers.events if name.endswith("actor_train")]
+    apart = [("begin", "actor_train"), ("end", "actor_train")]
+    judged = [("begin", "judge/actor_train"), ("end", "judge/actor_train")]
+    assert events[RoleRanks.shared] == [*apart, *judged]
+    assert events[RoleRanks.own] == [apart[0], judged[0], apart[1], judged[1]]
 
 
 async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
