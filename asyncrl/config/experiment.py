@@ -154,7 +154,7 @@ class ExperimentConfig:
     def critic_optimizer_steps(self) -> int:
         """The same of the critic: those of all policies whose samples it is trained on."""
         sharing = [policy for policy in self.policies if policy.name in self.critic_sharers]
-        return sum(map(self._optimizer_steps, (self.trainer, *sharing)))
+        return self._optimizer_steps(self.trainer) + sum(self._optimizer_steps(policy) for policy in sharing)
 
     def _optimizer_steps(self, trained: TrainerConfig | PolicyConfig) -> int:
         steps = len(range(trained.train_offset, self.total_train_steps, trained.train_every))
