@@ -39,12 +39,12 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, load_supervised
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
-from asyncrl.trainer.calls import objective_spec
+from asyncrl.trainer.functions.calls import objective_spec
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 VANILLA = ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave")

@@ -16,7 +16,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.executor import ExecutionError, Executor, LateCall
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.messages import CallStats, RunCall
-from asyncrl.trainer.placement import placement
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import RoleRanks
 
 
