@@ -145,7 +145,7 @@ async def test_a_late_call_is_named_with_its_limit() -> None:
 
 
 async def test_an_idle_policys_calls_are_left_out_and_statistics_of_others_are_named() -> None:
-    calls = [Call("train", "actor", "f"), Call("judge/train", "judge", "f", policy="judge")]
+    calls = [Call("judge/train", "judge", "f", policy="judge"), Call("train", "actor", "f", after=("judge/train",))]
     executor = Executor(Graph("g", tuple(calls)), {"actor": [0], "judge": [0]}, list(Workers(1)), 1.0)
     both, own, judge = [await executor.run(idle) for idle in ((), {"judge"}, {""})]
     assert set(own) == {"train", "time/train_s"}
