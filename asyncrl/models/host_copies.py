@@ -275,7 +275,7 @@ def _parts(target: Tensor, source: Tensor, limit: int) -> Iterable[Pair]:
     if source.nbytes <= limit or not (target.is_contiguous() and source.is_contiguous()):
         return [(target, source)]
     count = max(1, limit // source.element_size())
-    return zip(target.view(-1).split(count), source.view(-1).split(count), strict=True)
+    return zip(torch.split(target.view(-1), count), torch.split(source.view(-1), count), strict=True)
 
 
 def copy_pairs(pairs: Sequence[Pair]) -> None:
