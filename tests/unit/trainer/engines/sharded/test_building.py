@@ -82,17 +82,18 @@ def test_norms_of_the_kernels_formula_are_computed_by_it_in_every_layer(
         calls += 1
         return as_written(norm, hidden_states)
 
-    def train(world: World) -> tuple[int, float, float]:
+    def train(world: World) -> tuple[int, dict[str, float]]:
         nonlocal calls
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
         calls = 0
         told = step(config, rank, 0)
-        return calls, told["actor_update/loss"], told["actor_update/grad_norm"]
+        return calls, {name: value for name, value in told.items() if name.endswith(("/loss", "/grad_norm"))}
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", counted)
-    (before, *expected), _ = on_ranks(config, train)
+    (before, expected), _ = on_ranks(config, train)
     monkeypatch.setattr(BuildPlan, "fuses_norms", True)
-    (after, *found), _ = on_ranks(config, train)
+    (after, found), _ = on_ranks(config, train)
     assert before > 0
     assert after == 0
+    assert len(expected) > 1
     assert found == pytest.approx(expected, rel=1e-5)
