@@ -16,8 +16,8 @@ from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
-from asyncrl.config.same_code import how_found, loaded_sources
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import finds_stop_strings, wants_prefix_first
 from asyncrl.manager.client import ManagerClient
