@@ -45,8 +45,8 @@ from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, metrics_of, shape
-from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import group_failed_in

@@ -28,7 +28,7 @@ from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.rollout.embeddings import embedder_at
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult

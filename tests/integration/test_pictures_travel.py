@@ -25,7 +25,7 @@ from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import EngineStats, Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.rollout.generation.client import GenerationFailed, RolloutClient
+from asyncrl.rollout.generation.rollout_client import GenerationFailed, RolloutClient
 from tests.tiny_vlm import picture, render
 
 PICTURES = [

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from asyncrl.config.load import Config
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.picture import to_svg, to_text
+from asyncrl.master.graph.drawing import to_svg, to_text
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
