@@ -280,7 +280,7 @@ class Actor:
         if critic_T is not None:
             expected = value_functions.align_values(critic_T, seq_ids_T, len(samples))
         estimate = resolve("advantage", self.config.advantage.name, self.config.advantage.params)
-        output = estimate(
+        output: AdvantageOutput = estimate(
             AdvantageInputs(
                 rewards_S=torch.tensor([sample.total_reward for sample in samples]),
                 values_T=expected[0],

@@ -218,11 +218,15 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
     return cell
 
 
+def file_of(key: Key, out: Path) -> Path:
+    """Return where a cell is recorded."""
+    digest = hashlib.blake2b(json.dumps(asdict(key)).encode(), digest_size=4).hexdigest()
+    return out / "cells" / f"{trial_of(key)}-{digest}.json"
+
+
 def recorded(key: Key, model: Path, out: Path) -> Cell:
     """Return the cell in `out/cells`, after a run if it is not there."""
-    digest = hashlib.blake2b(json.dumps(asdict(key)).encode(), digest_size=4).hexdigest()
-    file = out / "cells" / f"{trial_of(key)}-{digest}.json"
-    found = kept_policies.recorded(file, lambda: asdict(measure(key, model, out)))
+    found = kept_policies.recorded(file_of(key, out), lambda: asdict(measure(key, model, out)))
     return Cell(**found | {"curve": [tuple(point) for point in found["curve"]]})
 
 
@@ -334,6 +338,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=PLAIN_WAYS, metavar="NAME", help=", ".join(WAYS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--quick", action="store_true", help="two ways, one seed, two values of η, few steps")
+    parser.add_argument("--recorded", action="store_true", help="only the cells that DIR has, without a run")
     parser.add_argument("--model", type=Path, help="base model; default: that of the `sft` experiment")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("overrides", nargs="*")
@@ -358,6 +363,10 @@ def main() -> None:
         for way, eta, seed in itertools.product(ways, etas, seeds)
         if eta or way not in PACED_LIKE
     ]
+    if args.recorded:
+        wanted = [key for key in wanted if file_of(key, out).is_file()]
+        if not wanted:
+            parser.error(f"--recorded: {out} has none of these cells")
     cells: dict[Key, Cell] = {}
     grid: Grid = {}
     for number, key in enumerate(wanted, 1):
