@@ -45,6 +45,6 @@ def test_a_run_of_the_benchmark_outlives_its_server(tmp_path: Path) -> None:
     measured = list(rows["failures"].measure(bench))
     assert not [figure for figure in measured if figure.failed]
     figures = {figure.name: figure.value for figure in measured}
-    assert figures["steps"] == 3
+    assert figures["steps"] >= 4
     assert figures["rollouts missing in the books"] == 0
     assert figures["processes left behind"] == 0
