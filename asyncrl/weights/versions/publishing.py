@@ -12,7 +12,7 @@ part in three steps; a step begins when all ranks have done the one before:
 
     begin    the leading rank creates the directory aside (`atomic_dir`)
     write    tensor by tensor in the model's order, each is gathered by the rank whose file it belongs to, which writes
-             it at once; then every rank syncs its files
+             it at once; a file is synced while the next is written
     finish   the leading rank adds the other files (the index, the probe, hard links to the files that never change
              (`SharedFiles`), the manifest) and renames the directory into place
 
@@ -56,8 +56,9 @@ from asyncrl.weights.versions.manifest import (
 from asyncrl.weights.versions.published import Published, TensorSpec
 from asyncrl.weights.versions.shared_files import SharedFiles
 
-MAX_SHARD_BYTES = 4 << 30
-"""Largest shard, as Hugging Face uses. More files load in parallel; fewer files take less time to open."""
+MAX_SHARD_BYTES = 1 << 30
+"""Largest shard. A file is synced while the next is written, and readers check several at a time; more files take
+longer to open."""
 _STEM = "model"
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
@@ -106,6 +107,7 @@ def publish(
     shared: SharedFiles | None,
     probe: LogprobProbe | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    first_worker: int = 0,
 ) -> Path:
     """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
     visible.
@@ -117,6 +119,7 @@ def publish(
         shared: files beside the weights of every version. None only announces the version: readers get its weights from
             memory, and the folder has the probe and a manifest that names no file of weights.
         probe: probe by which a server that loaded the version is checked; the same on all ranks.
+        first_worker: worker index of the first of `ranks`, which are consecutive workers.
 
     Raises:
         PeerFailed: another rank could not write its part.
@@ -134,7 +137,8 @@ def publish(
             return final
         shards, stem = _plan(specs, ranks.world, shared.adapters, max_shard_bytes)
         entries = _tensor_entries(shards, stem)
-    writing = _Writing(source, final, Manifest(role, version, {}, entries), shards, ranks, stem)
+    manifest = Manifest(role, version, {}, entries)
+    writing = _Writing(source, final, manifest, shards, ranks, stem, first_worker)
     ranks.together(writing.begin, f"creating {final}")
     ranks.together(writing.write, f"writing {final}")
     ranks.together(lambda: writing.finish(shared, probe), f"publishing {final}")
@@ -232,6 +236,7 @@ class _Writing:
     shards: Sequence[Shard]
     ranks: Ranks
     stem: str = _STEM
+    first_worker: int = 0
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
 
@@ -244,7 +249,7 @@ class _Writing:
             atomic_dir.begin(self.final)
 
     def write(self) -> None:
-        owners = {spec.name: shard.rank for shard in self.shards for spec in shard.specs}
+        owners = {spec.name: self.first_worker + shard.rank for shard in self.shards for spec in shard.specs}
         mine = [
             (self.directory / _shard_name(self.stem, index, len(self.shards)), shard.specs)
             for index, shard in enumerate(self.shards)
@@ -252,13 +257,15 @@ class _Writing:
         ]
         gathered = self.source.gather(owners)
         on_host = HostCopies().each(gathered)
-        try:
-            files = [_write_shard(path, specs, on_host) for path, specs in mine]
-        finally:
-            for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
-                pass
-        with atomic_dir.syncing([file.path for file in files]):
-            self.written = {file.path.name: file.entry() for file in files}
+        with atomic_dir.syncing() as sync:
+            try:
+                for path, specs in mine:
+                    file = _write_shard(path, specs, on_host)
+                    sync(path)
+                    self.written[path.name] = file.entry()
+            finally:
+                for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
+                    pass
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
             self._part(self.ranks.rank).write_bytes(msgspec.json.encode(self.written))
 
