@@ -6,8 +6,9 @@
 Each case builds the engine of a small random model as a ModelWorker does, in a process per rank, and trains a step on
 one sequence, after one on a short sequence. Measured is what that step allocates at its peak, by torch's count of its
 allocator: activations, logits, gradients on their way; no weights, gradients and moments, which do not depend on the
-length. Host memory for activations comes from numpy, which torch does not count. Beside it stands what
-`asyncrl.trainer.sizing` computes.
+length. Host memory for activations comes from numpy, which torch does not count. Torch counts what the thread that
+trains gives back, so an exchange between ranks waits until gloo's thread has let go of its tensors. Beside it stands
+what `asyncrl.trainer.sizing` computes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -28,7 +30,8 @@ from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.trainer.sizing import MemoryNeed, Workload, count, need
+from asyncrl.trainer.sized_model import count
+from asyncrl.trainer.sizing import MemoryNeed, Workload, need
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "long_context.md"
 MEASURED = PAGE.with_suffix(".json")
@@ -116,6 +119,7 @@ def _save(folder: Path) -> None:
 def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple[int, int]]) -> None:
     import numpy as np
     import torch
+    import torch.distributed as dist
 
     from asyncrl.comm.name_resolve import make_resolver
     from asyncrl.config.experiment import ExperimentConfig
@@ -132,7 +136,21 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
         on_host.append(tensor.nbytes)
         return torch.from_numpy(np.empty(tuple(tensor.shape), np.float32))
 
+    def users(tensor: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    all_to_all = dist.all_to_all_single
+
+    def exchange(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+        before = [users(tensor) for tensor in tensors]
+        all_to_all(*(tensor.detach() for tensor in tensors), group=group)  # tensors of its own to let go of
+        until = time.monotonic() + LIMIT_S
+        while any(users(tensor) > n for tensor, n in zip(tensors, before, strict=True)):
+            assert time.monotonic() < until, "gloo keeps a tensor that it has sent"
+            os.sched_yield()
+
     vars(host_activations)["host_like"] = host_like
+    vars(dist)["all_to_all_single"] = exchange
     config = ExperimentConfig()
     config.model.dtype, config.model.path = Dtype.float32, f"{folder}/model"
     config.trainer.parallel, config.trainer.tokens_per_micro_batch = way.layout, tokens
@@ -208,7 +226,7 @@ def main() -> None:
     measured = [] if arguments.measure else json.loads(MEASURED.read_text(encoding="utf-8"))
     there = {(Way(**row["way"]), row["tokens"]) for row in measured}
     lengths = [length for length in LENGTHS if length <= arguments.longest]
-    for way, tokens in product(WAYS, lengths) if arguments.measure or arguments.missing else ():
+    for tokens, way in product(lengths, WAYS) if arguments.measure or arguments.missing else ():
         if (way, tokens) not in there:
             peak, on_host = measure(way, tokens)
             measured.append({"way": asdict(way), "tokens": tokens, "peak": peak, "on_host": on_host})

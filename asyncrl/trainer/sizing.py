@@ -1,7 +1,6 @@
 """Memory that a layout needs of each rank, estimated before anything starts. docs/sizing.md derives the model.
 
-Parameters are counted: transformers builds the model on torch's meta device, where no tensor has memory. So the count
-is the model's own, whatever the architecture, and takes as long as importing torch.
+Parameters are counted (`sized_model`).
 
 Kept from step to step, for P values on the rank (a shard of them under the sharded engine), in bytes:
 
@@ -17,31 +16,23 @@ activations, its gradients and the head's), at the end (the gradients of embeddi
 
 All roles of a rank work one after the other: what they keep adds up, of the rest the largest counts. Where idle roles
 are off-loaded, only the largest role counts, and what all of them keep, but for gradients, is in host memory.
-
-One file, for one question: the parameters of a model, their cut into slices, and the bytes of each are read together.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
-from typing import Any, cast
-
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
-from asyncrl.models.transformers_internals import EXPERTS_PARAMETER, language_model_for
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
 from asyncrl.trainer.model.attention_shape import AttentionShape
 from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
-from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
+from asyncrl.trainer.parallel.layout import Layout, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.sized_model import ModelSizes, Parameter, SizedModel
 
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
@@ -51,95 +42,6 @@ INPUTS_AT_A_TIME = 2
 """Layers' inputs on the device if they are kept on the host: of the layer at work, and one on its way."""
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at a time: the one that computes, and the next one, which is being gathered."""
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter tensor.
-
-    Attributes:
-        layer: layer that it belongs to; None if it belongs to the first stage (embedding) or the last one (norm, head).
-        last: for a parameter without a layer, True if it is on the last stage.
-        cut: dimension along which tensor slices are cut; None if every slice has the whole parameter.
-        heads: number of heads if it is cut by heads; if that is not a multiple of the slices, each slice has all of it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int | None = None
-    last: bool = False
-    cut: int | None = None
-    heads: int | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of values."""
-        return prod(self.shape)
-
-    def slice(self, tensor: int, index: int) -> tuple[int, ...]:
-        """Shape of the `index`-th of `tensor` slices."""
-        if self.cut is None or (self.heads is not None and self.heads % tensor):
-            return self.shape
-        size = len(slice_of(self.shape[self.cut], tensor, index))
-        return (*self.shape[: self.cut], size, *self.shape[self.cut + 1 :])
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes that activations depend on; `feed_forward` is one expert's if there are `experts_per_token`.
-
-    Attributes:
-        shared_feed_forward: width of what every token goes through beside its experts; 0: nothing.
-        query_key_norm: queries and keys are normalised.
-    """
-
-    layers: int
-    hidden: int
-    vocabulary: int
-    query_heads: int
-    key_value_heads: int
-    head_size: int
-    feed_forward: int
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_feed_forward: int = 0
-    query_key_norm: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SizedModel:
-    """The parameters of a model, each once: a tied head is not listed.
-
-    Attributes:
-        embedding: the name of the input embedding.
-        head: whether it has an output embedding; critics and reward models have a scalar head among the parameters.
-    """
-
-    name: str
-    parameters: tuple[Parameter, ...]
-    sizes: ModelSizes
-    embedding: str
-    tied: bool
-    head: bool = True
-
-    @property
-    def numel(self) -> int:
-        """Number of values in all parameters."""
-        return sum(parameter.numel for parameter in self.parameters)
-
-    def stage(self, layout: Layout, stage: int) -> Iterator[Parameter]:
-        """The parameters of a pipeline stage; the last one has a copy of a tied embedding."""
-        layers = stage_layers(self.sizes.layers, layout.pipeline, stage)
-        last = layout.pipeline - 1
-        for parameter in self.parameters:
-            if parameter.layer is not None:
-                here = parameter.layer in layers
-            else:
-                here = stage == (last if parameter.last else 0)
-            if here or (self.tied and stage == last and parameter.name == self.embedding):
-                yield parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +182,7 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         host_inputs=flight * layers * inputs if on_host else 0,
         activations=flight * (inputs + work.mask_bytes + per_layer * layers) if trained else inputs + per_layer,
         checkpointed=inputs * layer_inputs + flight * (inputs + work.mask_bytes) if trained else inputs,
-        recomputed=per_layer + work.tokens * _gradient_bytes_per_token(model.sizes, layout.tensor, work),
+        recomputed=work.tokens * _recomputed_bytes_per_token(model.sizes, layout.tensor, work, layout.context),
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
 
@@ -320,10 +222,30 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, contex
     return kept
 
 
-def _gradient_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int:
-    """Bytes per token of the gradients that exist at a time in a layer's backward pass: two of the feed-forward."""
+def _recomputed_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, context: int) -> int:
+    """Bytes per token of a layer that is recomputed, at the larger of its two peaks.
+
+    One is in the backward pass of the feed-forward: all that the layer keeps, and two gradients. The other is in the
+    forward pass of attention, before the feed-forward keeps anything: queries, keys and values as projected, as
+    exchanged with the other parts of the tokens and as gathered into rows, and the output on its way back.
+    """
+    value, norm = work.bytes, 4 + work.bytes
     width = sizes.feed_forward * (sizes.experts_per_token if sizes.experts else 1) + sizes.shared_feed_forward
-    return 2 * width * work.bytes // tensor
+    feed_forward = layer_bytes_per_token(sizes, tensor, work, context) + 2 * width * value // tensor
+    if work.attention == AttentionImplementation.eager:
+        return feed_forward
+    key_value_heads = sizes.key_value_heads // tensor or 1
+    queries, keys = sizes.query_heads // tensor * sizes.head_size, key_value_heads * sizes.head_size
+    exchanged = keys * lcm(key_value_heads, context) // key_value_heads
+    held = sizes.hidden * (norm + value) + (queries + 2 * keys) * value
+    if sizes.query_key_norm:
+        held += (queries + keys) * norm
+    if work.gathers:  # rows of queries and of the output, the output without gaps, and the stream of it
+        held += round((3 * work.shape.queries + 1) * queries + 2 * work.shape.keys * exchanged) * value
+        held += (queries + 2 * exchanged) * value if context > 1 else 0
+    else:  # with an exchange: the output in parts, as it is sent, as it arrives, and in order
+        held += (5 * queries + 2 * exchanged if context > 1 else queries) * value
+    return max(feed_forward, held)
 
 
 def total(needs: Sequence[MemoryNeed], *, offload: bool = False) -> MemoryNeed:
@@ -390,102 +312,3 @@ def _logits(model: SizedModel, tensor: int, work: Workload) -> int:
         return hidden
     chunk = min(MAX_LOGITS_BYTES, 4 * work.tokens * -(-model.sizes.vocabulary // tensor))
     return hidden + LOGITS_COPIES * chunk
-
-
-def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedModel:
-    """Count the model of the `config.json` whose content is `described`, with its vision tower where it has one.
-
-    Args:
-        value_model: count its trunk with a scalar head, as critics and reward models have.
-
-    Raises:
-        ValueError: transformers does not know its `model_type`, or has no causal language model of it.
-    """
-    settings = dict(described)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    auto: Any = AutoModel if value_model else language_model_for(described)
-    with torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config)
-    return sized(model, value_model=value_model)
-
-
-def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
-    """Count a model that is already built; see `count`."""
-    text = model.config.get_text_config()
-    sizes = _sizes(model, text)
-    cut = _Cuts(model, sizes)
-    parameters, layers_begun = [], False
-    embedding = model.get_input_embeddings()
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}[id(cast(Any, embedding).weight)]
-    prefix = _layers_name(model, sizes.layers, name_of.removesuffix(".weight").rpartition(".")[0])
-    for name, parameter in model.named_parameters():  # a tied head comes with the embedding only
-        inside = _LAYER.match(name[len(prefix) :]) if name.startswith(prefix) else None
-        layers_begun = layers_begun or inside is not None
-        layer = int(inside[1]) if inside is not None else None
-        parameters.append(cut.described(name, parameter, layer, last=layers_begun and layer is None))
-    if value_model:
-        parameters += [
-            Parameter("head.weight", (1, sizes.hidden), last=True),
-            Parameter("head.bias", (1,), last=True),
-        ]
-    head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    tied = not value_model and head is not None and cast(Any, head).weight is cast(Any, embedding).weight
-    return SizedModel(str(text.model_type), tuple(parameters), sizes, name_of, tied, head=not value_model)
-
-
-def _layers_name(model: PreTrainedModel, layers: int, beside: str) -> str:
-    """The name of the list of layers with a dot after it; unlike a vision tower's it is `beside` the embedding."""
-    for name, module in model.named_modules():
-        if name.startswith(beside) and isinstance(module, nn.ModuleList) and len(module) == layers:
-            return f"{name}."
-    raise ValueError(f"{type(model).__name__} has no list of its {layers} layers beside its embedding")
-
-
-def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:
-    settings = text.to_dict()
-    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
-    experts = next((settings[name] for name in _EXPERTS if settings.get(name)), 0)
-    feed_forward = int(settings.get("intermediate_size") or 4 * hidden)
-    if experts:
-        feed_forward = int(settings.get("moe_intermediate_size") or feed_forward)
-    shared = settings.get("shared_expert_intermediate_size") or (settings.get("n_shared_experts") or 0) * feed_forward
-    return ModelSizes(
-        layers=int(text.num_hidden_layers),
-        hidden=hidden,
-        vocabulary=int(text.vocab_size),
-        query_heads=heads,
-        key_value_heads=int(settings.get("num_key_value_heads") or heads),
-        head_size=int(settings.get("head_dim") or hidden // heads),
-        feed_forward=feed_forward,
-        experts=int(experts),
-        experts_per_token=int(settings.get("num_experts_per_tok") or 0) if experts else 0,
-        shared_feed_forward=int(shared) if experts else 0,
-        query_key_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-    )
-
-
-class _Cuts:
-    """The dimension along which each parameter is cut into tensor slices, by transformers' own plans for the model."""
-
-    def __init__(self, model: PreTrainedModel, sizes: ModelSizes) -> None:
-        self._plan = {"lm_head": "colwise", **(model.tp_plan or {}), **(model.ep_plan or {})}
-        self._sizes = sizes
-
-    def described(self, name: str, parameter: nn.Parameter, layer: int | None, *, last: bool) -> Parameter:
-        """The parameter with its place and its cut."""
-        module, _, kind = name.rpartition(".")
-        style = self._plan.get(_general(name)) or self._plan.get(_general(module), "")
-        cut: int | None = None
-        if style in ("embedding_rowwise", EXPERTS_PARAMETER) or (
-            style.startswith("colwise") and kind in ("weight", "bias")
-        ):
-            cut = 0
-        elif (style.startswith("rowwise") and kind != "bias") or style.startswith("embedding_colwise"):
-            cut = parameter.dim() - 1
-        heads = self._sizes.key_value_heads if module.endswith(("k_proj", "v_proj")) else None
-        return Parameter(name, tuple(parameter.shape), layer, last, cut, heads)
-
-
-def _general(name: str) -> str:
-    """`model.layers.3.mlp` as the plan writes it: `model.layers.*.mlp`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -44,7 +44,8 @@ from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.trainer.sizing import Workload, count, need
+from asyncrl.trainer.sized_model import count
+from asyncrl.trainer.sizing import Workload, need
 from gpu_rows.bench import GIB, Bench, Figure, grouped, tried
 from gpu_rows.machine import matmul_flops
 

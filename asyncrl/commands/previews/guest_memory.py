@@ -18,7 +18,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.trainer.sizing import MemoryNeed, ModelSizes, SizedModel
+from asyncrl.trainer.sized_model import ModelSizes, SizedModel
+from asyncrl.trainer.sizing import MemoryNeed
 
 GIB = 1 << 30
 

@@ -33,7 +33,8 @@ from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.placement import engine_of, model_of, placement
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
-from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need, total
+from asyncrl.trainer.sized_model import SizedModel, count
+from asyncrl.trainer.sizing import MemoryNeed, Workload, need, total
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
 

@@ -31,22 +31,17 @@ from asyncrl.trainer.batches.prefix_tree import Branches, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_ranks
 from asyncrl.trainer.model import host_activations
 from asyncrl.trainer.model.attention_shape import AttentionShape, packed_shape
+from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.loading import Critic
 from asyncrl.trainer.model.packed_attention import PACKED, DeviceBlock
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
-from asyncrl.trainer.sizing import (
-    MemoryNeed,
-    Workload,
-    count,
-    layer_bytes_per_token,
-    need,
-    sized,
-    total,
-)
+from asyncrl.trainer.sized_model import count, sized
+from asyncrl.trainer.sizing import MemoryNeed, Workload, layer_bytes_per_token, need, total
 
 BASE = {
     "hidden_size": 64,
@@ -292,14 +287,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monk
     def step() -> None:
         engine.compute_gradients(batch, wanted, range(group), lambda _, out: (out.logprobs_N.sum(), {}))
 
-    step()  # what is made once, as tables of positions
-    with torch.profiler.profile(profile_memory=True) as profiled:
-        step()
-    held = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+    peak = allocated_at_the_peak(step)
     work = Workload(
         "flat",
         Dtype.float32,
@@ -314,6 +302,44 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monk
     )
     expected = (of.total_checkpointed if checkpointed else of.total) - of.kept
     assert peak == pytest.approx(expected, rel=0.1), (peak, expected)
+
+
+@pytest.mark.parametrize("key_value_heads", [2, 4])
+@pytest.mark.parametrize("context", [1, 4])
+def test_a_layer_whose_attention_is_its_widest_part_peaks_there(context: int, key_value_heads: int) -> None:
+    """With its exchanges between the parts of the tokens, whose other ranks do nothing here."""
+    tokens, layers = 1024, 4
+    wide = {"num_key_value_heads": key_value_heads, "head_dim": 64, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": layers, **wide}
+    inputs = packed_inputs([128] * (tokens // 128))
+    with pretended_world(0, 4):
+        if context > 1:
+            assert dist.group.WORLD is not None
+            part = StreamPart(dist.group.WORLD, 0, context, tokens)
+            cut = {name: part.own(inputs[name][0])[None] for name in ("input_ids", "position_ids")}
+            inputs |= cut | {"stream_part": part}
+        trunk = real("qwen3", attention=across_ranks(PACKED) if context > 1 else PACKED, **sizes).base_model
+        checkpoint_layers(trunk)
+        peak = allocated_at_the_peak(lambda: trunk(**inputs).last_hidden_state.sum().backward())
+    model = count(described("qwen3", **sizes))
+    work, place = workload("flat", tokens=tokens), Coordinates(0, 0, 0)
+    of = need(model, Layout(context=context), place, work, trained=True)
+    assert peak == pytest.approx(of.checkpointed + of.recomputed, rel=0.06)
+    part_tokens, kept = tokens // context, layer_bytes_per_token(model.sizes, 1, work, context)
+    assert of.recomputed > 1.03 * part_tokens * (kept + 2 * 64 * 4), "the feed-forward's moment is not the peak"
+
+
+def allocated_at_the_peak(step: Callable[[], Any]) -> int:
+    """Bytes that `step` holds at most, by torch's count of its allocator, once it has made what it makes once."""
+    step()
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        step()
+    held = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
 
 
 def group_of_answers(prompt: int, answer: int, group: int) -> StepBatch:

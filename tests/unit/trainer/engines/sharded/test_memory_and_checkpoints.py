@@ -191,12 +191,13 @@ def test_recomputed_activations_are_those_that_were_kept(
             np.testing.assert_array_equal(there[name], gradient, err_msg=name)
 
 
-def test_bf16_is_near_fp32(config: ExperimentConfig, on_ranks: Any, step: Step) -> None:
+@pytest.mark.parametrize("layout", ["d2", "c2"])
+def test_bf16_is_near_fp32(layout: str, config: ExperimentConfig, on_ranks: Any, step: Step) -> None:
     """Gradients of many micro-batches and ranks are added up in fp32: most sums are no bf16 numbers."""
     config.trainer.tokens_per_micro_batch, config.trainer.ppo_minibatches = 24, 1
     exact = gradients(config, step)(World())
     config.model.dtype = Dtype.bfloat16
-    config.trainer.parallel = "d2"
+    config.trainer.parallel = layout
     found, _ = on_ranks(config, gradients(config, step))
     assert_close([found], exact, 0.1)
     everything, reference = (np.concatenate([told[name].ravel() for name in exact]) for told in (found, exact))

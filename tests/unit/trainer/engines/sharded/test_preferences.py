@@ -35,7 +35,10 @@ def taught(config: SFTConfig, settings: Any, place: RankPosition) -> dict[str, A
     return told
 
 
-@pytest.mark.parametrize(("name", "layout"), [("bradley_terry", "d2t2"), ("bradley_terry", "p2"), ("dpo", "d2c2")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("bradley_terry", "d2t2"), ("bradley_terry", "p2"), ("bradley_terry", "c2"), ("dpo", "d2c2")],
+)
 def test_layouts_learn_what_one_rank_learns(on_ranks: OnRanks, tmp_path: Path, name: str, layout: str) -> None:
     """A reward model begins with a language model's trunk; three pairs are dealt unevenly to two ranks."""
     policy().save_pretrained(tmp_path / "start")

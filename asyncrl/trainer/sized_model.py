@@ -1,0 +1,209 @@
+"""The parameters of a model and their cut into slices, counted before anything starts.
+
+transformers builds the model on torch's meta device, where no tensor has memory. So the count is the model's own,
+whatever the architecture, and takes as long as importing torch. The cut follows transformers' own plans for the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+
+from asyncrl.models.transformers_internals import EXPERTS_PARAMETER, language_model_for
+from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor.
+
+    Attributes:
+        layer: layer that it belongs to; None if it belongs to the first stage (embedding) or the last one (norm, head).
+        last: for a parameter without a layer, True if it is on the last stage.
+        cut: dimension along which tensor slices are cut; None if every slice has the whole parameter.
+        heads: number of heads if it is cut by heads; if that is not a multiple of the slices, each slice has all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None = None
+    last: bool = False
+    cut: int | None = None
+    heads: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+    def slice(self, tensor: int, index: int) -> tuple[int, ...]:
+        """Shape of the `index`-th of `tensor` slices."""
+        if self.cut is None or (self.heads is not None and self.heads % tensor):
+            return self.shape
+        size = len(slice_of(self.shape[self.cut], tensor, index))
+        return (*self.shape[: self.cut], size, *self.shape[self.cut + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes that activations depend on; `feed_forward` is one expert's if there are `experts_per_token`.
+
+    Attributes:
+        shared_feed_forward: width of what every token goes through beside its experts; 0: nothing.
+        query_key_norm: queries and keys are normalised.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    query_heads: int
+    key_value_heads: int
+    head_size: int
+    feed_forward: int
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_feed_forward: int = 0
+    query_key_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """The parameters of a model, each once: a tied head is not listed.
+
+    Attributes:
+        embedding: the name of the input embedding.
+        head: whether it has an output embedding; critics and reward models have a scalar head among the parameters.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    sizes: ModelSizes
+    embedding: str
+    tied: bool
+    head: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of values in all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def stage(self, layout: Layout, stage: int) -> Iterator[Parameter]:
+        """The parameters of a pipeline stage; the last one has a copy of a tied embedding."""
+        layers = stage_layers(self.sizes.layers, layout.pipeline, stage)
+        last = layout.pipeline - 1
+        for parameter in self.parameters:
+            if parameter.layer is not None:
+                here = parameter.layer in layers
+            else:
+                here = stage == (last if parameter.last else 0)
+            if here or (self.tied and stage == last and parameter.name == self.embedding):
+                yield parameter
+
+
+def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedModel:
+    """Count the model of the `config.json` whose content is `described`, with its vision tower where it has one.
+
+    Args:
+        value_model: count its trunk with a scalar head, as critics and reward models have.
+
+    Raises:
+        ValueError: transformers does not know its `model_type`, or has no causal language model of it.
+    """
+    settings = dict(described)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    auto: Any = AutoModel if value_model else language_model_for(described)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config)
+    return sized(model, value_model=value_model)
+
+
+def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
+    """Count a model that is already built; see `count`."""
+    text = model.config.get_text_config()
+    sizes = _sizes(model, text)
+    cut = _Cuts(model, sizes)
+    parameters, layers_begun = [], False
+    embedding = model.get_input_embeddings()
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}[id(cast(Any, embedding).weight)]
+    prefix = _layers_name(model, sizes.layers, name_of.removesuffix(".weight").rpartition(".")[0])
+    for name, parameter in model.named_parameters():  # a tied head comes with the embedding only
+        inside = _LAYER.match(name[len(prefix) :]) if name.startswith(prefix) else None
+        layers_begun = layers_begun or inside is not None
+        layer = int(inside[1]) if inside is not None else None
+        parameters.append(cut.described(name, parameter, layer, last=layers_begun and layer is None))
+    if value_model:
+        parameters += [
+            Parameter("head.weight", (1, sizes.hidden), last=True),
+            Parameter("head.bias", (1,), last=True),
+        ]
+    head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    tied = not value_model and head is not None and cast(Any, head).weight is cast(Any, embedding).weight
+    return SizedModel(str(text.model_type), tuple(parameters), sizes, name_of, tied, head=not value_model)
+
+
+def _layers_name(model: PreTrainedModel, layers: int, beside: str) -> str:
+    """The name of the list of layers with a dot after it; unlike a vision tower's it is `beside` the embedding."""
+    for name, module in model.named_modules():
+        if name.startswith(beside) and isinstance(module, nn.ModuleList) and len(module) == layers:
+            return f"{name}."
+    raise ValueError(f"{type(model).__name__} has no list of its {layers} layers beside its embedding")
+
+
+def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:
+    settings = text.to_dict()
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    experts = next((settings[name] for name in _EXPERTS if settings.get(name)), 0)
+    feed_forward = int(settings.get("intermediate_size") or 4 * hidden)
+    if experts:
+        feed_forward = int(settings.get("moe_intermediate_size") or feed_forward)
+    shared = settings.get("shared_expert_intermediate_size") or (settings.get("n_shared_experts") or 0) * feed_forward
+    return ModelSizes(
+        layers=int(text.num_hidden_layers),
+        hidden=hidden,
+        vocabulary=int(text.vocab_size),
+        query_heads=heads,
+        key_value_heads=int(settings.get("num_key_value_heads") or heads),
+        head_size=int(settings.get("head_dim") or hidden // heads),
+        feed_forward=feed_forward,
+        experts=int(experts),
+        experts_per_token=int(settings.get("num_experts_per_tok") or 0) if experts else 0,
+        shared_feed_forward=int(shared) if experts else 0,
+        query_key_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+    )
+
+
+class _Cuts:
+    """The dimension along which each parameter is cut into tensor slices, by transformers' own plans for the model."""
+
+    def __init__(self, model: PreTrainedModel, sizes: ModelSizes) -> None:
+        self._plan = {"lm_head": "colwise", **(model.tp_plan or {}), **(model.ep_plan or {})}
+        self._sizes = sizes
+
+    def described(self, name: str, parameter: nn.Parameter, layer: int | None, *, last: bool) -> Parameter:
+        """The parameter with its place and its cut."""
+        module, _, kind = name.rpartition(".")
+        style = self._plan.get(_general(name)) or self._plan.get(_general(module), "")
+        cut: int | None = None
+        if style in ("embedding_rowwise", EXPERTS_PARAMETER) or (
+            style.startswith("colwise") and kind in ("weight", "bias")
+        ):
+            cut = 0
+        elif (style.startswith("rowwise") and kind != "bias") or style.startswith("embedding_colwise"):
+            cut = parameter.dim() - 1
+        heads = self._sizes.key_value_heads if module.endswith(("k_proj", "v_proj")) else None
+        return Parameter(name, tuple(parameter.shape), layer, last, cut, heads)
+
+
+def _general(name: str) -> str:
+    """`model.layers.3.mlp` as the plan writes it: `model.layers.*.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
