@@ -1,10 +1,11 @@
 """Every pair of features that might exclude each other: a run with both trains, or is refused by name at its start.
 
 The table in `docs/pairs.md` is made of what this file finds, and tests hold the page against the code: each refusal,
-and a few of the runs.
+and a few of the runs. A run has up to `MOST` features, no two of which are refused together. If it does not train, each
+of its pairs is tried alone.
 
-    python -m tests.e2e.test_pairs            starts a run of each pair and writes the table anew
-    python -m tests.e2e.test_pairs NAME ...   starts those with one of these features and prints what it finds
+    python -m tests.e2e.test_pairs            tries all pairs and writes the table anew
+    python -m tests.e2e.test_pairs NAME ...   tries those with one of these features; other cells stay as they are
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +35,10 @@ from ..warm import Template
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "pairs.md"
 STEPS = 2
+MOST = 6
+"""Features of a run at most."""
 WORKS, EITHER = "yes", "-"
+MARK = "<!-- made by tests/e2e/test_pairs.py -->\n"
 AGENT = """
 from asyncrl.api import GenerationRequest
 
@@ -84,32 +88,42 @@ FEATURES = {
     "score ahead": Feature({"algorithm.kl_coef": "0.01", "trainer.score_ahead": "true"}),
     "off-loading": Feature({"trainer.offload": "true", "optimizer.moments_on": "host"}),
     "several passes": Feature({"trainer.ppo_epochs": "2"}),
+    "16-bit versions": Feature({"model.publish_dtype": "bfloat16"}),
+    "int8 servers": Feature({"generation.quantization": "int8"}),
+    "activations on the host": Feature({"trainer.gradient_checkpointing": "true", "trainer.activations_on": "host"}),
     "older selves": Feature(policy="{name: past, versions: {every: 1, keep: 2}}"),
     "second trained policy": Feature(policy="{name: judge, trained: true}"),
 }
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two features at once."""
+class Together:
+    """Features of one run."""
 
-    first: str
-    second: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " with ".join(self.names)
 
     @cached_property
-    def features(self) -> tuple[Feature, Feature]:
-        """Return both."""
-        return FEATURES[self.first], FEATURES[self.second]
+    def features(self) -> list[Feature]:
+        """Return the features."""
+        return [FEATURES[name] for name in self.names]
 
     @property
     def possible(self) -> bool:
-        """Return whether they are no alternatives."""
-        first, second = self.features
-        return not first.kind or first.kind != second.kind
+        """Return whether no two of them are alternatives."""
+        kinds = [feature.kind for feature in self.features if feature.kind]
+        return len(set(kinds)) == len(kinds)
+
+    @property
+    def pairs(self) -> list[Together]:
+        """Return its pairs, in the order of the table."""
+        return [Together(pair) for pair in itertools.combinations(sorted(self.names, key=ORDER.index), 2)]
 
     @property
     def experiment(self) -> str:
-        """Return the experiment that a run with both is based on."""
+        """Return the experiment that the run is based on."""
         return max((feature.experiment for feature in self.features), key=lambda name: name == "vlm_shapes")
 
     def settings(self, folder: Path) -> dict[str, Any]:
@@ -141,12 +155,12 @@ class Pair:
         return ""
 
     def found(self, folder: Path, template: Template | None) -> str:
-        """Return `WORKS` after a run with both, or why it was refused.
+        """Return `WORKS` after the run, or why it was refused.
 
         Raises:
             AssertionError: it was neither refused nor right.
         """
-        trial = {"trial_name": f"{self.first}_{self.second}".replace(" ", "-")}
+        trial = {"trial_name": "_".join(self.names).replace(" ", "-")}
         run = Run(folder, self.settings(folder) | trial, self.experiment, template=template)
         try:
             code = run.wait()
@@ -162,7 +176,8 @@ class Pair:
         return WORKS
 
 
-PAIRS = [pair for pair in itertools.starmap(Pair, itertools.combinations(FEATURES, 2)) if pair.possible]
+ORDER = list(FEATURES)
+PAIRS = [pair for pair in map(Together, itertools.combinations(FEATURES, 2)) if pair.possible]
 
 
 def _first(text: str) -> str:
@@ -170,41 +185,77 @@ def _first(text: str) -> str:
     return text.strip().splitlines()[0].removeprefix("error: ").replace(f"{REPOSITORY}/", "")
 
 
-def refused(page: str) -> dict[Pair, str]:
+def refused(page: str) -> dict[Together, str]:
     """Return the pairs that the page calls refused, and its words."""
     lines = re.findall(r"^\d+\. (.+?) with (.+?): (.+)$", page, re.MULTILINE)
-    return {Pair(first, second): why for first, second, why in lines}
+    return {Together((first, second)): why for first, second, why in lines}
 
 
-def table(cells: dict[Pair, str]) -> Iterator[str]:
+def on_the(page: str) -> dict[Together, str]:
+    """Return all cells of the page."""
+    rows = re.findall(r"^\| (.+?) \|", page.partition(MARK)[2], re.MULTILINE)
+    heads = re.search(r"^\| \| (.+) \|$", page.partition(MARK)[2], re.MULTILINE)
+    shown = {*rows, *(heads[1].split(" | ") if heads else ())}
+    return {pair: refused(page).get(pair, WORKS) for pair in PAIRS if shown.issuperset(pair.names)}
+
+
+def runs(asked: Collection[Together], fit: Collection[Together]) -> Iterator[Together]:
+    """Yield runs that have all `asked` pairs between them, and no pair that is not among `fit`."""
+    left = dict.fromkeys(asked)
+    while left:
+        run = next(iter(left))
+        for name in ORDER:
+            wider = Together((*run.names, name))
+            added = [pair for pair in wider.pairs if name in pair.names]
+            if name in run.names or len(wider.names) > MOST or not wider.possible:
+                continue
+            if all(pair in fit for pair in added) and any(pair in left for pair in added):
+                run = wider
+        for pair in run.pairs:
+            left.pop(pair, None)
+        yield run
+
+
+def table(cells: dict[Together, str]) -> Iterator[str]:
     """Yield the lines of the page's table, and of the list of its refusals."""
     names = list(FEATURES)
     numbers = {pair: number for number, pair in enumerate([p for p in PAIRS if cells[p] != WORKS], 1)}
     yield "| | " + " | ".join(names[1:]) + " |"
     yield "|---|" + "---|" * (len(names) - 1)
     for row, first in enumerate(names[:-1]):
-        each = [Pair(first, second) for second in names[1:]]
+        each = [Together((first, second)) for second in names[1:]]
         shown = [EITHER if not pair.possible else str(numbers.get(pair, WORKS)) for pair in each]
         yield f"| {first} | " + " | ".join([""] * row + shown[row:]) + " |"
     yield ""
     for pair, number in numbers.items():
-        yield f"{number}. {pair.first} with {pair.second}: {cells[pair]}"
+        yield f"{number}. {pair}: {cells[pair]}"
 
 
 def main(names: list[str]) -> None:
-    """Try the pairs, and write the page if all were tried."""
-    asked = [pair for pair in PAIRS if not names or {pair.first, pair.second} & set(names)]
-    cells, wrong = dict[Pair, str](), 0
+    """Try the pairs, and write the page if all that it shows were tried."""
+    page = PAGE.read_text()
+    cells, wrong = on_the(page) if names else {}, 0
+    asked = [pair for pair in PAIRS if not names or set(pair.names) & set(names)]
     with tempfile.TemporaryDirectory() as root, closing(Template(str(os.getpid()))) as template:
-        for pair in asked:
+
+        def tried(together: Together) -> str:
             try:
-                cells[pair] = pair.refusal(Path(root)) or pair.found(Path(root), template)
+                return together.refusal(Path(root)) or together.found(Path(root), template)
             except (AssertionError, pytest.fail.Exception) as error:
-                cells[pair], wrong = f"WRONG: {error}", wrong + 1
-            print(f"{pair.first} with {pair.second}: {cells[pair]}", flush=True)
-    if not names and not wrong:
-        before, mark, _ = PAGE.read_text().partition("<!-- made by tests/e2e/test_pairs.py -->\n")
-        PAGE.write_text(before + mark + "\n" + "\n".join(table(cells)) + "\n")
+                return f"WRONG: {error}"
+
+        cells |= {pair: pair.refusal(Path(root)) or WORKS for pair in asked}
+        fit = [pair for pair, found in cells.items() if found == WORKS]
+        for run in runs([pair for pair in asked if pair in fit], fit):
+            found = tried(run)
+            print(f"{run}: {found}", flush=True)
+            for pair in run.pairs if found != WORKS else ():
+                if pair in asked:
+                    cells[pair] = tried(pair)
+                    wrong += cells[pair].startswith("WRONG")
+                    print(f"{pair}: {cells[pair]}", flush=True)
+    if not wrong and cells.keys() == set(PAIRS):
+        PAGE.write_text(page.partition(MARK)[0] + MARK + "\n" + "\n".join(table(cells)) + "\n")
     sys.exit(wrong > 0)
 
 
@@ -212,9 +263,9 @@ PAGE_REFUSES = refused(PAGE.read_text()) if PAGE.exists() else {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAGE_REFUSES, ids=lambda pair: f"{pair.first} with {pair.second}")
+@pytest.mark.parametrize("pair", PAGE_REFUSES, ids=str)
 def test_what_the_page_calls_refused_is_refused_in_these_words(
-    pair: Pair, tmp_path: Path, template: Template | None
+    pair: Together, tmp_path: Path, template: Template | None
 ) -> None:
     assert (pair.refusal(tmp_path) or pair.found(tmp_path, template)) == PAGE_REFUSES[pair]
 
@@ -222,10 +273,10 @@ def test_what_the_page_calls_refused_is_refused_in_these_words(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",
-    [Pair("adapters", "older selves"), Pair("critic", "second trained policy")],
-    ids=lambda pair: f"{pair.first} with {pair.second}",
+    [Together(("adapters", "older selves")), Together(("critic", "second trained policy"))],
+    ids=str,
 )
-def test_pairs_that_the_page_calls_tried_train(pair: Pair, tmp_path: Path, template: Template | None) -> None:
+def test_pairs_that_the_page_calls_tried_train(pair: Together, tmp_path: Path, template: Template | None) -> None:
     assert pair not in PAGE_REFUSES
     assert pair.found(tmp_path, template) == WORKS
 
