@@ -287,7 +287,7 @@ class WaitRestingReply(Message, frozen=True):
     """Servers that the turn still has to wait for, in words; none: the devices are the trainer's.
 
     Attributes:
-        others: servers elsewhere that serve.
+        others: servers elsewhere that serve, or will once they are updated.
         wake_s: time that a guest took lately from its turn until it served.
     """
 

@@ -24,6 +24,7 @@ import logging
 import math
 import time
 from asyncio import Event
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -69,6 +70,7 @@ class DeviceTurns:
         stop: ends waits.
         guests: how many there are.
         others: servers elsewhere.
+        clock: monotonic time in seconds.
 
     Attributes:
         guests: how many there are.
@@ -84,11 +86,12 @@ class DeviceTurns:
         stop: Event,
         guests: int,
         others: int = 0,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._board, self._manager, self._stall = board, manager, stall
         self._announcer, self._stop, self.guests = announcer, stop, guests
         self._others, self._serving, self._lending = others, others, Lending()
-        self._number, self._began = 0, 0.0
+        self._number, self._began, self._clock = 0, 0.0, clock
         self.training = bool(guests)  # while the ranks load their models
 
     def begin(self) -> None:
@@ -129,7 +132,7 @@ class DeviceTurns:
         Raises:
             StopRequested, Stalled: see `StallWatch.wait`.
         """
-        began = perf_counter()
+        began = self._clock()
         self._lending.wait_ended()
         if self.guests and not self._others and self._announcer.evaluating:
             self.give()
@@ -144,7 +147,7 @@ class DeviceTurns:
             while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:
                 _log.info("step %d waits for %s", version + 1, ", ".join(waits_for))
         self._began = time.time()
-        self._lending.release_s = perf_counter() - began
+        self._lending.release_s = self._clock() - began
         return self._lending.release_s
 
     async def take_to_end(self, limit_s: float) -> None:

@@ -69,6 +69,7 @@ class Model:
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
+QWEN_1B = Model("1.5B", 1.54e9, 28, 2, 128)
 QWEN_7B = Model("7B", 7.6e9, 28, 4, 128)
 QWEN_32B = Model("32B", 32.8e9, 64, 8, 128)
 

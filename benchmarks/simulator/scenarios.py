@@ -21,6 +21,7 @@ from asyncrl.verify.simulator.lengths import LogNormal
 from asyncrl.verify.simulator.setup import Setup
 from simulator.devices import (
     H100,
+    QWEN_1B,
     QWEN_7B,
     QWEN_32B,
     REFERENCE_OPERATIONS,
@@ -309,7 +310,44 @@ def _ahead(devices: int, quick: bool) -> list[Cell]:
     return cells
 
 
+def _guests(quick: bool) -> list[Cell]:
+    """Few devices, whose servers are apart from the trainer, share all of its devices, or are lent them."""
+    table, cells = "few devices: guests", []
+
+    def add(label: str, devices: int, alone: int, training: int, eta: int, guests: int, model: Model) -> None:
+        engine = replace(engine_model(model, H100, 1), switch_s=switch_s(model, training) / 2)
+        setup = Setup(
+            name=f"{devices} devices, {model.name}, {alone} + {training}, {guests} guests, η = {eta}",
+            servers=alone + guests,
+            engine=engine,
+            trainer=trainer_model(model, H100, training),
+            devices=(alone + guests, training),
+            lengths=LONG,
+            eta=eta,
+            batch=16,
+            group=16,
+            max_new_tokens=LONG.limit,
+            guests=guests,
+            on_stale=OnStale.wait,
+            grain=GRAIN,
+            **_steps(eta, quick),
+        )
+        cells.append(Cell(table, f"{model.name}, {devices} devices: {label}, η = {eta}", setup))
+
+    for eta in (0, 1, 2):
+        add("in turns", 1, 0, 1, eta, 1, QWEN_1B)
+    for guests in (0, 1):
+        add("1 + 1, lent" if guests else "1 + 1", 2, 1, 1, 2, guests, QWEN_1B)
+    add("in turns", 2, 0, 2, 2, 2, QWEN_1B)
+    for alone in (5, 6):
+        for guests in (0, 8 - alone):
+            add(f"{alone} + {8 - alone}{', lent' if guests else ''}", 8, alone, 8 - alone, 2, guests, QWEN_7B)
+    add("in turns", 8, 0, 8, 2, 8, QWEN_7B)
+    return cells
+
+
 TABLES: dict[str, Table] = {
+    "guests": _guests,
     "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
     "eta64": lambda quick: _etas(64, quick),
     "beyond64": lambda quick: _beyond(64, quick),

@@ -274,9 +274,10 @@ class FleetDecisions:
         return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
 
     @property
-    def others_serving(self) -> int:
-        """Number of serving servers that are not guests."""
-        return sum(life.index not in self.guests for life in self._serving())
+    def others_in_service(self) -> int:
+        """Number of servers that are not guests and serve, or will once they are updated."""
+        updating = (life for life in self.servers if life.state is ServerState.UPDATING and not life.failures)
+        return sum(life.index not in self.guests for life in (*self._serving(), *updating))
 
     def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
         """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""

@@ -68,7 +68,7 @@ class Guests:
             waits_for = await self._in_the_way(request.turn)
             left_s = deadline - self._clock()
             if not waits_for or left_s <= 0:
-                return m.WaitRestingReply(waits_for, self._decisions.others_serving, self._runner.wake_s)
+                return m.WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.wake_s)
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _in_the_way(self, number: int) -> list[str]:

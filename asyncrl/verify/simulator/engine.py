@@ -44,6 +44,7 @@ from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
     GenerateRequest,
+    MemoryRequest,
     PauseMode,
     PauseRequest,
     UpdateWeightsRequest,
@@ -121,6 +122,8 @@ class Engine:
                 return await self._update(body)
             case "/model_info", _:
                 return {"weight_version": str(self.version), "model_path": "simulated"}
+            case (("/release_memory_occupation" | "/resume_memory_occupation"), MemoryRequest()):
+                await self._switch(path, body)
             case "/ready", _:
                 return None
             case _:
@@ -206,6 +209,13 @@ class Engine:
         self.advance()
         self._paused = False
         self._admit()
+
+    async def _switch(self, path: str, body: MemoryRequest) -> None:
+        """Give the device to the trainer, or take it back: once for all kinds of memory, with the first of them."""
+        if self._by_rid:
+            raise BadRequest(f"{path} while {len(self._by_rid)} sequences run")
+        if path.startswith("/release") or body.tags == ["weights"]:
+            await asyncio.sleep(self.model.switch_s)
 
     async def _update(self, body: UpdateWeightsRequest) -> dict[str, Any]:
         await self._cores.work(self.model.update_s)

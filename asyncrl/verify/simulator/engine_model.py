@@ -28,6 +28,8 @@ class EngineModel:
     max_running: int
     kv_tokens: float
     update_s: float
+    switch_s: float = 0.0
+    """Seconds in which a device that is shared with the trainer changes hands, each way."""
     row_s: float = 0.0
     admission_s: float = 0.0
     call_s: float = 0.0

@@ -1,6 +1,7 @@
 """One simulated run: the control plane's own code, with simulated surroundings.
 
-Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `ManagerClient`,
+Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `DeviceTurns` and
+the rule that lends devices to guests; `ManagerClient`,
 `RolloutClient` and `RolloutLoop` of every RolloutWorker; `PromptQueue`; `Collector`, `SampleBuffer` and the ranks'
 `Inbox`. Simulated: the servers (`Engine`), the time that a step and its publishing take, HTTP and ZMQ (calls in
 process), name resolution (a call). The master's step is the loop below, in the order of `asyncrl.master.train_loop`.
@@ -16,12 +17,14 @@ import logging
 import math
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.servers import ServerState, Target
+from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.fleet.update import UpdateCheck
 from asyncrl.manager.messages import (
     Empty,
@@ -34,8 +37,10 @@ from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
 from asyncrl.master.books.reports import decide
+from asyncrl.master.data.batches import LEND_LOOK_S
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -49,6 +54,7 @@ from asyncrl.verify.simulator.clock import run as run_virtual
 from asyncrl.verify.simulator.cores import Cores
 from asyncrl.verify.simulator.engine_model import EngineCounts
 from asyncrl.verify.simulator.faults import Fleet
+from asyncrl.verify.simulator.guests import NO_EVALUATIONS, device_turns
 from asyncrl.verify.simulator.host import Announcements, Processes
 from asyncrl.verify.simulator.lengths import Lengths
 from asyncrl.verify.simulator.setup import LONG, Outcome, Setup
@@ -101,7 +107,8 @@ class Simulation:
             pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
             clock=clock,
         )
-        self.decisions = FleetDecisions(setup.update_mode, setup.update_timeout_s, setup.update_fraction)
+        guests = GuestTurns(range(setup.servers - setup.guests, setup.servers))
+        self.decisions = FleetDecisions(setup.update_mode, setup.update_timeout_s, setup.update_fraction, guests=guests)
         config = ManagerConfig(
             update_mode=setup.update_mode,
             update_timeout_s=setup.update_timeout_s,
@@ -115,7 +122,7 @@ class Simulation:
             log=_log,
             clock=clock,
         )
-        self._announcements = Announcements(self.fleet_runner.publish, polled=setup.host is not None)
+        self._announcements = Announcements(self._announced, polled=setup.host is not None)
         self.network.hosts["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (Empty, self._status)})
         lengths: Lengths = setup.lengths.coarse(setup.grain)
         self.fleet = Fleet(
@@ -131,6 +138,11 @@ class Simulation:
         self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
         self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
         self.manager = SimulatedManagerClient("master_worker/0", self.network, self.on)
+        self._announcer = VersionAnnouncer(*NO_EVALUATIONS, clock)
+        self.turns = device_turns(
+            *(setup, self._announcer, self.decisions, self.fleet_runner),
+            *(self.manager, self.buffer, self.collector),
+        )
         self.version = 0
         self.staleness: Counter[int] = Counter()
         self.beyond = 0  # tokens older than η, which carry no loss with on_stale=mask
@@ -172,6 +184,11 @@ class Simulation:
             await self.collector.close()
             await self.manager.close()
         return self._outcome(first, last, virtual_s, time.process_time() - began, faults)
+
+    def _announced(self, target: Target) -> None:
+        """The manager learns of a version."""
+        self.decisions.guests.announced = target.version
+        self.fleet_runner.publish(target)
 
     async def _unless_failed(self, task: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         endless = [each for each in background if not each.done()]
@@ -236,6 +253,7 @@ class Simulation:
 
     async def _train(self) -> tuple[_Mark, _Mark]:
         marks = []
+        self.turns.begin()
         for step in range(self.setup.steps):
             if step == self.setup.warm_up:
                 marks.append(self._mark())
@@ -244,12 +262,14 @@ class Simulation:
                     await self._step()
             except TimeoutError:
                 raise Stalled(await self._diagnosis()) from None
+        self.turns.give()
         return marks[0], self._mark()
 
     async def _step(self) -> None:
         begun = self._loop.time()
         batch = await self._next_batch()
         has_data = self._loop.time()
+        await self.turns.take(self.version)
         await self.on.master.work(self.on.host.master_s / 2)
         tokens = sum(map(self._trained_tokens, batch.records))
         await self.on.rank.work(self.trainer.step_s(tokens, has_data - begun))
@@ -266,6 +286,7 @@ class Simulation:
         await self.head.call(Discard(tuple(self._trained)), timeout_s=1.0)
         await self.on.rank.work(self.trainer.publish_s)
         published = self._loop.time()
+        self._announcer.announced = self.version
         self._announcements.announce(Target(self.version, f"v{self.version}"))
         await self.on.master.work(self.on.host.master_s / 2)
         await self._report()
@@ -284,8 +305,8 @@ class Simulation:
         while True:
             await self._enough_rollouts()
             if self.setup.on_stale == OnStale.wait:
-                while await self.manager.wait_expiring(self.version, HOLD_S):
-                    pass
+                while await self.manager.wait_expiring(self.version, 0.0 if self.turns.training else HOLD_S):
+                    self.turns.give()
                 await self.collector.refresh()
             batch = self.buffer.take(self.version)
             if batch is not None:
@@ -296,9 +317,17 @@ class Simulation:
             self.buffer.expire(self.version)
             await self._report()
             missing = self.setup.batch - len(self.buffer)
+            if missing > 0 and self.turns.training:
+                await self.collector.refresh()
+                missing = self.setup.batch - len(self.buffer)
             if missing <= 0:
                 return
-            await self.collector.changed(missing)
+            lent = await self.turns.lend(missing)
+            began, before = self._loop.time(), self.buffer.received
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if lent else LEND_LOOK_S):
+                    await self.collector.changed(missing)
+            self.turns.waited(self.buffer.received - before, self._loop.time() - began)
 
     async def _report(self) -> None:
         self._drops += self.buffer.pop_drops()
@@ -336,12 +365,17 @@ class Simulation:
         await self.manager.close_gate()
         deadline = self._loop.time() + REST_LIMIT_S
         gate, router = self.service.gate, self.service.router
-        while gate.books().running and self._loop.time() < deadline:  # noqa: ASYNC110 (virtual time)
+        guests = [life for life in self.decisions.servers if life.index in self.decisions.guests]
+        while self._loop.time() < deadline and (  # noqa: ASYNC110 (virtual time)
+            gate.books().running or any(life.state is not ServerState.SERVING for life in guests)
+        ):
             await asyncio.sleep(1.0)
         if running := gate.books().running:
             found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
         await asyncio.sleep(5.0)
         await self.collector.refresh()
+        self.buffer.expire(self.version)
+        await self._report()
         books = gate.books()
         if not books.balanced:
             found.append(f"the books do not balance: {books}")
@@ -369,10 +403,8 @@ class Simulation:
         trained = (last.train_s - first.train_s) / elapsed
         generated = last.counts.generated - first.counts.generated
         generation, training = setup.devices
-        if setup.colocated:
-            idle = 1.0 - busy - trained
-        else:
-            idle = ((1.0 - busy) * generation + (1.0 - trained) * training) / (generation + training)
+        shared = generation if setup.colocated else generation * setup.guests / setup.servers
+        idle = 1.0 - (busy * generation + trained * training) / (generation + training - shared)
         steps = self.steps[setup.warm_up :]
         staleness, answers = last.staleness - first.staleness, last.answers - first.answers
         return Outcome(

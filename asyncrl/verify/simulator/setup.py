@@ -53,6 +53,7 @@ class Setup:
         devices: devices of generation and of training; the same ones if `colocated`.
         lengths: lengths of answers, at most `max_new_tokens` each.
         batch, group: rollouts per step, answers per rollout.
+        guests: servers, the last ones, on the trainer's devices, which take turns with it (`generation.guests`).
         grain: tokens that one simulated token stands for.
         turns: episodes of several turns; None: single answers.
         user_s: seconds of a rollout outside generation, once its answers are complete.
@@ -74,6 +75,7 @@ class Setup:
     prompt_tokens: int = 512
     grain: int = 1
     colocated: bool = False
+    guests: int = 0
     turns: Turns | None = None
     user_s: float = 0.0
     workers: int = 8

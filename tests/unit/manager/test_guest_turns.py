@@ -370,6 +370,19 @@ def test_another_manager_knows_who_rests(released: bool) -> None:
     assert [type(order) for order in fleet.poll(0.0, {})] == ([] if released else [Rest])
 
 
+def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> None:
+    """Each step ends with an update of all servers: guests are not to take the devices for that alone."""
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns([1], "/base"))
+    for index in range(2):
+        fleet.register(index, f"http://{index}", 0, 0.0)
+    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    fleet.publish(Target(1, "/v1"))
+    (update,) = (order for order in fleet.poll(0.0, {}) if isinstance(order, BeginUpdate))
+    assert (update.server, fleet.served_version, fleet.others_in_service) == (0, None, 1)
+    assert fleet.failed(0, update.attempt, "no answer", 1.0)
+    assert fleet.others_in_service == 0
+
+
 def test_servers_elsewhere_serve_while_guests_rest() -> None:
     fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns([1], "/base"))
     for index in range(2):

@@ -28,6 +28,7 @@ from asyncrl.inference.messages import (
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RunReport
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.master.settings import OnStale
 from asyncrl.verify.simulator.clock import Deadlock
 from asyncrl.verify.simulator.clock import run as run_virtual
 from asyncrl.verify.simulator.cores import FIRST, LATER, Cores, Process
@@ -442,6 +443,29 @@ def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
     generated = 1.0 - found.generation_idle
     assert generated + trained <= 1.0
     assert found.wait_s + trained * found.step_s == pytest.approx(found.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.drop, OnStale.wait])
+def test_guests_and_the_trainer_take_turns(on_stale: OnStale) -> None:
+    """Where all servers are guests, they generate and the trainer trains at different times; a switch costs time."""
+    setup = replace(SETUP, guests=3, on_stale=on_stale, engine=replace(MODEL, switch_s=0.2))
+    found = simulate(setup)
+    assert found.faults == []
+    assert found.staleness_max <= setup.eta
+    trained, generated = 1.0 - found.training_idle, 1.0 - found.generation_idle
+    assert 0.0 < generated + trained <= 1.0
+    assert found.step_s < simulate(replace(setup, engine=replace(MODEL, switch_s=2.0))).step_s
+
+
+def test_lent_devices_make_steps_shorter() -> None:
+    """The trainer is idle most of the time; a switch that costs too much is not made."""
+    alone = replace(SETUP, servers=2, steps=12, warm_up=4)
+    apart = simulate(alone)
+    lent = replace(alone, servers=3, guests=1, devices=(3, 1), engine=replace(MODEL, switch_s=0.05))
+    helped, dear = (simulate(replace(lent, engine=replace(MODEL, switch_s=each))) for each in (0.05, 20.0))
+    assert apart.faults == helped.faults == dear.faults == []
+    assert helped.step_s < 0.9 * apart.step_s
+    assert dear.step_s < 2 * apart.step_s, "20 seconds are spent in the first steps, which measure them, and not again"
 
 
 def test_a_run_on_one_host_is_slower_the_fewer_its_cores() -> None:
