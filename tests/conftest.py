@@ -131,8 +131,9 @@ LONGEST_FILES = (
     *("test_gpu_benchmark", "test_memory_and_checkpoints", "test_every_picture_model", "test_parity", "test_pods"),
     *("test_engine_turns", "test_base_model", "test_records", "test_any_death", "test_manager_process"),
     *("test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
-    *("test_hosts_own_disks", "test_hosts_ray", "test_hosts", "test_sglang_run", "test_chaos", "test_process_death"),
-    *("test_hosts_slurm", "test_wheel", "test_tools"),
+    *("test_hosts", "test_process_death", "test_chaos", "test_sglang_run", "test_hosts_ray", "test_etcd_outage"),
+    *("test_hosts_own_disks", "test_slurm_job", "test_tools", "test_hosts_slurm", "test_wheel", "test_join"),
+    *("test_vlm_run", "test_embodied_run", "test_user_code", "test_oracle", "test_full_disk"),
 )
 """These begin first, so that no worker of pytest is left alone with one at the end."""
 TOGETHER = (
