@@ -188,6 +188,12 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
             "generation.sglang.env.SGLANG_RETURN_ORIGINAL_LOGPROB: asyncrl sets it to 0, for training needs "
             "log-probabilities at the sampling temperature; leave it out"
         )
+    if "SGLANG_VLM_CACHE_SIZE_MB" in generation.sglang.env and config.model.vision == VisionMode.train:
+        yield (
+            f"generation.sglang.env.SGLANG_VLM_CACHE_SIZE_MB={generation.sglang.env['SGLANG_VLM_CACHE_SIZE_MB']!r}: "
+            "SGLang would show pictures as an earlier version of the vision tower saw them; leave it out, or use "
+            "model.vision=freeze"
+        )
     if generation.sglang.urls:
         yield from _urls(generation.sglang.urls, config.system)
         return
