@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(resolved_yaml(config).rstrip("\n"))
             return 0
         if args.show_graph is not None:
-            from asyncrl.commands.show_graph import show_graph
+            from asyncrl.commands.previews.show_graph import show_graph
 
             return show_graph(config, args.show_graph)
         check_data(config, folder)
@@ -79,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return refuse(error)
     if args.show_allocation:
-        from asyncrl.commands.show_allocation import show_allocation
+        from asyncrl.commands.previews.show_allocation import show_allocation
 
         return show_allocation(config, folder)
     if args.dry_run:
-        from asyncrl.commands.dry_run import dry_run
+        from asyncrl.commands.previews.dry_run import dry_run
 
         return dry_run(config, [item for item in argv if item != "--dry-run"])
     from asyncrl.commands.train import train

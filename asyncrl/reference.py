@@ -59,8 +59,8 @@ from asyncrl.api import (
 )
 from asyncrl.api.columns import TOKEN, column, with_columns
 from asyncrl.api.trajectory import SampleColumns, compared_episodes, policy_of, role_of
-from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed

@@ -28,9 +28,9 @@ from transformers import VJEPA2Config, VJEPA2Model
 from vlm_base import RECORD_FILE, UNKNOWN, make_tokenizer, make_untrained, write
 
 from asyncrl.api.picture import Picture, evenly
-from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.load import experiments_dir
-from asyncrl.models.picture_processor import PictureProcessor
+from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.models.pictures.picture_processor import PictureProcessor
 from asyncrl.plugins.rewards.progress import distances, spearman
 from asyncrl.plugins.rewards.video_encoder import VJEPA2Encoder
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.commands.exporting import export
-from asyncrl.observe.metrics import read_rows
+from asyncrl.commands.export.policy import export
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward

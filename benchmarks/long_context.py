@@ -121,9 +121,9 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.model import host_activations
+    from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.placement import placement
-    from asyncrl.trainer.roles import build_rank
+    from asyncrl.trainer.rank.roles import build_rank
 
     torch.set_num_threads(1)
     on_host: list[int] = []

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, KLInputs, PolicyLossInputs, ValueLossInputs
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, Choice, ObjectiveSpec
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 LIMIT = 3.0
 """No row may take more than this many times the yardstick."""

@@ -21,8 +21,8 @@ from typing import TypeVar
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import page_data
 from asyncrl.observe.doctor import examine
-from asyncrl.observe.glossary import METRICS
 from asyncrl.observe.history import History
+from asyncrl.observe.metrics.glossary import METRICS
 from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.chrome import chrome_trace
 

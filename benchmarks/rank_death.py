@@ -41,12 +41,12 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.batches.step_batch import build_step_batch
-    from asyncrl.trainer.calls import CallContext, find_function, run_call
+    from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
     from asyncrl.trainer.messages import SaveCheckpoint
+    from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.rank_position import World
     from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.placement import placement
-    from asyncrl.trainer.roles import TrainingRank, build_rank
+    from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 
     def tell(what: str) -> None:
         print(what, generation, time.time(), time.process_time(), flush=True)

@@ -194,9 +194,9 @@ def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     from asyncrl.comm.name_resolve import make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.placement import placement
-    from asyncrl.trainer.roles import build_rank
+    from asyncrl.trainer.rank.roles import build_rank
 
     config = ExperimentConfig()
     config.model.dtype, config.trainer.engine = Dtype(case.dtype), case.engine

@@ -34,7 +34,7 @@ from pathlib import Path
 import kept_policies
 
 from asyncrl.config.load import load_supervised
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 VANILLA = ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave")

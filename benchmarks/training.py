@@ -39,10 +39,10 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.host_offload import local
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.rank.roles import build_rank
 
 VOCABULARY = 512
 LIMIT_S = 600.0

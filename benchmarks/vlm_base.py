@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from asyncrl.config.load import experiments_dir
-from asyncrl.models.picture_processor import PictureProcessor
+from asyncrl.models.pictures.picture_processor import PictureProcessor
 from asyncrl.plugins.datasets import Dataset, load_dataset
 
 FOLDER = experiments_dir() / "base_models" / "vlm_shapes"

@@ -24,9 +24,9 @@ import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
-from asyncrl.observe.glossary import NO_FIGURES, find, find_figure
 from asyncrl.observe.history.processes import ProcessHistory
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.glossary import NO_FIGURES, find, find_figure
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts
@@ -632,7 +632,7 @@ def start_run(tmp_path: Path, tiny_model: Path, template: Template | None) -> It
     for run in runs:
         run.kill_tree()
     for run in runs:
-        assert not run.unexplained(), "metrics that asyncrl/observe/glossary.py lacks"
+        assert not run.unexplained(), "metrics that asyncrl/observe/metrics/glossary.py lacks"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The decorators that mark an algorithm of each kind.
 
-They keep no table: `asyncrl.config.catalog` finds them in the source. They only refuse, at import, a function whose
-parameters could not be configured.
+They keep no table: `config/plugin_code/catalog.py` finds them in the source. They only refuse, at import, a function
+whose parameters could not be configured.
 """
 
 from __future__ import annotations

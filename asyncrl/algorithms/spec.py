@@ -8,7 +8,7 @@ from enum import StrEnum, auto
 from typing import Any, TypeAlias
 
 Resolve: TypeAlias = Callable[[str, str, Mapping[str, Any]], Callable[..., Any]]
-"""Gives the function of a kind, a name and parameters, these bound; `asyncrl.config.catalog.resolve` is one."""
+"""Gives the function of a kind, a name and parameters, these bound; `resolve` of `config/plugin_code/catalog.py`."""
 
 
 WHOLE_DISTRIBUTIONS = frozenset({"full", "forward", "jsd"})

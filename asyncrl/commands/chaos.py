@@ -34,7 +34,7 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTE
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
 from asyncrl.runtime.trials.summary import read_summary, summary_lines
-from asyncrl.trainer.placement import worker_grid
+from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger
 from asyncrl.verify.chaos import disk
 from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from asyncrl.commands.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.commands.before_start.input_checks import check_prompts
 from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.commands.before_start.served_policies import check_served_policies
-from asyncrl.commands.eval_answers import write_answers
 from asyncrl.commands.refusal import refuse
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
@@ -37,7 +37,8 @@ from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.inference.settings import NO_GUESTS
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -200,7 +201,7 @@ def _policy(run: Path, step: int | None, scratch: Path, policy: str) -> Path:
     """A Hugging Face folder with a policy of `run` after `step` steps: one that it trains too, or "", its own."""
     if step == 0:
         return Path(str(config_of_policy(read_run_config(run), policy).model.path))
-    from asyncrl.commands.exporting import ExportError, export  # which loads torch
+    from asyncrl.commands.export.policy import ExportError, export  # which loads torch
     from asyncrl.weights.model_files.loading import WeightUpdateError
     from asyncrl.weights.versions.manifest import ManifestError
 
@@ -274,3 +275,45 @@ def _figures(row: Mapping[str, Any]) -> dict[str, str]:
     found = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
     shown = {key: f"{value:.0f}" if key == "prompts" else f"{value:.3f}" for key, value in found.items()}
     return shown | ({"left out": str(row["left_out"])} if row["left_out"] else {})
+
+
+def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, int]:
+    """Write the answers saved in `folder` to `out`, for each of `sets` in the order of rows and members.
+
+    Returns:
+        The number of answers of each set.
+
+    Raises:
+        ValueError: a file is not a file of answers.
+        OSError: `out` cannot be written.
+    """
+    files: defaultdict[str, list[Path]] = defaultdict(list)
+    for file in answer_files(folder):
+        files[file.parent.name].append(file)
+    counts: Counter[str] = Counter()
+    with out.open("w", encoding="utf-8") as lines:
+        for name in sets:
+            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["sample"]))
+            counts[name] = len({(row["order"], row["episode"]) for row in rows})
+            lines.writelines(json.dumps(_line(row), ensure_ascii=False) + "\n" for row in rows)
+    return counts
+
+
+def _line(row: Row) -> dict[str, Any]:
+    """Return the line of a sample; an answer has several if its conversation was cut into several."""
+    texts = [(part["generated"], part["text"]) for part in row["segments"]]
+    first = next((number for number, (generated, _) in enumerate(texts) if generated), len(texts))
+    return {
+        "set": row["set"],
+        "row": row["order"],
+        "answer": row["episode"],
+        "sample": row["sample"],
+        "prompt": "".join(text for _, text in texts[:first]),
+        "completion": "".join(text for _, text in texts[first:]),
+        "reward": row["total_reward"],
+        "reward_parts": row["reward_parts"],
+        "right": row["right"],
+        "generated_tokens": sum(row["loss_mask"]),
+        "truncated": row["truncated"],
+        "metrics": row["rollout_metrics"],
+    }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config import signatures
 from asyncrl.config.evaluation_sets import codes_of_sets, longest_answer
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code import signatures
 
 
 def turns(config: ExperimentConfig) -> int:

@@ -31,7 +31,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads fi
 
 from asyncrl.config.aliases import RENAMED, answer, elsewhere
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.own_settings import complete_own_settings
+from asyncrl.config.plugin_code.own_settings import complete_own_settings
 from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
 from asyncrl.config.suggestions import did_you_mean, nearest_setting
 from asyncrl.trainer.supervised.settings import SFTConfig

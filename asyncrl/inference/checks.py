@@ -15,7 +15,7 @@ from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks, guest_checks
 from asyncrl.inference.settings import GenerationBackend, Quantization, quantised, server_shape
 from asyncrl.inference.sglang.command import check_args
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode

@@ -33,7 +33,7 @@ from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.inference.sglang.picture_check import fault_in_pictures
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.picture_rules import PictureRulesError
+from asyncrl.models.pictures.picture_rules import PictureRulesError
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports

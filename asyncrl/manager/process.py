@@ -49,7 +49,7 @@ from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.trainer.client import PublisherClient
-from asyncrl.trainer.placement import worker_grid
+from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.transports.base import weight_transport
 from asyncrl.weights.versions.manifest import Manifest, ManifestError, verify

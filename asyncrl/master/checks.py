@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from math import lcm
 from operator import attrgetter
 
-from asyncrl.config import signatures
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code import signatures
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.master.graph.types import GraphError
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.master.settings import OnStale
-from asyncrl.trainer.placement import placement, worker_grid
+from asyncrl.trainer.parallel.placement import placement, worker_grid
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

@@ -39,7 +39,7 @@ from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
-from asyncrl.trainer.placement import Placement, worker_grid
+from asyncrl.trainer.parallel.placement import Placement, worker_grid
 from asyncrl.weights.transports.base import weight_transport
 
 

@@ -27,7 +27,7 @@ from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_chec
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 from asyncrl.trainer.messages import IsStepRunning
-from asyncrl.trainer.placement import placement
+from asyncrl.trainer.parallel.placement import placement
 
 
 class MasterWorker(AsyncWorker):

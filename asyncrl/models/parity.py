@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.api.picture import Picture
-from asyncrl.models.picture_ids import SeenPicture
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_ids import SeenPicture
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import attention, context_limit, text_settings
 
 Tokens = Sequence[int]

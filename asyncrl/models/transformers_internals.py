@@ -29,7 +29,7 @@ from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLaye
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.pictures.picture_rules import placeholder_id
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """Methods that a cache layer must define. The embedded engine's slots define them; models call no others."""

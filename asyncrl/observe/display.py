@@ -5,14 +5,16 @@ The launcher passes them rows of `metrics.jsonl`; they do not know the processes
 
 from __future__ import annotations
 
+import os
 import re
+import termios
 import textwrap
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.comm.drop_reasons import failure, lost_episodes
-from asyncrl.observe.keys import silence_keys
-from asyncrl.observe.learning import FlatSteps
+from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
 
 Row = Mapping[str, Any]
@@ -35,6 +36,8 @@ _SINCE = re.compile(r" \(\d+ s\)$")
 _RECENT = 10
 """Steps that rates and shares of time are shown over."""
 _REFRESH_S = 0.25
+_LOCAL_MODES = 3
+"""Index of the modes that echo typed keys in the list of `termios.tcgetattr`."""
 
 
 class Display(Protocol):
@@ -329,3 +332,29 @@ class LiveDisplay:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(max(seconds, 0)), 60)
     return f"{minutes:d}:{rest:02d}"
+
+
+def silence_keys(terminal: IO[str]) -> Callable[[], None]:
+    """Stop `terminal` from echoing typed keys; return the function that restores its modes.
+
+    An echoed `^C` or Enter moves the cursor by a line, so that a panel which is drawn in place would leave a line of
+    its last frame. Ctrl-C still interrupts. Nothing is changed if `terminal` is no terminal, or while another process
+    group has it: the kernel stops a background process that changes modes.
+    """
+    try:
+        descriptor = terminal.fileno()
+        modes = termios.tcgetattr(descriptor)
+    except (OSError, ValueError, termios.error):
+        return lambda: None
+    silent = list(modes)
+    silent[_LOCAL_MODES] &= ~termios.ECHO
+    _set_modes(descriptor, silent)
+    return lambda: _set_modes(descriptor, modes)
+
+
+def _set_modes(descriptor: int, modes: list[int | list[bytes | int]]) -> None:
+    try:
+        if os.tcgetpgrp(descriptor) == os.getpgrp():
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, modes)
+    except (OSError, termios.error):
+        return  # the terminal was closed, or controls other processes than this one

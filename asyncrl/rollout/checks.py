@@ -9,9 +9,9 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.config import agent_interfaces
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code import agent_interfaces
 from asyncrl.config.setting import least_problems
 from asyncrl.config.token_ids import token_ids
 from asyncrl.plugins.chat.stop_strings import check_stop_strings

@@ -16,8 +16,8 @@ from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
-from asyncrl.config.same_code import how_found, loaded_sources
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import GenerationBackend, finds_stop_strings, wants_prefix_first
 from asyncrl.manager.client import ManagerClient
@@ -28,7 +28,7 @@ from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.rollout.embeddings import embedder_at
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeAlias
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
 from asyncrl.api.agent import play_with_retries
 from asyncrl.api.reward import is_verdict, marked_run_in
-from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.embeddings import Embedder, with_embeddings

@@ -16,7 +16,7 @@ same number. If the folder lacks the announced version (memory was full, or the 
 restart alone: `can_go_on`.
 
 If ranks run on other hosts than the launcher, each of their hosts has its own folder, with all that its ranks hold
-(`asyncrl.trainer.host_folders`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
+(`trainer/rank/host_folders.py`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
 the ranks if the trainer can resume. It cannot if such a host is lost.
 
     <run folder>/memory_checkpoint says which folders in memory are of this launch; without it nothing resumes

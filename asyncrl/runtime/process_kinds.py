@@ -29,7 +29,7 @@ from asyncrl.inference.settings import GenerationBackend, guests_of, server_shap
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
-from asyncrl.trainer.placement import placement
+from asyncrl.trainer.parallel.placement import placement
 
 GPU_ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Settings of torch's allocator in processes that compute on a GPU. Segments that grow fit micro-batches of changing

@@ -19,7 +19,7 @@ from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.measured import WINDOW_STEPS
 from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
 
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""

@@ -2,7 +2,7 @@
 
 There are two I/O threads and one that computes. The trajectory puller receives rollouts and acknowledges them once they
 are in the inbox. The request server answers quick requests at once (metadata, discards) and queues those that compute.
-The main thread answers these (`asyncrl.trainer.queued_requests`).
+The main thread answers these (`asyncrl.trainer.rank.queued_requests`).
 
     RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──run_call──▶ engines ──publish──▶ weights/<role>/v<N>
                                     │ poll_buffer          ▲
@@ -30,7 +30,7 @@ from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.host_copies import copy_rate
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -39,9 +39,9 @@ from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.trainer.calls import find_function
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
+from asyncrl.trainer.functions.calls import find_function
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Discard,
@@ -55,17 +55,17 @@ from asyncrl.trainer.messages import (
 from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.varlen_attention import VARLEN
 from asyncrl.trainer.parallel.collectives import Collectives
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.world import all_have_started, training_world
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.profile import StepProfile
-from asyncrl.trainer.queued_requests import WAITING, QueuedRequests, checkpoint_path
-from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
-from asyncrl.trainer.sample_log import SampleLog
+from asyncrl.trainer.rank.profile import StepProfile
+from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests, checkpoint_path
+from asyncrl.trainer.rank.roles import ACTOR, TrainingRank, build_rank
+from asyncrl.trainer.rank.sample_log import SampleLog
+from asyncrl.trainer.rank.utilisation import Utilisation, peak_flops
+from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
-from asyncrl.trainer.utilisation import Utilisation, peak_flops
-from asyncrl.trainer.versions import Versions
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _MEET_LOOK_S = 0.1

@@ -38,11 +38,11 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing import Workload, count, need
 from gpu_rows.bench import GIB, Bench, Figure, grouped, tried

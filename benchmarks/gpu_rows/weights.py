@@ -17,7 +17,7 @@ import torch
 from asyncrl.models.host_copies import HostCopies, host_like, pin, unpin
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.weights.versions.manifest import verify
 from asyncrl.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.weights.versions.shared_files import SharedFiles

@@ -21,7 +21,7 @@ from asyncrl.commands.audit import audit
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.launch import main
 from asyncrl.manager.messages import ServerStatus, StatusReply
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.process.worker import open_resolver
 
 from ..conftest import LIMIT_S, Gate

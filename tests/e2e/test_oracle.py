@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import SamplingParams
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport

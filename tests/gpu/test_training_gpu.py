@@ -24,11 +24,11 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 
 CUDA = pytest.param(

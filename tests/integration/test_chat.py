@@ -27,7 +27,7 @@ from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.templates.chat import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -40,7 +40,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import rest_server, update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
+from asyncrl.rollout.generation.rollout_client import FORK_SAVES, RolloutClient
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.weights.transports.disk import DiskManagerEnd

@@ -41,7 +41,7 @@ from asyncrl.manager.process import GserverManager
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind

@@ -24,8 +24,8 @@ from asyncrl.inference.embedded.serving import server as serving
 from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import EngineStats, Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.models.pictures import Pictures
-from asyncrl.rollout.generation.client import GenerationFailed, RolloutClient
+from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.rollout.generation.rollout_client import GenerationFailed, RolloutClient
 from tests.tiny_vlm import picture, render
 
 PICTURES = [

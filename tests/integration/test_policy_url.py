@@ -28,7 +28,7 @@ from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.settings import TeacherConfig
 

@@ -24,9 +24,9 @@ from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
-from asyncrl.rollout.generation import client as generation_client
-from asyncrl.rollout.generation.client import STOP_CHUNK, GenerationFailed, RolloutClient
+from asyncrl.rollout.generation import rollout_client as generation_client
 from asyncrl.rollout.generation.partial_answers import PartialAnswer
+from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, RolloutClient
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.same_code import loaded_sources
 from asyncrl.config.run_dir import write_run_config
-from asyncrl.config.same_code import loaded_sources
 from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import WorkerSpec

@@ -14,14 +14,15 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.config import import_paths, load
+from asyncrl.config import load
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code import import_paths
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 
 VOCABULARY = 17
 

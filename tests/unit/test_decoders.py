@@ -58,7 +58,7 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder

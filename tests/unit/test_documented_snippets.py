@@ -26,7 +26,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from asyncrl import launch
-from asyncrl.commands import COMMANDS, doctor_experiment
+from asyncrl.commands import COMMANDS
+from asyncrl.commands.doctor import experiment
 from asyncrl.commands.init import write_project
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -240,7 +241,7 @@ def test_a_tutorials_experiment_passes_every_check_of_a_start(
     experiments = [block.partition("\n")[0] for block in blocks_of(page, "yaml")]
     assert experiments
     for name in experiments:
-        assert doctor_experiment.main([name.removeprefix("# ").removesuffix(".yaml"), "--config-dir", "."], "") == 0
+        assert experiment.main([name.removeprefix("# ").removesuffix(".yaml"), "--config-dir", "."], "") == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

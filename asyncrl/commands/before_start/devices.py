@@ -65,7 +65,7 @@ def check_guests_fit(config: ExperimentConfig) -> None:
         return
     with TemporaryDirectory() as folder:
         write_run_config(config, Path(folder))
-        argv = [sys.executable, "-m", "asyncrl.commands.show_allocation", folder]
+        argv = [sys.executable, "-m", "asyncrl.commands.previews.show_allocation", folder]
         told = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=True).stdout.strip()
     if told:
         raise ConfigError(told)

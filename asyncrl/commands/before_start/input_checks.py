@@ -13,8 +13,8 @@ from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
 from asyncrl.config.load import Config, load_supervised
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
@@ -30,10 +30,10 @@ from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.rollout.inputs import named as named_inputs
 from asyncrl.rollout.scoring import load_rewards
-from asyncrl.rollout.tools import check_format
 from asyncrl.rollout.user_code.agents import offered_tools, offers_tools
 from asyncrl.rollout.user_code.conversations import load_chat_format
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code.tools import check_format
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape

@@ -16,8 +16,8 @@ from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEn
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.picture_processor import PictureModelError
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_processor import PictureModelError
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
 
 

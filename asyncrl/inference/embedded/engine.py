@@ -47,7 +47,7 @@ from asyncrl.inference.embedded.types import (
 )
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import context_limit
 from asyncrl.weights.model_files.loading import WeightUpdateError

@@ -22,8 +22,8 @@ from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.inference.settings import Quantization
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.picture_processor import PictureModelError
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_processor import PictureModelError
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import language_model
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.inference.embedded.types import GenerationInput, Job, RequestError, ShownPrompt
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config import signatures
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code import signatures
 from asyncrl.inference.encoder.settings import EncoderConfig
 
 _FROM_SERVERS = "server"

@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from asyncrl.comm import names
-from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.encoder.service import Encode, EncoderService
 from asyncrl.inference.encoder.settings import EncoderConfig

@@ -23,7 +23,7 @@ from asyncrl.inference.engine_host import BASE_VERSION
 from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.trainer.settings import VisionMode
 
 _INPUT_MARGIN = 8

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.models.picture_rules import PictureRules
+from asyncrl.models.pictures.picture_rules import PictureRules
 from asyncrl.weights.versions.logprob_probe import PICTURE_SIDE, probe_picture, with_picture
 
 LEAST_DIFFERENCE = 1e-6

@@ -68,7 +68,10 @@ class RolloutEvents(NumberedLog[RolloutLine]):
     def dropped(
         self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
     ) -> None:
-        """Add that the rollout left the count for `reason`; a returned prompt is tried again with this `attempt`."""
+        """Add that the rollout left the count for `reason`, or that a lost one does not come back for this reason.
+
+        A returned prompt is tried again with this `attempt`.
+        """
         again = (attempt, failures) if prompt is PromptGoes.returned else ()
         self.add(Dropped(rollout_id, reason, prompt, self._at(), *again))
 

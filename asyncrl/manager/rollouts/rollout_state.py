@@ -111,7 +111,7 @@ class RolloutState:
             self._finish(finished)
             return
         reason = finished.reason or "rejected"
-        ticket = self.gate.drop(finished.rollout_id, reason)
+        ticket = self._drop(finished.rollout_id, reason)
         if ticket is None:
             return
         self._measure(ticket.prompt_id, finished)
@@ -171,8 +171,11 @@ class RolloutState:
         return self._lose_running(worker)
 
     def end_unclaimed(self, rollout_id: str) -> None:
-        """Drop a rollout that no process has: it ended after the last report of the manager before this one."""
-        if (ticket := self.gate.drop(rollout_id, DropReason.lost_with_manager)) is not None:
+        """Drop a rollout that no process has: it ended after the last report of the manager before this one.
+
+        Its trajectory may still be on its way to the trainer.
+        """
+        if (ticket := self.gate.lose(rollout_id, DropReason.lost_with_manager)) is not None:
             self._dropped(ticket, DropReason.lost_with_manager, _as_before(ticket))
 
     def await_ends_of(self, rollouts: Container[str]) -> None:
@@ -193,7 +196,7 @@ class RolloutState:
         return None
 
     def _finish(self, finished: FinishedRollout) -> None:
-        """Note that the trainer has the rollout, even if it was lost with its worker."""
+        """Note that the trainer has the rollout, even if it was lost."""
         was_live = self.gate.is_live(finished.rollout_id)
         ticket = self.gate.finish(finished.rollout_id)
         if ticket is not None:
@@ -204,6 +207,14 @@ class RolloutState:
             self.events.finished(finished.rollout_id, finished.tokens)
         _, told_late = self._ends_awaited.pop(finished.rollout_id, ("", None))
         self._measure(told_late if ticket is None else ticket.prompt_id, finished)
+
+    def _drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
+        """Drop a rollout for good; return its ticket if it was live. If it was lost, its prompt has left already."""
+        was_lost = self.gate.lost(rollout_id) is not None
+        ticket = self.gate.drop(rollout_id, reason)
+        if was_lost:
+            self.events.dropped(rollout_id, reason, PromptGoes.used)
+        return ticket
 
     def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
         """Record a drop. The prompt waits `again`, unless it is used or another rollout of it is live."""
@@ -225,7 +236,7 @@ class RolloutState:
         """Drop a rollout, as the trainer did."""
         self._came(dropped.rollout_id)
         lost = self.gate.lost(dropped.rollout_id)
-        ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
+        ticket = self._drop(dropped.rollout_id, dropped.reason)
         if dropped.used and (known := ticket or lost) is not None:
             self.queue.use(known.order)
         if ticket is not None:

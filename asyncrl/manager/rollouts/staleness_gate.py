@@ -18,9 +18,10 @@ Messages about one rollout come from two sides (its worker, the trainer). They m
 
 - ``train`` wins over every other state, since what the optimizer has consumed is a fact. It may come before ``finish``,
   and after the rollout was lost.
-- A rollout is lost if its worker falls silent (``lose``). It counts again if it finishes after all, unless it was
-  dropped meanwhile: a drop is final. The trainer may drop what it received of a lost rollout before the worker reports
-  the end. If the rollout came back then, it would keep its place for ever.
+- A rollout is lost if its worker falls silent, or if no process has it when a new manager begins (``lose``). It counts
+  again if it finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it
+  received of a lost rollout before the worker reports the end. If the rollout came back then, it would keep its place
+  for ever. So that drop is recorded too, and a later manager knows of it.
 - The prompt of a lost rollout is played again, so two rollouts may have one prompt. If one of them leaves, the prompt
   waits only if the other is not live (`PromptQueue.leave`).
 - Everything else about a rollout that has left the count is ignored.
@@ -243,19 +244,28 @@ class StalenessGate:
         return live.ticket
 
     def drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
-        """Remove the rollout from the count for `reason`, for good; return its ticket if it was live, else None."""
+        """Remove the rollout from the count for `reason`, for good; return its ticket if it was live, else None.
+
+        A lost rollout does not come back any more, and `reason` replaces the reason for which it was lost.
+        """
         live = self._live.get(rollout_id)
         if live is not None:
             return self._drop(live, _Retired(reason))
         retired = self._retired.get(rollout_id)
-        if retired is not None and retired.lost is not None:  # it was lost, and does not come back any more
-            self._retired.put(rollout_id, _Retired(retired.outcome))
+        if retired is not None and retired.lost is not None:
+            self._dropped[retired.outcome] -= 1
+            self._dropped[reason] += 1
+            self._retired.put(rollout_id, _Retired(reason))
         return None
 
-    def lose(self, rollout_id: str) -> RolloutTicket | None:
-        """Drop a rollout whose worker is silent; it counts again if it finishes after all. Return its ticket."""
+    def lose(self, rollout_id: str, reason: str = WORKER_LOST) -> RolloutTicket | None:
+        """Drop a running rollout that no process is known to have; it counts again if it finishes after all.
+
+        Returns:
+            Its ticket; None if it does not run.
+        """
         live = self._live.get(rollout_id)
-        return None if live is None or live.finished else self._drop(live, _Retired(WORKER_LOST, live))
+        return None if live is None or live.finished else self._drop(live, _Retired(reason, live))
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
         """Note that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
@@ -324,7 +334,7 @@ class StalenessGate:
         return None if live is None or live.finished else live.ticket
 
     def lost(self, rollout_id: str) -> RolloutTicket | None:
-        """Return the ticket of a rollout that was dropped with its worker and may come back; None for any other."""
+        """Return the ticket of a rollout that is lost and may come back; None for any other."""
         retired = self._retired.get(rollout_id)
         return None if retired is None or retired.lost is None else retired.lost.ticket
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncrl.api import ReadyRollout
-from asyncrl.config.import_paths import PluginError, load_plugin
-from asyncrl.config.plugin_state import plain_state
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord

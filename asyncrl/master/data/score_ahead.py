@@ -22,7 +22,7 @@ from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.trainer.messages import RunCall, ScoreAhead
-from asyncrl.trainer.parallel.worker_grid import Placement
+from asyncrl.trainer.parallel.placement import Placement
 from asyncrl.trainer.settings import ReferenceMode
 
 PIECES = 8

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.trainer.messages import BeginStep, GridShare, RolloutRecord
-from asyncrl.trainer.placement import Placement
+from asyncrl.trainer.parallel.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

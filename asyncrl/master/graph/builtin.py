@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.algorithms.spec import KLPlace, ProximalMode
-from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError, definition, load_plugin
-from asyncrl.config.signatures import MODEL_FUNCTION
+from asyncrl.config.plugin_code.catalog import known
+from asyncrl.config.plugin_code.import_paths import PluginError, definition, load_plugin
+from asyncrl.config.plugin_code.signatures import MODEL_FUNCTION
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.config.trained_policies import config_of_policy, role_of_policy
 from asyncrl.master.graph.types import MODEL_ARG, Call, Graph, GraphError

@@ -16,7 +16,7 @@ from asyncrl.comm.drop_reasons import is_filter_reason
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.master.offline.replay import OfflineGate
-from asyncrl.observe.learning import ADVICE
+from asyncrl.observe.metrics.learning import ADVICE
 
 LEAST_GROUPS: Final = 64
 """Warn if filters drop at least so many groups between two steps ..."""

@@ -24,9 +24,9 @@ from asyncrl.master.data.collector import Collector
 from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
 from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
 from asyncrl.master.peers.policy_versions import CUT_SHORT, Outcomes
-from asyncrl.observe.metrics import MetricsWriter, read_rows
-from asyncrl.observe.sample_tables import SampleTables
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.metrics.sample_tables import SampleTables
+from asyncrl.observe.metrics.sinks import MetricsWriter, read_rows
 from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 _log = logging.getLogger(__name__)

@@ -32,6 +32,8 @@ from asyncrl.comm.recent_ids import RecentIds, ids_remembered
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"
+_LOST = (DropReason.worker_died, DropReason.lost_with_manager)
+"""Reasons after which the trainer may still receive the rollout."""
 
 
 class Retry(NamedTuple):
@@ -47,7 +49,7 @@ class Ended(NamedTuple):
 
     Attributes:
         outcome: the reason of its drop, `TRAINED` or `ABANDONED`.
-        lost: its admission, if its worker died and the trainer may still receive the rollout.
+        lost: its admission, if the trainer may still receive the rollout: it was dropped for a reason of `_LOST` only.
     """
 
     outcome: str
@@ -131,6 +133,12 @@ class Recorded:
             self.finished.add(rollout)
 
     def _drop(self, line: Dropped) -> None:
+        ended = self.ended.get(line.rollout)
+        if ended is not None and ended.lost is not None:  # the trainer received it, and dropped it
+            self._undo(line.rollout)
+            self.ended.put(line.rollout, Ended(line.reason))
+            self.dropped[line.reason] += 1
+            return
         admitted = self._close(line.rollout, line.reason)
         if admitted is None:
             return
@@ -153,7 +161,7 @@ class Recorded:
         admitted = self.open.pop(rollout, None)
         if admitted is not None:
             self.finished.discard(rollout)
-            self.ended.put(rollout, Ended(outcome, admitted if outcome == DropReason.worker_died else None))
+            self.ended.put(rollout, Ended(outcome, admitted if outcome in _LOST else None))
         return admitted
 
     def _undo(self, rollout: str) -> None:

@@ -14,8 +14,8 @@ from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.doctor.servers import policy_of_server
-from asyncrl.observe.glossary import find
 from asyncrl.observe.history import History
+from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
 from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.spans import Timeline

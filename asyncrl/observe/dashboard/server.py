@@ -14,7 +14,7 @@ from asyncrl.comm.http.server import HttpRoute, HttpServer, Refused, json_respon
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import Decode, page_data
 from asyncrl.observe.history import History
-from asyncrl.observe.prometheus import CONTENT_TYPE, prometheus_text
+from asyncrl.observe.metrics.prometheus import CONTENT_TYPE, prometheus_text
 
 SEEN_BYTES = 64
 

@@ -10,7 +10,7 @@ from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured
 from asyncrl.observe.history import History, Process
 from asyncrl.observe.history.history import Row
-from asyncrl.observe.learning import FLAT_STEPS, is_constant, is_flat
+from asyncrl.observe.metrics.learning import FLAT_STEPS, is_constant, is_flat
 
 FEWEST_ROLLOUTS = 8
 MANY_FAILED = 0.1

@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any
 
 from asyncrl.api import Agent, Environment, Outcome, Prompt
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 
 
 class OpenAIAgent(Agent):

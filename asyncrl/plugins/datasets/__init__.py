@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.templates.chat import Message

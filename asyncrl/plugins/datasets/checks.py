@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import signatures
+from asyncrl.config.plugin_code import signatures
 from asyncrl.plugins.datasets.readers import JSONL, PARQUET, is_data_path
 from asyncrl.plugins.datasets.settings import AUTO, OFF, DatasetConfig
 from asyncrl.rollout.settings import EvalConfig

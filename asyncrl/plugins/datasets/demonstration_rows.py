@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed, load_dataset
 from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstration
 from asyncrl.plugins.datasets.prompts import PromptFormat

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from asyncrl.api.reward import RunIn
-from asyncrl.config import agent_interfaces, signatures
+from asyncrl.config.plugin_code import agent_interfaces, signatures
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 
 _GYMNASIUM_VECTOR = "asyncrl.plugins.envs.gymnasium_vector:VectorGames"

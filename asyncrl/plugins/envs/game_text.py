@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import Space, spaces
 
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.parts import Content, observed
 
 DRAWN = ("ansi", "rgb_array")

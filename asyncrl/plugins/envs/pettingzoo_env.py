@@ -9,7 +9,7 @@ from typing import Any
 from gymnasium import Space
 
 from asyncrl.api import Environment, RewardFunction, StepResult
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.parts import Content
 from asyncrl.plugins.envs.game_text import GameText, own_options
 

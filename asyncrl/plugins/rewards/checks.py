@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from asyncrl.config import signatures
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code import signatures
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, RewardConfig
 
 _FORMS_ELSEWHERE = {"TRL's": {"completions"}, "verl's": {"solution_str", "data_source"}}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api import Episode, run_in
 from asyncrl.api.picture import Picture, evenly
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.rewards.progress import PRESETS, Floats, Reference, References
 
 Clip = Sequence[Picture]

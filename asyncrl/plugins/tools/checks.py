@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from asyncrl.api.tool_schema import TOOL_NAME
-from asyncrl.config import signatures
 from asyncrl.config.evaluation_sets import codes_of_sets
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code import signatures
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig, ToolConfig
 

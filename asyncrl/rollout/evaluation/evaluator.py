@@ -16,7 +16,7 @@ from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.timing import metered

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.manager.client import ManagerClient
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.process import RolloutWorker
 
 

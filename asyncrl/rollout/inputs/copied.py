@@ -14,7 +14,7 @@ Everything else is compared when a worker starts; a difference ends the worker a
 
 - The rows of every dataset: their number, and the content of some (`content_sum`).
 - Files that are values of `args`, except code: they must be the same under the same path on each host.
-- Code that is named as a module, and all that it imports when it is loaded (`asyncrl.config.same_code`).
+- Code that is named as a module, and all that it imports when it is loaded (`asyncrl.config.plugin_code.same_code`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset, Placed

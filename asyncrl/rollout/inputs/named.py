@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.evaluation_sets import evaluation_sets, given_code
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError, definition, split_path
+from asyncrl.config.plugin_code.import_paths import PluginError, definition, split_path
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import AUTO, OFF
 from asyncrl.plugins.envs.settings import GYMNASIUM

@@ -13,13 +13,13 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
 from asyncrl.rollout.embeddings import Embedder
 from asyncrl.rollout.episode import RetryLimits
-from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
-from asyncrl.rollout.tools import RunTools, check_format
 from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.cast import ONCE, Cast
 from asyncrl.rollout.user_code.conversations import Conversations
+from asyncrl.rollout.user_code.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 from asyncrl.rollout.user_code.taught import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.tools import RunTools, check_format
 from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from asyncrl.api import Prompt, SamplingParams, ToolSchema
 from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
 from asyncrl.inference.settings import servers_take_pictures
-from asyncrl.models.picture_rules import PictureRules, picture_rules
+from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.mixture import Mixture
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt

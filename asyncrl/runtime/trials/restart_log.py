@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run_dir import RESTARTS_FILE
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
 
 _log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"

@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl.comm.drop_reasons import failure, lost_episodes
 from asyncrl.config.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
-from asyncrl.observe.learning import FlatSteps
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.runtime.trials.restart_log import count_restarts, restart_seconds
 
 SUMMARY_INDENT = 11

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.models.host_copies import host_buffer
-from asyncrl.models.picture_ids import SeenPicture
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_ids import SeenPicture
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
 from asyncrl.trainer.batches.prefix_tree import (

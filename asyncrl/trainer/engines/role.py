@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.host_copies import HostCopy
-from asyncrl.models.picture_ids import SeenPicture
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_ids import SeenPicture
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.models.storages import own_storage
 from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths

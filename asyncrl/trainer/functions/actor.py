@@ -17,8 +17,8 @@ from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
+from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.functions.minibatches import global_normalisers
 from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.settings import ReferenceMode

@@ -14,15 +14,15 @@ from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl import k1, kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.api.trajectory import role_of
-from asyncrl.config.catalog import resolve
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.functions.inference import taught
 from asyncrl.trainer.settings import TeacherConfig
 
 GREEDY_REWARD = "agent/greedy_reward"
-"""The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.greedy_baseline` generates it."""
+"""The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.user_code.greedy_baseline` generates it."""
 
 
 @model_function("advantage")

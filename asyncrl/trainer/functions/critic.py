@@ -10,7 +10,7 @@ from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.functions.minibatches import global_normalisers
 
 

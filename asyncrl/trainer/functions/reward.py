@@ -11,9 +11,9 @@ from asyncrl.algorithms.arithmetic.packed import segment_sum
 from asyncrl.algorithms.arithmetic.sums import count_stat, mean_stat
 from asyncrl.algorithms.group_view import GroupView, rewards_of_turns
 from asyncrl.api.columns import TOKEN
-from asyncrl.config.catalog import resolve
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
 
 
 @model_function("reward")

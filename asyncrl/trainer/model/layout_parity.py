@@ -41,7 +41,7 @@ from asyncrl.models.parity import (
     told,
     tolerance,
 )
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.short_lengths import short_model, spoken
 from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,

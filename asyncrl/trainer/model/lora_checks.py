@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
 
 _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")

@@ -8,12 +8,12 @@ from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.parallel.model_shape import ModelShape, misfits, shape_of
+from asyncrl.trainer.parallel.placement import engine_of, model_of, placement, role_placement
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.trainer.placement import engine_of, model_of, placement, role_placement
 from asyncrl.trainer.settings import AttentionImplementation, ReferenceMode, VisionMode
 
 

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.shards import ModelShardID, RoutingTable
 from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.shards import ModelShardID, RoutingTable
 
 
 @dataclass(frozen=True, slots=True)

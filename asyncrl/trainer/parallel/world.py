@@ -26,9 +26,9 @@ from asyncrl.runtime.process.hardware import interface_of
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.parallel.collectives import Collectives
+from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import MESH_AXES, RankPosition, World
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
-from asyncrl.trainer.placement import engine_of
 
 
 @contextmanager

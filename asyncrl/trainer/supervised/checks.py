@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import catalog
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code import catalog
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems
+from asyncrl.trainer.parallel.placement import layout_of
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.placement import layout_of
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, SFTConfig, SupervisedOptimizer

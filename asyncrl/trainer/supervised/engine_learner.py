@@ -17,18 +17,18 @@ import msgspec
 import torch
 
 from asyncrl.comm.names import ACTOR
-from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.demonstrations import Demonstration
 from asyncrl.trainer.engines.base import engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
+from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import RankPosition, World
-from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
 from asyncrl.trainer.supervised.losses import PAIR_LOSS, REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.objectives import (

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
-from asyncrl.models.picture_rules import picture_rules
-from asyncrl.observe.metrics import read_rows
+from asyncrl.models.pictures.picture_rules import picture_rules
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
 from asyncrl.plugins.datasets.demonstration_rows import (
     EncodedRows,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.config import catalog
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code import catalog
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY

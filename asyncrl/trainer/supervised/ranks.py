@@ -16,10 +16,10 @@ from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR
+from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.placement import worker_grid
 from asyncrl.trainer.supervised.engine_learner import engine_settings
 from asyncrl.trainer.supervised.settings import SFTConfig
 

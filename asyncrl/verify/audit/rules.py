@@ -40,6 +40,8 @@ from asyncrl.verify.audit.policies import add_policies, wrong_opponents, wrong_p
 
 _RUNNING, _FINISHED, _TRAINED, _ABANDONED = "running", "finished", "trained", "abandoned"
 _LOST_WORKER, _LOST_WITH_MANAGER = "worker_died", "lost_with_manager"
+_LOST = (_LOST_WORKER, _LOST_WITH_MANAGER)
+"""Reasons after which the trainer may still receive the rollout, and train or drop it."""
 _STALE, _DUPLICATE = "stale", "duplicate_prompt"
 
 
@@ -196,7 +198,7 @@ class Replay:
         known = self._known(line.rollout)
         if known is None:
             return
-        recalled = known.fate == "dropped" and known.reason == _LOST_WORKER
+        recalled = known.fate == "dropped" and known.reason in _LOST
         if known.late:
             return
         if known.fate != _RUNNING and not recalled:
@@ -211,6 +213,8 @@ class Replay:
         known = self._ending(line.rollout, "dropped")
         if known is None:
             return
+        if known.reason in _LOST and (line.prompt is not PromptGoes.used or line.reason in _LOST):
+            self._report(f"rollout {line.rollout} was lost, and then dropped for {line.reason!r} with its prompt")
         allowed: dict[str, tuple[PromptGoes, ...]] = {
             _LOST_WORKER: (PromptGoes.returned, PromptGoes.used),
             _LOST_WITH_MANAGER: (PromptGoes.returned, PromptGoes.used),
@@ -239,7 +243,8 @@ class Replay:
         known = self._known(rollout_id)
         if known is None or known.late:
             return None
-        if known.fate not in (_RUNNING, _FINISHED):
+        received = how == "dropped" and known.fate == "dropped" and known.reason in _LOST
+        if known.fate not in (_RUNNING, _FINISHED) and not received:
             self._report(f"rollout {rollout_id} was {how} and {known.fate} before: it has two ends")
             return None
         return known

@@ -14,7 +14,7 @@ from asyncrl.comm import names
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
 from asyncrl.config.run_dir import RESTARTS_FILE
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN
 from asyncrl.verify.audit.history import Entry
 from asyncrl.verify.chaos.plan import Fault, FaultKind

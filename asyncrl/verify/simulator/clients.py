@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.api import GenerationRequest, GenerationResult
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, Route, RouteRequest
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.verify.simulator.host import Processes
 from asyncrl.verify.simulator.wire import Network, VirtualHttp
 

@@ -50,7 +50,7 @@ class StageRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SameCodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /same_code`: compare the caller's code with that on this host (`asyncrl.config.same_code`).
+    """`POST /same_code`: compare the caller's code with that on this host (`asyncrl.config.plugin_code.same_code`).
 
     Attributes:
         sums: checksums of sources, by the names of their modules.

@@ -35,8 +35,8 @@ from asyncrl.comm.http.calls import PIECE_BYTES, HttpError, JsonHttp
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.plugin_code.same_code import KnownSources
 from asyncrl.config.run_dir import STAGED_DIR
-from asyncrl.config.same_code import KnownSources
 from asyncrl.observe import observer
 from asyncrl.observe.forwarding import Batch, HostClock, ObservedHome, ObservedLines
 from asyncrl.runtime.process.worker import AsyncWorker

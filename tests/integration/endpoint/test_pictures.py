@@ -16,7 +16,7 @@ import pytest
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, SamplingParams
 from asyncrl.api.picture import Picture
 from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.models.picture_rules import picture_rules
+from asyncrl.models.pictures.picture_rules import picture_rules
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.template import ChatFormat

@@ -30,7 +30,7 @@ from asyncrl.manager.messages import (
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
-from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.api.trajectory import MAX_REWARD
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 NAMES = sorted(known("advantage"))
 CENTRED = ("dr_grpo", "gdpo", "gpg", "grpo", "max_rl", "opo", "reinforce_pp_baseline")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 GROUP_ESTIMATORS = (
     "grpo",

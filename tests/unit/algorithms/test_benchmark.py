@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.catalog import known
+from asyncrl.config.plugin_code.catalog import known
 
 
 @pytest.mark.slow

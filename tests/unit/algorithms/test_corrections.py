@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
 from asyncrl.algorithms.objective import approximate_prox_logprobs
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 
 def correct(name: str, batch, **params: Any) -> CorrectionOutput:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.critic import ValueNorm, ValueObjective, align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.algorithms.spec import Choice, ValueNormalisation
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 
 def value_inputs(seed: int, num: int = 40, dtype=torch.float64) -> ValueLossInputs:

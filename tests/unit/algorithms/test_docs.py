@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("algorithms.md", "advantages.md", "off_policy.md")

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.algorithms.group_view import GroupView
 from asyncrl.algorithms.inputs import AdvantageInputs
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 BY_EPISODE = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline")
 BY_TURN = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
-from asyncrl.config.catalog import resolve
+from asyncrl.config.plugin_code.catalog import resolve
 
 
 def group(rewards, lengths=None) -> GroupView:

@@ -12,7 +12,7 @@ from asyncrl.algorithms.inputs import KLInputs
 from asyncrl.algorithms.kl import KLController, ema_update_, kl_token_rewards
 from asyncrl.algorithms.objective import should_stop, weight_variance
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 SAMPLED = {
     "k1": lambda d: -d,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.arithmetic.sums import all_reduce_stats, merge_stats, values
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 build_objective = functools.partial(Objective, resolve=resolve)
 AGGREGATIONS = {

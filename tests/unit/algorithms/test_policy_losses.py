@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import PolicyLossInputs
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 LOSSES = sorted(known("policy_loss"))
 SEEDS = range(4)

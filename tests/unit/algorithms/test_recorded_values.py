@@ -9,7 +9,7 @@ import torch
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, PolicyLossInputs
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
-from asyncrl.config.catalog import resolve
+from asyncrl.config.plugin_code.catalog import resolve
 
 LOGPROBS = [-0.5, -1.2, -0.1, -2.0, -0.3, -0.9]
 OLD = [-0.9, -1.0, -0.4, -1.1, -0.35, -1.6]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import SelectionInputs, SelectionOutput
-from asyncrl.config.catalog import known, resolve
+from asyncrl.config.plugin_code.catalog import known, resolve
 
 PARAMS = {
     "none": {},

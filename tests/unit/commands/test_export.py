@@ -19,14 +19,14 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.weights.model_files.loading import read_checkpoint
 from asyncrl.weights.versions.manifest import file_entry, read_manifest, write_manifest

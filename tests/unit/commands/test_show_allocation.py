@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.commands.before_start import checks as before_start
 from asyncrl.commands.before_start.checks import validate
-from asyncrl.commands.guest_memory import problems, shared_devices
-from asyncrl.commands.show_allocation import (
+from asyncrl.commands.previews.guest_memory import problems, shared_devices
+from asyncrl.commands.previews.show_allocation import (
     GIB,
     RUNTIME_BYTES,
     RankRow,
@@ -35,7 +35,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
-from asyncrl.trainer.placement import placement
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
 from asyncrl.trainer.sizing import MemoryNeed
 
@@ -143,7 +143,9 @@ def test_guests_and_ranks_count_with_the_larger_of_both(
     config.generation.max_total_tokens = 1024
     (small,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
     assert small.peak == small.training + 2 * GIB
-    monkeypatch.setattr("asyncrl.commands.show_allocation.gpu_details", lambda: {"0": hardware.Gpu("tiny", GIB)})
+    monkeypatch.setattr(
+        "asyncrl.commands.previews.show_allocation.gpu_details", lambda: {"0": hardware.Gpu("tiny", GIB)}
+    )
     assert show_allocation(config, None) == EXIT_CONFIG
     assert "in turns with guests" in capsys.readouterr().out
     (refused,) = guests_without_room(config)

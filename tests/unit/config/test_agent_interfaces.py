@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.commands.before_start.checks import validate
-from asyncrl.config.agent_interfaces import agent_problems, environment_problems
 from asyncrl.config.load import load_experiment
+from asyncrl.config.plugin_code.agent_interfaces import agent_problems, environment_problems
 from asyncrl.config.setting import ConfigError
 
 SOURCE = """

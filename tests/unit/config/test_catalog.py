@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.algorithms.registry import KINDS, policy_loss
-from asyncrl.config import catalog
-from asyncrl.config.catalog import check, known, resolve
-from asyncrl.config.import_paths import PluginError
-from asyncrl.config.signatures import Param, registers
+from asyncrl.config.plugin_code import catalog
+from asyncrl.config.plugin_code.catalog import check, known, resolve
+from asyncrl.config.plugin_code.import_paths import PluginError
+from asyncrl.config.plugin_code.signatures import Param, registers
 
 USER_MODULE = '''
 """A user's algorithms."""
@@ -69,7 +69,7 @@ def test_checking_and_filtering_do_not_import_torch():
     program = (
         "import sys;"
         "from asyncrl.algorithms import spec, registry, group_view, filters, shaping;"
-        "from asyncrl.config import catalog;"
+        "from asyncrl.config.plugin_code import catalog;"
         "[catalog.known(k) for k in (*registry.KINDS, 'model_function')];"
         "[catalog.resolve('filter', n) for n in catalog.known('filter')];"
         "catalog.resolve('shaping', 'overlong', {'max_length': 8, 'margin': 2});"

@@ -20,7 +20,7 @@ from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.launch import main
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
-from asyncrl.trainer.placement import worker_grid
+from asyncrl.trainer.parallel.placement import worker_grid
 
 
 def load(*overrides: str) -> ExperimentConfig:
@@ -459,7 +459,7 @@ def test_cfg_job_prints_a_config_that_can_be_read_again(tmp_path: Path) -> None:
 def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, asyncrl.launch, asyncrl.rollout.process; "
-        "import asyncrl.commands.train, asyncrl.commands.dry_run, asyncrl.commands.show_graph; "
+        "import asyncrl.commands.train, asyncrl.commands.previews.dry_run, asyncrl.commands.previews.show_graph; "
         "import asyncrl.manager.process, asyncrl.master.process; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )

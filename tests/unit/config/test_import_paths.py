@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError, definition, load_plugin, split_path
 from asyncrl.config.load import load_experiment
-from asyncrl.config.signatures import problems
+from asyncrl.config.plugin_code.import_paths import PluginError, definition, load_plugin, split_path
+from asyncrl.config.plugin_code.signatures import problems
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.rollout.user_code.components import UserComponents
 
@@ -153,8 +153,8 @@ def test_what_a_training_rank_takes_is_found(
     mine: Callable[[str, str], str], form: str, setting: str, name: str
 ) -> None:
     pytest.importorskip("torch")
-    from asyncrl.config.catalog import resolve
-    from asyncrl.trainer.calls import TrainState
+    from asyncrl.config.plugin_code.catalog import resolve
+    from asyncrl.trainer.functions.calls import TrainState
 
     path = mine(form, name)
     config = checked(f"{setting}.name='{path}'", "algorithm.kl_coef=0.1")

@@ -3,8 +3,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
+
+import asyncrl
+
+TEMPLATES = Path("asyncrl/commands/init/project")
+"""Files of a user's project."""
 
 LIGHT_MODULES = (
     "asyncrl.commands.export",
@@ -54,6 +60,11 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     """Whatever the imports are for: `TYPE_CHECKING` and imports within functions count."""
     grimp = pytest.importorskip("grimp", reason="it comes with import-linter")
     graph = grimp.build_graph("asyncrl", cache_dir=None)
+    package = Path(asyncrl.__file__).parent
+    rooms = {file.parent.relative_to(package.parent) for file in package.rglob("*.py")} - {TEMPLATES}
+    assert {".".join(room.parts) for room in rooms} <= graph.modules, (
+        "without __init__.py no import contract sees a room"
+    )
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert "asyncrl.config.experiment" in imported["asyncrl.config.load"]
     TopologicalSorter(imported).prepare()  # raises CycleError with the circle

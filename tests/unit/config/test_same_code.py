@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.import_paths import load_plugin
-from asyncrl.config.same_code import KnownSources, how_found, loaded_sources
+from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.config.plugin_code.same_code import KnownSources, how_found, loaded_sources
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def of(package: str, sums: dict[str, str]) -> list[str]:
 def test_compared_is_asyncrl_what_is_installed_nowhere_and_what_settings_name(code: Path) -> None:
     sums = loaded_sources()
     assert of("same_code_mine", sums) == ["same_code_mine", "same_code_mine.helper", "same_code_mine.rewards"]
-    assert "asyncrl.config.same_code" in sums
+    assert "asyncrl.config.plugin_code.same_code" in sums
     assert not {"json", "pytest", "same_code_installed.rewards"} & sums.keys()
     named = loaded_sources(["same_code_installed"])
     assert of("same_code_installed", named) == [
@@ -80,4 +80,4 @@ def test_what_was_loaded_by_its_file_is_not_compared(tmp_path: Path) -> None:
 def test_of_a_module_that_differs_the_folder_is_told_that_code_added_to_the_path(code: Path) -> None:
     told = f" (found here in {code / 'mine'}, which code added to sys.path: put that folder on PYTHONPATH)"
     assert how_found("same_code_mine.helper") == how_found("same_code_mine") == told
-    assert how_found("asyncrl.config.same_code") == how_found("sys") == how_found("same_code_nowhere") == ""
+    assert how_found("asyncrl.config.plugin_code.same_code") == how_found("sys") == how_found("same_code_nowhere") == ""

@@ -24,7 +24,7 @@ from asyncrl.inference.sglang import command as sglang_command
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.picture_check import fault_in_pictures
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.rollout.user_code.prompts import pictures_taken
 from asyncrl.trainer.settings import VisionMode
 from tests.tiny_vlm import picture, render

@@ -284,7 +284,8 @@ def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_
     assert manager.play("r3") == ["e0-0"]
 
 
-def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manager() -> None:
+@pytest.mark.parametrize("trainer_dies", [False, True])
+def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manager(trainer_dies: bool) -> None:
     """Its worker was silent for a while; the manager that heard of the drop died before the worker reported the end."""
     schedule = begun()
     schedule.allocate(0, 1, "answered")
@@ -299,6 +300,8 @@ def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manag
     schedule.collect()
     assert [drop.reason for drop in schedule.trainer.buffer._drops] == ["duplicate_prompt"]
     schedule.report_step()
+    if trainer_dies:
+        schedule.the_trainer_dies()
     schedule.the_manager_dies()
     schedule.teardown()
 
@@ -364,3 +367,29 @@ def test_a_step_that_would_make_a_running_rollout_expire_waits_whichever_manager
     monkeypatch.setattr(StalenessGate, "_blocking_versions", lambda self, step: [])
     with pytest.raises(AssertionError, match="the step did not wait for what will expire"):
         one_runs_on(begun(eta=1, on_stale=OnStale.wait), dies=dies)
+
+
+def test_a_prompt_is_used_up_by_a_rollout_that_no_process_had_as_a_manager_began() -> None:
+    """The rollout's worker had died after the poll of the ranks. Its trajectory came, and is trained at a third one."""
+    schedule = begun()
+    schedule.allocate(1, 1, "answered")
+    schedule.report_step()
+    (first,) = schedule.workers[1].running
+    schedule.push(0)
+    schedule.the_manager_dies()
+    schedule.report_step()
+    schedule.a_worker_dies(1, by_status=True, on_its_way=1)
+    schedule.all_speak()
+    assert schedule.service.gate.outcome(first) == "lost_with_manager"
+    schedule.allocate(0, 1, "answered")
+    schedule.report_step()
+    schedule.the_manager_dies()
+    schedule.all_speak()
+    schedule.train(dies=False)
+    assert schedule.trainer.in_step == [first]
+    schedule.report_step()
+    schedule.reject(0, "as next attempt")
+    schedule.report(0, "answered")
+    schedule.report_step()
+    assert not schedule.ledger.recorded.retries
+    schedule.teardown()

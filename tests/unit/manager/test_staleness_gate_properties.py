@@ -124,6 +124,11 @@ class TrainerAndWorkers(RuleBasedStateMachine):
         if message == "finish" and before.dropped.get(WORKER_LOST, 0) == 0:
             self.gate.finish(name)
         elif message == "drop":
+            if self.gate.lost(name) is not None:  # its reason replaces the loss, once
+                self.gate.drop(name, "rejected")
+                assert self.gate.books().submitted == before.submitted
+                before = self.gate.books()
+                assert self.gate.outcome(name) == "rejected"
             self.gate.drop(name, "rejected")
         elif message == "train" and self.trained_version:
             self.gate.train(self.trained_version, [])

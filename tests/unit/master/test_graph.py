@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import known
 from asyncrl.master.graph.builtin import BUILTIN, load_graph
 from asyncrl.master.graph.types import BATCH_KEYS, Call, Edge, Graph, GraphError
 

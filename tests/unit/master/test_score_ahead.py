@@ -14,7 +14,7 @@ from asyncrl.master.graph.builtin import grpo, ppo
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.trainer.messages import RolloutRecord, ScoreAhead
-from asyncrl.trainer.placement import placement
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks
 
 CALL = Call("ref_inf", "ref", "ref_inf", ("tokens", "loss_mask"), ("ref_logprobs",))

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from embodied_base import ENCODER, LAYOUTS, MOVES, POLICY, TASK, WORDS, State, held_out
 from vlm_base import RECORD_FILE
 
-from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.load import experiments_dir
+from asyncrl.config.plugin_code.import_paths import load_plugin
 
 
 def test_whoever_knows_the_way_succeeds_on_every_layout_and_never_falls_back() -> None:

@@ -31,8 +31,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.picture_processor import PictureModelError
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_processor import PictureModelError
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch

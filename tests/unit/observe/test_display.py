@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
-from asyncrl.observe.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail
 
 ROW = {
     "step": 3.0,

@@ -13,12 +13,13 @@ import asyncrl
 from asyncrl.comm.drop_reasons import FAILURES, DropReason
 from asyncrl.manager.fleet.servers import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
-from asyncrl.observe.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
+from asyncrl.observe.metrics.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
 from asyncrl.rollout.user_code_pool.timing import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
-BEGIN, END = "<!-- made from asyncrl/observe/glossary.py by tests/unit/observe/test_glossary.py -->\n", "<!-- end -->\n"
+BEGIN = "<!-- made from asyncrl/observe/metrics/glossary.py by tests/unit/observe/test_glossary.py -->\n"
+END = "<!-- end -->\n"
 ROOMS = ("master", "rollout", "trainer", "algorithms", "plugins")
 _NAME = re.compile(r"[a-z_<>]+/[a-zA-Z_<>@: ]+")
 """The form of a metric's name; what an f-string fills in is `<>`."""
@@ -67,7 +68,7 @@ def test_every_name_that_the_code_writes_is_in_the_table() -> None:
     names = in_code() - NO_METRICS - OF_KINDS
     assert len(names) > 60, "the names are found"
     unknown = {name for name in names if name not in IN_TABLE and ("<>" in name or find(name) is None)}
-    assert not unknown, "add each to asyncrl/observe/glossary.py"
+    assert not unknown, "add each to asyncrl/observe/metrics/glossary.py"
 
 
 def constants(file: str, pattern: str) -> set[str]:

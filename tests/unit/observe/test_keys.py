@@ -7,11 +7,11 @@ import subprocess
 import sys
 import termios
 
-from asyncrl.observe.keys import silence_keys
+from asyncrl.observe.display import silence_keys
 
 CONTROLS = """
 import os, sys, termios
-from asyncrl.observe.keys import silence_keys
+from asyncrl.observe.display import silence_keys
 with os.fdopen(os.open(sys.argv[1], os.O_RDWR), "w") as terminal:  # a new session controls the first that it opens
     echoes = lambda: bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
     interrupts = lambda: bool(termios.tcgetattr(terminal)[3] & termios.ISIG)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay
-from asyncrl.observe.learning import FlatSteps
+from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.runtime.trials.summary import summary_lines
 from tests.unit.observe.test_display import ROW
 

@@ -16,7 +16,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observe.metrics import (
+from asyncrl.observe.metrics.sample_tables import Table
+from asyncrl.observe.metrics.sinks import (
     JsonlSink,
     MetricsError,
     MetricsWriter,
@@ -25,7 +26,6 @@ from asyncrl.observe.metrics import (
     WandbSink,
     read_rows,
 )
-from asyncrl.observe.sample_tables import Table
 from asyncrl.plugins.tools.settings import McpServerConfig
 
 LIMIT_S = 60.0
@@ -135,7 +135,7 @@ def test_tensorboard_hides_what_comes_after_the_checkpoint_of_a_resumed_run(tmp_
 
 def test_the_event_files_writer_does_not_load_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from asyncrl.observe.metrics import TensorBoardSink; "
+        "import sys; from pathlib import Path; from asyncrl.observe.metrics.sinks import TensorBoardSink; "
         f"TensorBoardSink(Path({str(tmp_path)!r}), 0).write(1, {{'x': 1.0}}); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

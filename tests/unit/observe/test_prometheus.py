@@ -10,10 +10,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.observe import grafana
-from asyncrl.observe.glossary import METRICS, OBSERVED
 from asyncrl.observe.history import History
-from asyncrl.observe.prometheus import metric_name, prometheus_text
+from asyncrl.observe.metrics import grafana
+from asyncrl.observe.metrics.glossary import METRICS, OBSERVED
+from asyncrl.observe.metrics.prometheus import metric_name, prometheus_text
 
 LAUNCHERS = Path(__file__).parents[3] / "launchers"
 ROW = {

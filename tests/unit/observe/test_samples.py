@@ -14,9 +14,9 @@ pytest.importorskip("pyarrow")
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.commands import show
-from asyncrl.commands.eval_answers import write_answers
+from asyncrl.commands.eval import write_answers
 from asyncrl.observe.dashboard import page_data
-from asyncrl.observe.sample_tables import SampleTables, as_markdown
+from asyncrl.observe.metrics.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (
     forget_after,
     pictures_of,

@@ -16,8 +16,8 @@ from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import SampleColumns
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.commands.before_start.checks import validate
-from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.episode import judge

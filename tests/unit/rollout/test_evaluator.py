@@ -32,7 +32,7 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 from asyncrl.rollout.user_code.components import UserComponents

@@ -46,7 +46,7 @@ from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents

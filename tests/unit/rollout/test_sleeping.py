@@ -16,7 +16,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.user_code.components import UserComponents
 

@@ -32,7 +32,7 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.text import numeric_match
 from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox
-from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "tool_calculator"

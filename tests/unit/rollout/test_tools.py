@@ -16,7 +16,7 @@ from asyncrl.plugins.tools.checks import check
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.tools import RunTools, check_format
+from asyncrl.rollout.user_code.tools import RunTools, check_format
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered

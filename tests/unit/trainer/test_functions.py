@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.rank.roles import TrainingRank
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
@@ -499,7 +499,7 @@ def test_a_reward_model_scores_whole_sequences(
 
     from asyncrl.master.graph.types import Call, Graph
     from asyncrl.trainer.parallel.rank_position import World
-    from asyncrl.trainer.roles import build_rank
+    from asyncrl.trainer.rank.roles import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)
     model.save_pretrained(str(tmp_path))

@@ -13,16 +13,16 @@ import torch
 from asyncrl.algorithms.inputs import CorrectionInputs, PolicyLossInputs
 from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.model.loading import load_causal_lm
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from tests.engine_steps import run
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

@@ -12,14 +12,14 @@ import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.spec import ProximalMode
-from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
-from asyncrl.trainer.placement import engine_of
+from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
     KeptOn,

@@ -27,11 +27,11 @@ from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.rollout.user_code.taught import scored_by_teachers, with_source_number
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.calls import CallContext, StatValues, TrainState, find_function, run_call
 from asyncrl.trainer.checks import check
 from asyncrl.trainer.engines.base import PolicyEngine
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.functions.calls import CallContext, StatValues, TrainState, find_function, run_call
+from asyncrl.trainer.parallel.placement import placement
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.settings import SOURCE_NUMBER, RoleRanks, TeacherConfig
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

@@ -24,11 +24,11 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.batches.policy_parts import parts_of_policies
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import CallContext, find_function, run_call
+from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
 from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.parallel.placement import model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.placement import model_of, placement, role_placement
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.trajectories.inbox import record_of
 from asyncrl.weights.checkpoints.store import read_state
 

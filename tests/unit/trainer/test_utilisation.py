@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from asyncrl.trainer import utilisation
-from asyncrl.trainer.utilisation import Utilisation, measured_peak, peak_flops
+from asyncrl.trainer.rank import utilisation
+from asyncrl.trainer.rank.utilisation import Utilisation, measured_peak, peak_flops
 
 
 def _engine(flops: float | None) -> Any:

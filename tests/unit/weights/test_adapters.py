@@ -22,9 +22,9 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.messages import Publish as PublishRequest
 from asyncrl.trainer.model.lora import adapter_config, add_adapters
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
-from asyncrl.trainer.versions import Versions
 from asyncrl.weights.model_files.adapters import are_adapters, read_adapters
 from asyncrl.weights.model_files.loading import WeightUpdateError, read_checkpoint
 from asyncrl.weights.transports.base import TrainerEnd

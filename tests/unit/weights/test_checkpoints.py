@@ -18,9 +18,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import versions_in
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints import store as checkpoints
 from asyncrl.weights.checkpoints.folder import latest, prune, which_to_keep

@@ -15,15 +15,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.logprob_check import FLOAT32_TOLERANCE
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
 from asyncrl.trainer.parallel.rank_position import RankPosition, World
+from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.versions import Versions
 from asyncrl.weights.versions import publishing as weights
 from asyncrl.weights.versions.logprob_probe import (
     PROBE_FILE,

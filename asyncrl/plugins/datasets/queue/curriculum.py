@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.api.seeds import seed_from
-from asyncrl.config.import_paths import PluginError, load_plugin
-from asyncrl.config.plugin_state import plain_state
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.queue.used_prompts import parse_prompt_id
 from asyncrl.plugins.datasets.settings import CurriculumConfig

@@ -28,7 +28,7 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import check_group
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.parts import with_content
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.rollout.user_code_pool.messages import CodeTarget

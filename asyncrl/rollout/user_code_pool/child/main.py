@@ -26,7 +26,7 @@ import msgspec
 
 from asyncrl.api import Environment
 from asyncrl.api.reward import Episode
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.rollout.user_code_pool.messages import (
     LENGTH,
     MAKE,

@@ -25,7 +25,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
 from asyncrl.models.parity import Difference, UnsupportedModelError, forks, probe_for, told, tolerance
-from asyncrl.models.picture_rules import TOKEN_FIELDS
+from asyncrl.models.pictures.picture_rules import TOKEN_FIELDS
 from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.api.picture import Picture
-from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.load import experiments_dir, load_experiment
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.agents import vla
 from asyncrl.plugins.agents.vla import OPENVLA_OFT, ActionTokens, VLAAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.own_settings import complete_own_settings
+from asyncrl.config.plugin_code.own_settings import complete_own_settings
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group

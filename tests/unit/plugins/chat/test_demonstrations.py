@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.demonstration_rows import EncodedRows, load_demonstrations, shown_with_loss
 from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstration, DemonstrationFormat, TrainOn

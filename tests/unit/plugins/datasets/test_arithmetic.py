@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins.datasets import load_dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset, add_without_carry, split_of, written_out
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins import datasets
 from asyncrl.plugins.datasets import load_dataset
 from asyncrl.plugins.datasets.queue.order import DataOrder, epoch_order, prompt_seed, seed_from

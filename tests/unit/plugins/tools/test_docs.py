@@ -15,7 +15,7 @@ from asyncrl.api import Tool, ToolCall, as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.tools.checks import check
 from asyncrl.plugins.tools.settings import ToolConfig
-from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "tools.md").read_text()

@@ -15,7 +15,7 @@ from asyncrl.api import ToolCall
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.tools.settings import McpServerConfig
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.runtime.launcher import STOP_LIMIT_S
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
@@ -92,7 +92,7 @@ else:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer to end a server than a worker that stops may wait."""
-    monkeypatch.setattr("asyncrl.rollout.tools.CLOSE_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr("asyncrl.rollout.user_code.tools.CLOSE_LIMIT_S", LIMIT_S)
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ threading.Thread(target=threading.Event().wait).start()  # stdin's end is no end
 async def test_a_server_that_does_not_end_delays_the_worker_no_longer_than_a_connection_may(
     runner, server, caplog, monkeypatch
 ):
-    monkeypatch.setattr("asyncrl.rollout.tools.CLOSE_LIMIT_S", CLOSE_LIMIT_S)
+    monkeypatch.setattr("asyncrl.rollout.user_code.tools.CLOSE_LIMIT_S", CLOSE_LIMIT_S)
     stubborn = Path(server).with_name("stubborn.py")
     stubborn.write_text(STUBBORN + SERVER)
     async with RunTools((), [_over_stdio(str(stubborn), tools=["talks"])], runner) as tools:

@@ -29,9 +29,9 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.model.loading import load_causal_lm
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.trajectories.inbox import record_of
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

@@ -16,9 +16,9 @@ from asyncrl.trainer.engines import ENGINES, Engine
 from asyncrl.trainer.engines.base import EngineLoader, engine_loader
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.parallel.checks import problems
+from asyncrl.trainer.parallel.placement import engine_of, placement
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.placement import engine_of, placement
-from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.settings import OptimizerConfig
 
 
@@ -43,7 +43,8 @@ def test_each_line_names_a_loader(name: str) -> None:
 
 
 def test_the_registry_is_read_without_torch() -> None:
-    program = "import sys; import asyncrl.trainer.engines, asyncrl.trainer.placement; assert 'torch' not in sys.modules"
+    imports = "import sys; import asyncrl.trainer.engines, asyncrl.trainer.parallel.placement"
+    program = f"{imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

@@ -31,7 +31,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation
 from tests.engine_steps import run
 

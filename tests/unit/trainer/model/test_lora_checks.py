@@ -137,7 +137,7 @@ def test_a_trainer_without_adapters_needs_no_peft() -> None:
     program = (
         "import sys; sys.modules['peft'] = None\n"
         "import asyncrl.trainer.process, asyncrl.trainer.engines.flat, asyncrl.trainer.engines.sharded.engine\n"
-        "import asyncrl.inference.embedded.engine, asyncrl.commands.exporting"
+        "import asyncrl.inference.embedded.engine, asyncrl.commands.export.policy"
     )
     run = subprocess.run([sys.executable, "-c", program], timeout=600, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.shards import ModelShardID
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.placement import placement, worker_grid
+from asyncrl.trainer.parallel.shards import ModelShardID
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
-from asyncrl.trainer.placement import placement, worker_grid
 from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 
 sizes = st.integers(1, 4)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from asyncrl.api.picture import Picture
-from asyncrl.models.pictures import Pictures
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.plugins.datasets.demonstration_rows import EncodedRows, LazyRows
 from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstration
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
-from asyncrl.commands.exporting import export
+from asyncrl.commands.export.policy import export
 from asyncrl.config.setting import Device
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.demonstration_rows import LazyRows, by_length, demonstration_batches

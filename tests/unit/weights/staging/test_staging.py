@@ -18,7 +18,7 @@ from asyncrl.comm.http import calls as http_module
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpUnreachable, JsonHttp
 from asyncrl.comm.http.server import HttpRoute, HttpServer
 from asyncrl.comm.security import HttpSecurity, RunSecret
-from asyncrl.config.same_code import loaded_sources
+from asyncrl.config.plugin_code.same_code import loaded_sources
 from asyncrl.observe.forwarding import HostClock, ObservedHome, ObservedLines
 from asyncrl.weights.model_files.tensor_file import write_tensors
 from asyncrl.weights.staging import client as client_module

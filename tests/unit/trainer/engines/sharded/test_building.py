@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.rank.roles import build_rank
 
 pytestmark = pytest.mark.slow
 

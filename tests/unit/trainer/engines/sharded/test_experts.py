@@ -22,7 +22,7 @@ from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_lay
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.weights.versions.manifest import FileEntry
 

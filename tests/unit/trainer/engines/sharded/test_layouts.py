@@ -34,7 +34,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.weights.model_files.adapters import published_name
 from asyncrl.weights.model_files.folder import folder_tensors

@@ -22,7 +22,7 @@ from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, ReferenceMode
 from asyncrl.weights.versions.manifest import FileEntry
 

@@ -23,7 +23,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedEngine, ShardedPolicyE
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.settings import VisionMode
 from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_expected_hidden, vlm_trajectories
 

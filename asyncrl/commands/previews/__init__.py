@@ -1,0 +1,1 @@
+"""Options of the command line that print what would run, and start nothing."""

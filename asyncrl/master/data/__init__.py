@@ -1,0 +1,1 @@
+"""The choice of what a step trains: collected rollouts, the sample buffer, the batch and its plan."""

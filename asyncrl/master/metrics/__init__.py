@@ -1,0 +1,1 @@
+"""Rows of metrics, statistics of evaluations, warnings about filters."""

@@ -1,0 +1,1 @@
+"""Runs without trainers or without rollouts, and evaluation alone."""

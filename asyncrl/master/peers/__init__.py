@@ -1,0 +1,1 @@
+"""Connections to ranks, workers and name resolution, and the announcement of versions."""

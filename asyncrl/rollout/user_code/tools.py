@@ -1,0 +1,266 @@
+"""Build the tools of a run from the config, and run them off the event loop with time limits."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from asyncrl.api import RunIn, Tool, ToolResult
+from asyncrl.api.reward import marked_run_in
+from asyncrl.api.tool import FunctionTool, as_result, as_tool
+from asyncrl.api.tool_schema import ToolSchemaError
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.chat.parsers import FORMATS, choose, unsupported
+from asyncrl.plugins.datasets.settings import AUTO
+from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
+from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
+from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
+from asyncrl.rollout.user_code_pool.adapters import is_built_in
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
+
+
+class RunTools:
+    """The tools of a worker. An asynchronous context manager, entered in the worker's own loop.
+
+    Within it the MCP servers are connected and `toolbox` is complete.
+
+    Raises:
+        ConfigError: a path does not name a tool, its module or constructor fails, or two tools have one name. The
+            message begins with the setting.
+    """
+
+    def __init__(self, tools: Sequence[ToolConfig], mcp: Sequence[McpServerConfig], runner: UserCodeRunner) -> None:
+        self._mcp, self._runner = mcp, runner
+        self._servers: list[McpServer] = []
+        self.toolbox = Toolbox(report=_report)
+        for number, config in enumerate(tools):
+            hosted = _hosted(f"tools[{number}]", config, runner)
+            try:
+                self.toolbox.add(hosted)
+            except ValueError as error:
+                raise ConfigError(f"tools[{number}].name={config.name!r}: {error}") from error
+        if mcp:
+            if (why := installed()) is not None:
+                raise ConfigError(f"mcp: {why}")
+            self.toolbox.waits_for = "the MCP servers are connected (enter `RunTools`)"
+
+    async def __aenter__(self) -> Self:
+        """Connect to the MCP servers, all at the same time.
+
+        Raises:
+            ConfigError: one does not start, or a name is taken.
+        """
+        try:
+            self._servers = [McpServer(config) for config in self._mcp]
+            offered = await asyncio.gather(*(server.tools() for server in self._servers), return_exceptions=True)
+            for number, (config, tools) in enumerate(zip(self._mcp, offered, strict=True)):
+                if isinstance(tools, BaseException):
+                    raise tools if not isinstance(tools, McpError) else ConfigError(f"mcp[{number}]: {tools}")
+                for tool in tools:
+                    self._add(number, config, tool)
+            self.toolbox.waits_for = ""
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connections; no program that was started for one is left."""
+        await self._close()
+
+    def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
+        label = f"mcp {config.name}:{tool.name}"
+        host = _McpHost(self._runner)
+        try:
+            self.toolbox.add(HostedTool(tool, label, host, config.max_result_chars))
+        except ValueError as error:
+            raise ConfigError(f"mcp[{number}].prefix={config.prefix!r}: {error}") from error
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(server.close(CLOSE_LIMIT_S) for server in self._servers))
+
+
+def check_format(config: ExperimentConfig, template_source: str | None) -> None:
+    """Check that the chat format can offer the run's tools and parse their calls.
+
+    Args:
+        template_source: the chat template; None without one.
+
+    Raises:
+        ConfigError: the format does not support tool calls.
+    """
+    if not config.tools and not config.mcp:
+        return
+    if template_source is None:
+        raise ConfigError(
+            "tools: the tokenizer has no chat template that describes them to the model; set dataset.chat_template to "
+            "a Jinja file, or use a model that has one"
+        )
+    name = config.rollout.chat.parser
+    whose = unsupported(template_source)
+    if name == AUTO and whose is not None:
+        raise ConfigError(
+            f"rollout.chat.parser=auto: the chat template asks for calls in the format of {whose}, which is not read; "
+            f"name one of {', '.join(FORMATS)}, with a template that asks for it (dataset.chat_template)"
+        )
+    if (choose(template_source).name if name == AUTO else name) == "none":
+        raise ConfigError(
+            f"rollout.chat.parser={name}: there are tools in the settings, and "
+            + ("the chat template does not mention any" if name == AUTO else "none of their calls would be read")
+            + f"; use a template with tools (dataset.chat_template) and one of {', '.join(FORMATS)}"
+        )
+
+
+class ProcessTool:
+    """A function that is built in a process of the pool and called there with the model's arguments."""
+
+    def __init__(self, *, path: str) -> None:
+        self._function = load_plugin(path)
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function and return its result as plain data."""
+        value = self._function(**arguments)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        result = as_result(value)
+        return [result.text, result.reward, dict(result.metrics), result.is_error]
+
+
+class _InProcess(FunctionTool):
+    """A function that runs in a process, to which only its arguments are sent."""
+
+    def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
+        return self.arguments_of(instance_id, arguments, of_row)
+
+
+class _Host:
+    """Runs a tool's methods by the runner."""
+
+    def __init__(self, runner: UserCodeRunner, code: Code, process: Code | None = None) -> None:
+        self._runner, self._code, self._process = runner, code, process
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # a default: it only counts
+                return await method(*args, **kwargs)
+            value = await self._runner.call(self._code, method, *args, **kwargs)
+            if self._process is None or method.__name__ != "execute":
+                return value
+            text, reward, metrics, is_error = await self._runner.call(self._process, ProcessTool, value)
+            return ToolResult(text, reward, metrics, is_error)
+        except UserCodeError as error:
+            first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
+            raise ToolFailure(first) from error
+        except TypeError as error:  # arguments per sample that it does not take
+            raise ToolFailure(str(error)) from error
+
+
+class _McpHost:
+    """Runs calls of an MCP server on the loop that owns its connection."""
+
+    def __init__(self, runner: UserCodeRunner) -> None:
+        self._runner = runner
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with timed(Activity.tool):
+                return await self._runner.at_home(method(*args, **kwargs))
+        except McpError as error:
+            raise ToolFailure(str(error)) from error
+        except TypeError as error:  # arguments per sample, of which a server's tool takes none
+            raise ToolFailure(str(error)) from error
+
+
+def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedTool:
+    """Build the tool that a setting describes, with its host."""
+    try:
+        found: Any = load_plugin(config.path)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
+    given = f"{group}.path={config.path!r}"
+    if not callable(found):
+        raise ConfigError(f"{given}: it is a {type(found).__name__}; name a function, or a class derived from Tool")
+    label = f"tool {config.path}"
+    if inspect.isclass(found):
+        tool = _instance(group, config, found)
+        place = _place(given, config.run_in, found, is_class=True)
+        return HostedTool(tool, label, _Host(runner, _code(label, config, place)), config.max_result_chars)
+    place = _place(given, config.run_in, found, is_class=False)
+    try:
+        derived = as_tool(found, config.name, **config.args)
+    except ToolSchemaError as error:
+        raise ConfigError(f"{given}: {error}") from error
+    if place == RunIn.process:
+        sent = _InProcess(found, derived.name, config.args)
+        target = CodeTarget(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
+        process = Code(label, Activity.tool, config.timeout_s, RunIn.process, target)
+        return HostedTool(
+            sent, label, _Host(runner, _code(label, config, RunIn.loop), process), config.max_result_chars
+        )
+    host = _Host(runner, _code(label, config, place))
+    return HostedTool(_called(derived), label, host, config.max_result_chars)
+
+
+def _code(label: str, config: ToolConfig, place: RunIn) -> Code:
+    return Code(label, Activity.tool, config.timeout_s, place)
+
+
+def _called(tool: FunctionTool) -> Tool:
+    """Give `tool` a plain or asynchronous `execute`, like its function, so that it runs in the right place."""
+    return tool if is_async(tool.function) else _PlainFunction(tool.function, tool.name, tool.hidden)
+
+
+class _PlainFunction(FunctionTool):
+    def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
+        return self.function(**self.arguments_of(instance_id, arguments, of_row))
+
+
+def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
+    given = f"{group}.path={config.path!r}, {group}.args={config.args}"
+    try:
+        made = found(**config.args)
+    except Exception as error:  # a user's constructor may raise anything
+        raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Tool):
+        raise ConfigError(f"{given}: made a {type(made).__name__}; it needs to be an asyncrl.api.Tool")
+    if config.name:
+        made.name = config.name
+    try:
+        schema = made.schema()
+        told = schema["function"]["name"]
+    except Exception as error:
+        raise ConfigError(f"{given}: its schema cannot be built: {type(error).__name__}: {error}") from error
+    if not made.name or told != made.name:
+        raise ConfigError(f"{given}: its name is {made.name!r} and its schema says {told!r}; set both to one name")
+    return made
+
+
+def _place(given: str, wanted: RunIn, found: Any, *, is_class: bool) -> RunIn:
+    place = wanted if wanted != RunIn.auto else marked_run_in(found)
+    if is_class and place == RunIn.process:
+        raise ConfigError(
+            f"{given}: run_in=process is for functions; a class keeps something between calls, which processes that "
+            "come and go cannot; have its method start what it needs, or write a function"
+        )
+    if not is_class and is_async(found) and place == RunIn.thread:
+        raise ConfigError(f"{given}: run_in=thread: it is `async def`, which runs on an event loop; leave it at auto")
+    return RunIn.thread if place == RunIn.auto else place
+
+
+def _report(metrics: Mapping[str, float]) -> None:
+    current_meter().add_tools(metrics)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,300 @@
+"""Requests to a training rank that compute.
+
+The rank's main thread answers them in order of arrival, so that collectives run in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from asyncrl.comm.request_reply import Done
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.observe import observer
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
+from asyncrl.trainer.batches.policy_parts import parts_of_policies
+from asyncrl.trainer.batches.reshard_batch import move_columns
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.functions.calls import CallContext, ModelFunction, run_call
+from asyncrl.trainer.messages import (
+    AttachMaster,
+    BeginStep,
+    CallStats,
+    CollectWeights,
+    CommitCheckpoint,
+    EndedStep,
+    EndStep,
+    FinishShare,
+    GridShare,
+    LoadCheckpoint,
+    LoadedCheckpoint,
+    LoadMemoryCheckpoint,
+    MoveColumns,
+    Publish,
+    PublishedWeights,
+    RankState,
+    RunCall,
+    SaveCheckpoint,
+    ScoreAhead,
+)
+from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.rank.profile import StepProfile
+from asyncrl.trainer.rank.roles import ACTOR, TrainingRank
+from asyncrl.trainer.rank.sample_log import SampleLog
+from asyncrl.trainer.rank.utilisation import Utilisation
+from asyncrl.trainer.rank.versions import Versions
+from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+from asyncrl.trainer.trajectories.scored import detach, scores_of
+
+WAITING = "waits for the master"
+
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+@contextmanager
+def _doing(name: str, **about: Any) -> Iterator[None]:
+    """Report that this rank computes `name` within this block, and waits for the master afterwards."""
+    with observer.doing(f"computes {name}", name, **about):
+        yield
+    observer.stage(WAITING)
+
+
+def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Request], _Reply]:
+    """Wrap `answer` so that its duration is reported."""
+
+    def observed(request: _Request) -> _Reply:
+        with _doing(name):
+            return answer(request)
+
+    return observed
+
+
+def _most_memory(device: torch.device) -> int:
+    """Return this process's peak memory in bytes: of the GPU, or resident memory without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, memory: MemoryCheckpoint) -> Path:
+    """Return the folder of a checkpoint, on disk or in the host's memory."""
+    return memory.state_root / request.path if request.in_memory else Path(request.path)
+
+
+class QueuedRequests:
+    """Answers the requests that compute.
+
+    Args:
+        rank: engines and checkpoints of the rank.
+        receiver: keeper of the trajectories that arrived.
+        versions: publishes weights.
+        memory_checkpoint: folder of the checkpoint in the host's memory.
+        functions: model functions by the name that calls give.
+        kept: writers of the rank's samples, by policy.
+        utilisation: counts operations and the seconds of calls.
+        profile: records chosen steps.
+        device: device of the rank.
+
+    Attributes:
+        standing: the rank's progress, as a new master needs it.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        world: World,
+        rank: TrainingRank,
+        *,
+        receiver: TrajectoryReceiver,
+        versions: Versions,
+        memory_checkpoint: MemoryCheckpoint,
+        functions: Mapping[str, ModelFunction],
+        kept: Mapping[str, SampleLog],
+        utilisation: Utilisation,
+        profile: StepProfile,
+        device: torch.device,
+    ) -> None:
+        self._config, self._world, self._rank, self._device = config, world, rank, device
+        self._receiver, self._versions, self._memory_checkpoint = receiver, versions, memory_checkpoint
+        self._functions, self._kept = functions, kept
+        self._utilisation, self._profile = utilisation, profile
+        self._policies = config.trained_policies
+        self._configs = {name: config_of_policy(config, name) for name in ("", *self._policies)}
+        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
+        self._shares: dict[WorkerGrid, GridShare] = {}
+        self._master = 0
+        self.standing = RankState(in_step=False, master_state=None)
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """Return the function that answers each kind of request."""
+        return {
+            AttachMaster: self.attach_master,
+            ScoreAhead: _observed("score_ahead", self.score_ahead),
+            BeginStep: _observed("begin_step", self.begin_step),
+            RunCall: self.run_call,
+            MoveColumns: _observed("move_columns", self.move_columns),
+            EndStep: _observed("end_step", self.end_step),
+            Publish: _observed("publish", self.publish),
+            CollectWeights: self.collect_weights,
+            SaveCheckpoint: _observed("save_checkpoint", self.save_checkpoint),
+            LoadCheckpoint: _observed("load_checkpoint", self.load_checkpoint),
+            LoadMemoryCheckpoint: _observed("load_memory_checkpoint", self.load_memory_checkpoint),
+        }
+
+    def attach_master(self, request: AttachMaster) -> RankState:
+        """Accept requests of this MasterWorker from now on; return the rank's progress."""
+        self._master = request.incarnation
+        self._receiver.inbox.tell_again()
+        return self.standing
+
+    def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
+        """Reject a request of a replaced master: the version it would write may belong to its successor."""
+        if request.master != self._master:
+            what = {BeginStep: "a step", Publish: "a version", SaveCheckpoint: "a checkpoint"}[type(request)]
+            raise RuntimeError(f"master {request.master} asks for {what}, which master {self._master} has followed")
+
+    def score_ahead(self, request: ScoreAhead) -> Done:
+        """Score what the head of each copy received, and keep the scores there."""
+        place, standing = self._world.place(ACTOR), self.standing
+        if place.everyone.world > 1:  # a master that dies meanwhile may have asked some ranks only, who then wait
+            self.standing = RankState(in_step=True, master_state=None)
+        held = self._receiver.inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
+        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
+        batch = build_step_batch(
+            trajectories,
+            [0] * len(trajectories),
+            version=request.version,
+            num_minibatches=1,
+            own=self._config.columns,
+            device=self._device,
+        )
+        with self._utilisation.computing():
+            for call in request.calls:
+                run_call(self._functions[call.function], self._context(call), batch)
+            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
+        if place.copy.leads:
+            self._receiver.inbox.keep_scores(scores)
+        self.standing = standing
+        return Done()
+
+    def begin_step(self, step: BeginStep) -> Done:
+        """Bring the samples to every grid's ranks. Each role processes all samples, dealt in the way of its grid."""
+        self._check_master(step)
+        self.standing = RankState(in_step=True, master_state=None)
+        self._profile.begin(step.version + 1)
+        held = self._receiver.inbox.get(step.leaving)
+        self._shares = {}
+        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
+            place = self._world.places.get(grid)
+            leaving = dict(zip(step.leaving, targets, strict=True))
+            expected = {}
+            if share is not None and place is not None and place.copy.leads:
+                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
+            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
+            if share is None or place is None:
+                continue
+            self._shares[grid] = share
+            trajectories, ahead = detach(hand_down(arrived, place.copy))
+            for part in parts_of_policies(trajectories, share.minibatches, self._policies):
+                batch = self._batches[part.policy, grid] = build_step_batch(
+                    part.trajectories,
+                    part.minibatches,
+                    version=step.version,
+                    num_minibatches=step.num_minibatches,
+                    min_version=step.min_version,
+                    own=self._config.columns,
+                    device=self._device,
+                )
+                batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
+                if grid == self._world.placement.actor and part.policy in self._kept:
+                    self._kept[part.policy].begin(part.trajectories, batch)
+        self._receiver.left(step.leaving)
+        return Done()
+
+    def move_columns(self, request: MoveColumns) -> Done:
+        """Copy columns of the step's batches from one grid's ranks to another's."""
+        own = {grid: batch for (policy, grid), batch in self._batches.items() if not policy}
+        move_columns(request, self._world, self._shares, own)  # further policies' roles have the actor's layout
+        return Done()
+
+    def run_call(self, call: RunCall) -> CallStats:
+        """Run a call of the step's graph on the batch of its policy."""
+        grid = self._world.placement.grid(call.role)
+        policy, _ = policy_and_role(self._config, call.role)
+        if (batch := self._batches.get((policy, grid))) is None:
+            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
+        with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
+            stats = run_call(self._functions[call.function], self._context(call), batch)
+        if grid == self._world.placement.actor and policy in self._kept:
+            self._kept[policy].called(call.writes, batch)
+        return CallStats(stats)
+
+    def _context(self, call: RunCall) -> CallContext:
+        policy, role = policy_and_role(self._config, call.role)
+        return CallContext(
+            name=call.name,
+            role=role,
+            reads=call.reads,
+            writes=call.writes,
+            args=call.args,
+            config=self._configs[policy],
+            engines=self._rank.engines_of(policy),
+            ranks=self._world.place(call.role).data,
+            state=self._rank.state_of(policy),
+        )
+
+    def end_step(self, request: EndStep) -> EndedStep:
+        """Release the step's batches; return memory and speed."""
+        for policy, kept in self._kept.items():
+            if (batch := self._batches.get((policy, self._world.placement.actor))) is not None:
+                kept.end(batch)
+        self._batches.clear()
+        self._profile.end()
+        speed, mfu = self._utilisation.end_step() or (None, None)
+        return EndedStep(_most_memory(self._device), speed, mfu)
+
+    def publish(self, request: Publish) -> PublishedWeights:
+        """Make a version available to servers."""
+        self._check_master(request)
+        return PublishedWeights(str(self._versions.publish(request)))
+
+    def collect_weights(self, request: CollectWeights) -> Done:
+        """Remove versions that no process reads."""
+        self._versions.collect(request)
+        return Done()
+
+    def save_checkpoint(self, request: SaveCheckpoint) -> Done:
+        """Begin to write a checkpoint; this rank's part is copied when this returns."""
+        self._check_master(request)
+        path = checkpoint_path(request, self._memory_checkpoint)
+        self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(path)))
+        if request.in_memory:
+            self.standing = RankState(in_step=False, master_state=request.master_state)
+        return Done()
+
+    def load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
+        """Load the newest checkpoint on disk."""
+        return self._loaded(self._rank.load_checkpoint(Path(request.root)))
+
+    def load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
+        """Load the last step from the host's memory."""
+        state = self._rank.load_memory_checkpoint(
+            self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
+        )
+        return LoadedCheckpoint(None) if state is None else self._loaded(state)  # the run may resume from the disk
+
+    def _loaded(self, state: Any) -> LoadedCheckpoint:
+        for kept in self._kept.values():
+            kept.forget_after(state["version"] if state else 0)
+        return LoadedCheckpoint(state)
