@@ -5,4 +5,4 @@ in SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE. It is imported by SGLang's Python, whic
 imports nothing of asyncrl. SGLang skips modules of the package that cannot be imported; this import makes it fail.
 """
 
-from asyncrl_pictures import processor as processor
+from . import processor as processor

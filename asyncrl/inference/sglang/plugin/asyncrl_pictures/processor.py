@@ -28,7 +28,7 @@ from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 from transformers import AutoImageProcessor
 
-from asyncrl_pictures.positions import positions
+from .positions import positions
 
 _LEAST_AGE_S = 60.0
 """Time that a picture is kept after its last use, whatever the limit: the request that brings it names it again."""
