@@ -95,11 +95,14 @@ class GenerationConfig:
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
-def servers_take_pictures(generation: GenerationConfig, model_type: str) -> bool:
-    """Return whether the servers take the pictures of a model of transformers' type `model_type` that takes some."""
+def servers_take_pictures(generation: GenerationConfig, weight_transport: str, model_type: str) -> bool:
+    """Return whether the servers take the pictures of a model of transformers' type `model_type` that takes some.
+
+    SGLang servers do if they are the run's own, and get their weights from disk: others were not compared.
+    """
     if generation.backend == GenerationBackend.embedded:
         return True
-    return model_type in SGLANG_PICTURES and not generation.sglang.urls
+    return model_type in SGLANG_PICTURES and not generation.sglang.urls and weight_transport == "disk"
 
 
 @dataclass(frozen=True, slots=True)

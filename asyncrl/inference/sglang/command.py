@@ -208,7 +208,21 @@ def pictures_served(config: ExperimentConfig, model_config: Mapping[str, Any]) -
     """Return whether servers of the model that `model_config` describes are shown pictures."""
     if config.model.vision == VisionMode.none or placeholder_id(model_config) is None:
         return False
-    return servers_take_pictures(config.generation, str(model_config.get("model_type")))
+    kind, transport = str(model_config.get("model_type")), config.manager.weight_transport
+    return servers_take_pictures(config.generation, transport, kind)
+
+
+def missing_for_pictures(model_config: Mapping[str, Any]) -> str:
+    """Return the first field that SGLang reads of the `config.json` of a model with pictures and that is not there.
+
+    Published folders have them; transformers by itself does not write them. Empty if all are there.
+    """
+    text = model_config.get("text_config", model_config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    needed = {"qwen2_vl": ("vision_config.in_chans", model_config.get("vision_config", {}), "in_chans")}
+    needed["qwen3_vl"] = ("text_config.rope_parameters.mrope_interleaved", rope, "mrope_interleaved")
+    name, fields, key = needed.get(str(model_config.get("model_type")), ("", {"": None}, ""))
+    return "" if key in fields else name
 
 
 def _pictures_environment(config: ExperimentConfig) -> dict[str, str]:

@@ -133,7 +133,8 @@ def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
     if config.model.vision == VisionMode.none or not described.is_file():
         return None
     kind = str(json.loads(described.read_text(encoding="utf-8")).get("model_type"))
-    return picture_rules(described.parent) if servers_take_pictures(config.generation, kind) else None
+    taken = servers_take_pictures(config.generation, config.manager.weight_transport, kind)
+    return picture_rules(described.parent) if taken else None
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

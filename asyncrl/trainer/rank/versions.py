@@ -113,7 +113,8 @@ class Versions:
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
         picture = probe_picture()
-        served = servers_take_pictures(self._config.generation, model_config.model_type)
+        transport = self._config.manager.weight_transport
+        served = servers_take_pictures(self._config.generation, transport, model_config.model_type)
         placeholders = policy.placeholders(picture) if served else []
         shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
         if shown is None:

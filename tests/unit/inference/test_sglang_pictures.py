@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.checks import check
 from asyncrl.inference.client import GenerationServerClient, MalformedReply, PictureSender
 from asyncrl.inference.messages import GenerateRequest, inline_picture
 from asyncrl.inference.settings import SGLANG_PICTURES, GenerationBackend
@@ -147,6 +148,39 @@ def test_only_families_that_were_compared_show_pictures_to_sglang(tmp_path: Path
     assert pictures_taken(config_of(unknown)) is None
     assert pictures_taken(config_of(known, VisionMode.none)) is None
     assert pictures_taken(config_of(known, urls=["http://127.0.0.1:1"])) is None, "somebody else's has no plug-in"
+    from_memory = config_of(known)
+    from_memory.manager.weight_transport = "tensor"
+    assert pictures_taken(from_memory) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_what_sglang_would_see_otherwise_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    def said() -> list[str]:
+        return [each for each in check(config) if "earlier versions" in each or "which SGLang reads" in each]
+
+    config = config_of(described(tmp_path, kind))
+    config.generation.sglang.env = {"SGLANG_VLM_CACHE_SIZE_MB": "100"}
+    *lacks, kept = said()
+    assert kept.startswith("generation.sglang.env.SGLANG_VLM_CACHE_SIZE_MB='100': SGLang would show")
+    if kind == "glm4v":
+        assert not lacks
+        return
+    name, at, value = {
+        "qwen2_vl": ("vision_config.in_chans", "vision_config", {"in_chans": 3}),
+        "qwen3_vl": (
+            "text_config.rope_parameters.mrope_interleaved",
+            "text_config",
+            {"rope_scaling": {"mrope_interleaved": True}},
+        ),
+    }[kind]
+    (lack,) = lacks
+    assert f"its config.json has no {name}, which SGLang reads of {kind}" in lack
+    file = Path(str(config.model.path)) / "config.json"
+    content = json.loads(file.read_text())
+    content[at] |= value
+    file.write_text(json.dumps(content))
+    config.model.vision = VisionMode.freeze
+    assert said() == []
 
 
 @pytest.fixture
