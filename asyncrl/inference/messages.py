@@ -46,7 +46,7 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     """Pictures of each prompt, for the embedded engine. It answers with 409 and `MissingPictures` if it lacks their
     bytes.
     """
-    image_data: list[list[str]] | list[str] | None = None
+    image_data: list[list[str] | str] | None = None
     """Pictures of each prompt, or of the only one, for SGLang servers with asyncrl's processor of pictures, by
     `inline_picture`.
     """

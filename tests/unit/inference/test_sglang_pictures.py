@@ -49,7 +49,7 @@ def test_positions_in_sglangs_process_are_transformers(kind: str, vlm_folder: Ca
     model = AutoModelForImageTextToText.from_pretrained(folder)
     pictures, merge = Pictures.of(model, folder), model.config.vision_config.spatial_merge_size
     assert pictures is not None
-    prompt = render(folder, "<u>how ", picture(1), "?<end><a>3<end><u>", picture(2, 112, 56), picture(3), "red")
+    prompt = render(folder, "<u>how ", picture(1), "?<end><a>3<end><u>", picture(2, 112, 56), " ", picture(3), "red")
     sampled = [*prompt.ids, pictures.ids.token_id, 20]  # a placeholder that the policy sampled is an ordinary token
     shown, seen = pictures.ids.shown(sampled, prompt.placed)
     grids = [(int(each.inputs["image_grid_thw"][0, 1]), int(each.inputs["image_grid_thw"][0, 2])) for each in seen]
