@@ -250,7 +250,9 @@ async def sglang_server(python: str, folder: Path, rows: int) -> AsyncIterator[s
     config.generation.max_running_requests = rows
     config.generation.max_total_tokens = rows * CONTEXT
     config.generation.sglang.python = python
-    host = SGLangHost(config, index=0, run_dir=folder, device="cpu", security=None, log=logging.getLogger("sglang"))
+    host = SGLangHost(
+        config, scratch="sglang0", run_dir=folder, device="cpu", security=None, log=logging.getLogger("sglang")
+    )
     try:
         yield (await host.start()).url
     finally:

@@ -210,7 +210,7 @@ def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing
     engine = GenerationEngine(model, max_running_requests=len(inputs))
     batch = engine._batch
     if sharing != Sharing.all:
-        batch.runner.pairs_per_token = None
+        batch.runner.pairs_per_token = batch.prefills.kept = None
     with rows_of_their_own() if sharing == Sharing.nothing else contextlib.nullcontext():
         before, begun = batch.runner.prefilled_tokens, time.process_time()
         answers = engine.submit(Job(tuple(inputs)))
@@ -219,6 +219,7 @@ def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing
             steps += 1
             if interrupt and steps % 16 == 0:
                 engine.pause(PauseMode.retract)
+                batch.weights_changed()
                 engine.resume()
         seconds = time.process_time() - begun
     prefilled = batch.runner.prefilled_tokens - before

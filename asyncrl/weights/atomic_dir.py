@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,14 +89,11 @@ def sync_file(path: Path) -> None:
 
 
 @contextmanager
-def syncing(paths: Sequence[Path]) -> Iterator[None]:
-    """Force files to the disk while the block runs; they are on it when the block ends."""
-    if not paths:
-        yield
-        return
-    with ThreadPoolExecutor(min(len(paths), _SYNCS_AT_ONCE)) as pool:
-        synced = [pool.submit(sync_file, path) for path in paths]
-        yield
+def syncing() -> Iterator[Callable[[Path], object]]:
+    """Give a function that begins to force a file to the disk, by a thread; all are on it when the block ends."""
+    synced: list[Future[None]] = []
+    with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
+        yield lambda path: synced.append(pool.submit(sync_file, path))
         for sync in synced:
             sync.result()
 

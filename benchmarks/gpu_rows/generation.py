@@ -148,7 +148,12 @@ async def _serve(
     if bench.cuda:
         config.generation.sglang.args = {"mem_fraction_static": MEMORY_SHARE}
     host = SGLangHost(
-        config, index=0, run_dir=bench.folder, device=bench.setting, security=None, log=logging.getLogger("sglang")
+        config,
+        scratch="sglang0",
+        run_dir=bench.folder,
+        device=bench.setting,
+        security=None,
+        log=logging.getLogger("sglang"),
     )
     try:
         for start in ("cold", "warm"):

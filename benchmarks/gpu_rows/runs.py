@@ -18,10 +18,15 @@ from typing import Any
 
 import psutil
 
+from asyncrl.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_OK
 from gpu_rows.bench import Bench, Figure, said, tried
 
 LIMIT_S = 170.0
 LOOK_S = 0.2
+ENDLESS = 100_000
+"""Steps of a run that is stopped: however fast its steps are, it is there when its server is to be killed."""
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+"""Steps until the server is killed, and at least so many after that until the run is stopped."""
 REWARD = """
 def spread(data, completion):
     "A reward that random answers get in part, so that groups have variance."
@@ -37,14 +42,14 @@ def runs(bench: Bench) -> Iterator[Figure]:
 
 
 def failures(bench: Bench) -> Iterator[Figure]:
-    """A run whose server is killed with SIGKILL after the second step goes on to its end."""
+    """A run whose server is killed with SIGKILL after the second step goes on until it is stopped."""
     yield from tried(bench, "server killed", partial(_run, bench, "server killed", 4, kill=True))
 
 
 def _run(bench: Bench, name: str, staleness: int, *, kill: bool) -> Iterator[Figure]:
     root = bench.folder / name.replace(" ", "_")
     root.mkdir()
-    steps, limit_s = bench.size(6, 3), LIMIT_S * bench.size(1, 5)
+    steps, limit_s = ENDLESS if kill else bench.size(6, 3), LIMIT_S * bench.size(1, 5)
     process = subprocess.Popen(
         [sys.executable, "-m", "asyncrl.launch", "own_model", *_settings(bench, root, staleness, steps)],
         stdout=(root / "output").open("wb"),
@@ -53,21 +58,24 @@ def _run(bench: Bench, name: str, staleness: int, *, kill: bool) -> Iterator[Fig
     folder = root / "gpu" / "run"
     seen: dict[int, psutil.Process] = {}
     memory: dict[str, float] = {}
-    killed = False
+    stop_after: int | None = None
+    stopped = False
     begun, pause = time.monotonic(), threading.Event()
     try:
         while process.poll() is None and time.monotonic() - begun < limit_s:
             _look(process.pid, seen, memory if bench.cuda else {})
-            if kill and not killed and len(_rows(folder)) >= 2:
-                killed = _kill_server(seen)
+            done = len(_rows(folder)) if kill else 0
+            if stop_after is None and done >= STEPS_BEFORE and _kill_server(seen):
+                stop_after = done + STEPS_AFTER
+            elif stop_after is not None and done >= stop_after and not stopped:
+                process.send_signal(signal.SIGINT)
+                stopped = True
             pause.wait(LOOK_S)
         if process.poll() is None:
-            raise TimeoutError(f"the run had {len(_rows(folder))} of {steps} steps after {limit_s:.0f} s")
-        if process.returncode:
+            raise TimeoutError(f"the run had {len(_rows(folder))} steps after {limit_s:.0f} s and did not end")
+        if process.returncode != (EXIT_INTERRUPTED if stopped else EXIT_OK):
             lines = (root / "output").read_text(errors="replace").splitlines()
             raise RuntimeError(f"the run ended with {process.returncode}: {' | '.join(lines[-4:])}")
-        if kill and not killed:
-            raise RuntimeError("no server could be killed")
         yield from _figures(name, folder, memory)
         left = [each for each in seen.values() if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
         yield Figure(name, "processes left behind", float(len(left)), failed=bool(left))

@@ -52,6 +52,8 @@ class Watch:
 
     operators: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    at_wait: Callable[[], None] = lambda: None
+    """Called at each wait."""
 
     def lines(self) -> str:
         """The waits, one a line, most frequent first."""
@@ -147,6 +149,7 @@ def _line() -> str:
 def _waits(reason: str) -> None:
     if _watch is not None:
         _watch.waits[reason, _line()] += 1
+        _watch.at_wait()
 
 
 def _any_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:

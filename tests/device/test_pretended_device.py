@@ -25,6 +25,7 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
@@ -33,8 +34,13 @@ from asyncrl.trainer.model.host_activations import _Moved
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
+from asyncrl.weights.checkpoints.store import CheckpointWriter
+
+from ..late_stream import LateStream
 
 VOCABULARY = 97
+PIECE = 4096
+LIMIT_S = 60.0
 CPU = torch.device("cpu")
 
 
@@ -175,6 +181,31 @@ def test_inputs_of_layers_that_wait_on_the_host_have_left_the_device(model_dir: 
     policy.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
     assert len(waiting) > 1
     assert waiting == [[("cpu", False), ("cpu", True)]] * len(waiting), "of two layers, the last one's is not given up"
+
+
+def test_the_training_thread_begins_a_checkpoint_without_a_wait_and_reads_behind_one_piece_of_it(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """On a GPU what is read comes after all copies to the host that are queued, by whichever thread."""
+    config, stream = configured(model_dir, micro_batch=2000), LateStream()
+    rank = ranks_on(config, DEVICE)
+    step(config, rank, 0, DEVICE)
+    parts = {"actor": rank.engines["actor"]}
+    writer = CheckpointWriter(parts, ["actor"], Ranks(), in_memory=True, copies=stream.copies(PIECE))
+    behind: list[int] = []
+    stream.release.clear()
+    with pretended.watched() as beginning:
+        writer.begin(tmp_path / "v1", version=1, state={})
+    with pretended.watched() as watch:
+        watch.at_wait = lambda: behind.append(stream.queued_bytes)
+        step(config, rank, 1, DEVICE)
+    stream.release.set()
+    writer.share(tmp_path / "v1").result(LIMIT_S)
+    writer.close()
+    assert not beginning.waits, beginning.lines()
+    assert "device" in stream.waits, "the optimizer's step comes after the copies"
+    assert behind, "the step reads numbers"
+    assert max(behind) <= PIECE
 
 
 def job(number: int, prompt: Sequence[int], new_tokens: int, **sampling: Any) -> Job:

@@ -19,6 +19,6 @@ def test_a_run_of_the_benchmark_outlives_its_server(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {each["name"]: each["value"] for each in json.loads(record.read_text())["rows"]["failures"]["figures"]}
-    assert figures["steps"] == 3
+    assert figures["steps"] >= 4
     assert figures["rollouts missing in the books"] == 0
     assert figures["processes left behind"] == 0

@@ -142,8 +142,8 @@ class ScheduledAdamW(ABC):
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
-        return int(next(iter(self._adamw.state.values()))["step"])
+        """Steps taken, by the host: AdamW counts them on the device, and to read that is to wait for its copies."""
+        return int(self._schedule.last_epoch)
 
     def step(self) -> StepOutcome:
         """Clip, update, advance the schedule. A gradient that is not finite changes nothing."""

@@ -188,7 +188,8 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         return ()
 
     def _leave(self) -> None:
-        """Called before the role leaves the device."""
+        """Called before the role leaves the device, where its tensors lose their values."""
+        self._before_changes()
 
     def micro_batches(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None

@@ -177,7 +177,8 @@ class CheckpointWriter:
             for role, part in self._parts.items():
                 with part.on_device():  # one after the other: there may not be room for all
                     sources = plan.parts(f"{role}.")
-                    begun = self._copies.begin((shard.room(place, source), source) for place, source in sources.items())
+                    pairs = ((shard.room(place, source), source) for place, source in sources.items())
+                    begun = self._copies.begin_in_pieces(pairs)
                     part.let_end(begun)
                     shard.copies.append(begun)
                     steps[role] = part.state()[1].get("step", -1)
@@ -287,7 +288,8 @@ class CheckpointWriter:
             path.hardlink_to(shard.file.path)
             return {path.name: shard.file.entry()}
         file = write_shard(directory, shard.parts, self._ranks)
-        with atomic_dir.syncing([file.path]):
+        with atomic_dir.syncing() as sync:
+            sync(file.path)
             return {file.path.name: file.entry()}
 
 

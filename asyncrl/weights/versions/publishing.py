@@ -12,7 +12,7 @@ part in three steps; a step begins when all ranks have done the one before:
 
     begin    the leading rank creates the directory aside (`atomic_dir`)
     write    tensor by tensor in the model's order, each is gathered by the rank whose file it belongs to, which writes
-             it at once; then every rank syncs its files
+             it at once; a file is synced while the next is written
     finish   the leading rank adds the other files (the index, the probe, hard links to the files that never change
              (`SharedFiles`), the manifest) and renames the directory into place
 
@@ -56,8 +56,9 @@ from asyncrl.weights.versions.manifest import (
 from asyncrl.weights.versions.published import Published, TensorSpec
 from asyncrl.weights.versions.shared_files import SharedFiles
 
-MAX_SHARD_BYTES = 4 << 30
-"""Largest shard, as Hugging Face uses. More files load in parallel; fewer files take less time to open."""
+MAX_SHARD_BYTES = 1 << 30
+"""Largest shard. A file is synced while the next is written, and readers check several at a time; more files take
+longer to open."""
 _STEM = "model"
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
@@ -252,13 +253,15 @@ class _Writing:
         ]
         gathered = self.source.gather(owners)
         on_host = HostCopies().each(gathered)
-        try:
-            files = [_write_shard(path, specs, on_host) for path, specs in mine]
-        finally:
-            for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
-                pass
-        with atomic_dir.syncing([file.path for file in files]):
-            self.written = {file.path.name: file.entry() for file in files}
+        with atomic_dir.syncing() as sync:
+            try:
+                for path, specs in mine:
+                    file = _write_shard(path, specs, on_host)
+                    sync(path)
+                    self.written[path.name] = file.entry()
+            finally:
+                for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
+                    pass
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
             self._part(self.ranks.rank).write_bytes(msgspec.json.encode(self.written))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.models.host_copies import HostCopies, host_like
+from asyncrl.models.host_copies import HostCopies, Pair, host_like
 
 from ...late_stream import LateStream
 
@@ -56,3 +57,36 @@ def test_without_a_stream_a_copy_is_made_at_once_and_tensors_pass_as_they_are() 
     assert host.tolist() == [1.0, 1.0]
     ((_, passed),) = copies.each([("t", source)])
     assert passed is source
+
+
+def three_pairs() -> list[Pair]:
+    """Of 4 bytes, of 10, which are cut, and of 12 that are not contiguous."""
+    sources = [torch.arange(1, 1 + size, dtype=torch.uint8) for size in (4, 10, 12)]
+    sources[-1] = sources[-1].view(3, 4).t()
+    return [(host_like(source).zero_(), source) for source in sources]
+
+
+def test_of_a_copy_in_pieces_one_is_queued_at_a_time_by_the_thread_that_waits(stream: LateStream) -> None:
+    pairs = three_pairs()
+    copy = stream.copies(piece_bytes=5).begin_in_pieces(pairs)
+    assert not stream.queued
+    copy.wait()
+    assert all(torch.equal(target, source) for target, source in pairs)
+    assert stream.waits == ["host"] * 4
+    assert stream.most_queued_bytes == 12, "what cannot be cut"
+
+
+@pytest.mark.parametrize("by_stream", [True, False], ids=["stream", "no stream"])
+def test_what_changes_the_sources_has_all_pieces_copied_first(stream: LateStream, by_stream: bool) -> None:
+    pairs = three_pairs()
+    expected = [source.clone() for _, source in pairs]
+    copy = (stream.copies(piece_bytes=5) if by_stream else HostCopies(piece_bytes=5)).begin_in_pieces(pairs)
+    stream.release.clear()
+    waiting = Thread(target=copy.wait)
+    waiting.start()
+    copy.before_changes()
+    for _, source in pairs:
+        source.zero_()
+    stream.release.set()
+    waiting.join()
+    assert all(torch.equal(target, values) for (target, _), values in zip(pairs, expected, strict=True))

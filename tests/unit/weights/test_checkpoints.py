@@ -32,6 +32,8 @@ MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
 LIMIT_S = 60.0
+PIECE = 4096
+"""Bytes; the model's tensors have more and fewer."""
 
 
 def save(rank: TrainingRank, root: Path, version: int, keep: int = 2) -> Path:
@@ -245,20 +247,22 @@ def test_a_checkpoint_of_an_older_format_is_refused_by_name(
         rank.load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(("in_memory", "offload"), [(False, False), (True, False), (True, True)])
 def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
     in_memory: bool,
+    offload: bool,
     config: ExperimentConfig,
     make_rank: MakeRank,
     make_batch: MakeBatch,
     run_step: RunStep,
     tmp_path: Path,
 ) -> None:
-    """The copies are made late: once the next step is about to change what they copy."""
+    """The copies are made late: once the next step is about to change what they copy, or the role leaves its device."""
+    config.trainer.offload = offload
     rank, restored, stream = make_rank(config), make_rank(config), LateStream()
-    expected = {name: tensor.clone() for name, tensor in rank.policy("actor").state()[0].items()}
+    expected = values(rank)
     writer = checkpoints.CheckpointWriter(
-        rank._changing(), rank.changing, rank.world.everyone, in_memory=in_memory, copies=stream.copies()
+        rank._changing(), rank.changing, rank.world.everyone, in_memory=in_memory, copies=stream.copies(PIECE)
     )
     root = tmp_path / "state"
     path = root / "v1"
@@ -271,7 +275,15 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
     assert latest(root) is None, "written, but not committed"
     writer.commit(path, files, keep=1, protected=())
     restored.load_checkpoint(root)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in restored.policy("actor").state()[0].items())
+    found = values(restored)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def values(rank: TrainingRank) -> dict[str, torch.Tensor]:
+    """The actor's tensors as they are now."""
+    actor = rank.policy("actor")
+    with actor.on_device():
+        return {name: tensor.clone() for name, tensor in actor.state()[0].items()}
 
 
 def test_checkpoints_in_memory_take_turns_in_two_files_and_each_is_whole(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import (
@@ -95,6 +96,11 @@ class BuildPlan:
         """The pipeline stage of this rank."""
         pipeline = self.mesh["pipeline"]
         return StagePlace(pipeline.get_local_rank(), pipeline.size())
+
+    @property
+    def fuses_norms(self) -> bool:
+        """True if norms are torch's fused kernel; weights in slices are no plain tensors where they are computed."""
+        return self.device.type == "cuda" and self.mesh["tensor"].size() == 1
 
     @property
     def held(self) -> torch.dtype:
@@ -342,6 +348,8 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     """FSDP2 over the data- and context-parallel ranks: gradients are summed, not averaged."""
     stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
     _tie(built)
+    if plan.fuses_norms:
+        fuse_norms(stage, gradients=plan.trained, dtype=plan.dtype, device=plan.device)
     if plan.recompute:
         checkpoint_layers(stage.trunk, built.routers, on_host=plan.activations_on_host)
     low = plan.dtype if plan.dtype != plan.held else None

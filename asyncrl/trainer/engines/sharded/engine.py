@@ -101,6 +101,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return self.stage
 
     def _leave(self) -> None:
+        super()._leave()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         self._reshard()

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.engines.sharded.build import BuildPlan
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import build_rank
 
@@ -64,3 +66,34 @@ def test_torch_warns_of_nothing(config: ExperimentConfig, llama_dir: Path, on_ra
 
     for heard in on_ranks(config, listen):
         assert heard == []
+
+
+def test_norms_of_the_kernels_formula_are_computed_by_it_in_every_layer(
+    config: ExperimentConfig, llama_dir: Path, on_ranks: Any, step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; here a CPU does the same. The weights are parts, which FSDP2 gathers for a layer's pass."""
+    config.model.path, config.trainer.parallel = str(llama_dir), "d2"
+    config.trainer.gradient_checkpointing = True
+    as_written = LlamaRMSNorm.forward
+    calls = 0
+
+    def counted(norm: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return as_written(norm, hidden_states)
+
+    def train(world: World) -> tuple[int, dict[str, float]]:
+        nonlocal calls
+        rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
+        calls = 0
+        told = step(config, rank, 0)
+        return calls, {name: value for name, value in told.items() if name.endswith(("/loss", "/grad_norm"))}
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", counted)
+    (before, expected), _ = on_ranks(config, train)
+    monkeypatch.setattr(BuildPlan, "fuses_norms", True)
+    (after, found), _ = on_ranks(config, train)
+    assert before > 0
+    assert after == 0
+    assert len(expected) > 1
+    assert found == pytest.approx(expected, rel=1e-5)
