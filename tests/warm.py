@@ -55,7 +55,14 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 PRELOADED = (
+    "PIL.BmpImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "PIL.PpmImagePlugin",
+    "cryptography.hazmat.primitives.serialization",
     "cryptography.x509",
+    "encodings.idna",
     "omegaconf",
     "peft",
     "rich.console",
@@ -63,8 +70,15 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "setproctitle",
+    "asyncrl.algorithms.advantages",
+    "asyncrl.algorithms.aggregations",
+    "asyncrl.algorithms.corrections",
+    "asyncrl.algorithms.policy_losses",
+    "asyncrl.algorithms.selections",
+    "asyncrl.algorithms.value_losses",
     "asyncrl.commands.train",
     "asyncrl.commands.before_start.checks",
+    "asyncrl.commands.before_start.hub",
     "asyncrl.config.describe",
     "asyncrl.config.load",
     "asyncrl.inference.embedded.host",
@@ -72,6 +86,10 @@ PRELOADED = (
     "asyncrl.manager.process",
     "asyncrl.master.process",
     "asyncrl.rollout.process",
+    "asyncrl.runtime.launchers.local",
+    "asyncrl.trainer.engines.flat",
+    "asyncrl.trainer.functions",
+    "asyncrl.trainer.model.loading",
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""
@@ -219,6 +237,7 @@ def main(number: int) -> None:
     """Import everything, then fork a launcher for each request of those that connect to the socket `number`."""
     for name in (*PRELOADED, *os.environ.get(MORE_VARIABLE, "").split()):
         importlib.import_module(name)
+    _compute_what_is_kept()
     _become_titled("tests of asyncrl: template")
     gc.collect()
     gc.freeze()
@@ -267,6 +286,18 @@ def main(number: int) -> None:
     os._exit(0)
 
 
+def _compute_what_is_kept() -> None:
+    """Make what libraries compute once in a process and keep, the same for all of them: the parser of settings, a
+    thousand regular expressions for the names of weights.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from asyncrl.config.load import load_experiment
+
+    load_experiment("async_ppo", ["seed=1"])
+    get_checkpoint_conversion_mapping("qwen2")
+
+
 def _greeted(listener: socket.socket) -> socket.socket:
     """The next that connects, which waits for a byte."""
     control, _ = listener.accept()
@@ -313,12 +344,12 @@ def _guard(request: Mapping[str, Any], standard: Sequence[int], stand_in: socket
     os._exit(0)
 
 
-def python_of_hosts(template: Template, folder: Path) -> Path:
-    """Make an interpreter for `system.hosts`, below which the template forks processes of runs."""
+def python_of_hosts(template: Template, folder: Path, *, module: str = "asyncrl.runtime.main") -> Path:
+    """Make an interpreter for `system.hosts`; below it the template forks processes of runs, or those of `module`."""
     template.connect()
     file = folder / "python"
     stand_in = shlex.join([sys.executable, "-I", "-S", __file__, "--stand-in", template.run])
-    file.write_text(f'#!/bin/sh\n[ "$2" = asyncrl.runtime.main ] && exec {stand_in} "$@"\nexec {sys.executable} "$@"\n')
+    file.write_text(f'#!/bin/sh\n[ "$2" = {module} ] && exec {stand_in} "$@"\nexec {sys.executable} "$@"\n')
     file.chmod(0o755)
     return file
 

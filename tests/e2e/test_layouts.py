@@ -1,4 +1,7 @@
-"""Whole runs whose models are spread over ranks: they train to the end, and go on in other layouts."""
+"""Whole runs whose models are spread over ranks train to the end.
+
+That a run goes on in another layout, `tests/faults/test_resume.py` shows.
+"""
 
 from __future__ import annotations
 
@@ -79,21 +82,3 @@ def check_losses(rows: list[dict[str, Any]], *, with_critic: bool) -> None:
     assert any("critic" in key for key in losses) == with_critic, losses
     assert losses, rows[-1].keys()
     assert all(math.isfinite(value) for row in rows for key, value in row.items() if key in losses)
-
-
-def test_a_killed_run_goes_on_in_another_layout(start_run: Any) -> None:
-    """Its checkpoint is read into whatever layout the ranks have now, and the terminal says that this one is new."""
-    settings = {"checkpoint__interval": 1, "eval__interval": 0}
-    run = start_run(**settings, trainer__parallel="d2", total_train_steps=100_000)
-    run.wait_for_checkpoint()
-    run.kill_tree()
-    goal = int(run.rows()[-1]["step"]) + 3  # beyond any checkpoint, of which the last may be a step behind
-    resumed = start_run(**settings, trainer__parallel="p2", total_train_steps=goal)
-    assert resumed.wait() == 0, resumed.output + resumed.logs()
-    assert "continuing from checkpoint v" in resumed.output
-    assert 'trainer.parallel: "d2" -> "p2"' in resumed.output
-    rows = resumed.rows()
-    assert rows[-1]["step"] == rows[-1]["policy_version"] == goal
-    check_losses(rows, with_critic=False)
-    assert (resumed.run_dir / "weights" / "actor" / f"v{goal}" / "manifest.json").exists()
-    assert resumed.survivors() == []

@@ -121,11 +121,14 @@ def test_pictures_are_what_the_trainer_sees_through_updates_of_the_vision_tower(
 
 @pytest.fixture
 def somebodys_server(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
-    """Address of a real SGLang server of the tiny model that no run knows, started with SGLang's own defaults."""
+    """Address of a real SGLang server of the tiny model that no run knows, started with SGLang's own defaults; but it
+    sleeps while nobody asks, where it would take a processor.
+    """
     (port,) = free_ports(1)
     flags = {"model-path": tiny_model, "port": port, "device": "cpu", "attention-backend": "torch_native"}
     flags |= {"sampling-backend": "pytorch", "max-total-tokens": 2048, "max-running-requests": 16}
     argv = [str(PYTHON), "-m", "sglang.launch_server", "--disable-cuda-graph", "--skip-server-warmup"]
+    argv += ["--sleep-on-idle"]
     argv += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     env = {**os.environ, **SGLANG_ENV, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "somebodys_server.log").open("w") as log:

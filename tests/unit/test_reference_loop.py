@@ -18,6 +18,7 @@ from asyncrl.reference import (
     StepReport,
     TrainSample,
     packed_logprobs,
+    split_by_sample,
 )
 
 TOKENIZER = CharTokenizer()
@@ -131,7 +132,8 @@ def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> N
     group = next(g for g in trainer().generate() if len({sample.reward for sample in g}) > 1)
     rewards = np.array([sample.reward for sample in group])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    for sample, advantage, advantage_T in zip(group, expected, trainer().actor.advantages([group]), strict=True):
+    estimated = split_by_sample(trainer().actor.advantages([group]).advantages_T, group)
+    for sample, advantage, advantage_T in zip(group, expected, estimated, strict=True):
         np.testing.assert_allclose(advantage_T.numpy(), advantage * sample.loss_mask, atol=1e-5)
 
 
@@ -146,7 +148,9 @@ def test_the_first_minibatch_is_the_policy_gradient_in_plain_numbers() -> None:
         advantage
         for g in order
         if signal[g]
-        for sample, advantage_T in zip(groups[g], loop.actor.advantages([groups[g]]), strict=True)
+        for sample, advantage_T in zip(
+            groups[g], split_by_sample(loop.actor.advantages([groups[g]]).advantages_T, groups[g]), strict=True
+        )
         for advantage in advantage_T[torch.from_numpy(sample.loss_mask).bool()].tolist()
     ]
     assert loop.train_step().losses[0] == pytest.approx(-np.mean(tokens), abs=1e-5)
