@@ -57,10 +57,16 @@ def run(config: ReferenceConfig = CONFIG, steps: int = 3) -> list[StepReport]:
     return [loop.train_step() for _ in range(steps)]
 
 
-def test_the_same_seed_gives_the_same_losses_and_another_seed_others() -> None:
-    first = [report.losses for report in run()]
+@pytest.fixture(scope="module")
+def three_steps() -> list[StepReport]:
+    """The first steps of a run with `CONFIG`."""
+    return run()
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(three_steps: list[StepReport]) -> None:
+    first = [report.losses for report in three_steps]
     assert first == [report.losses for report in run()]
-    assert first != [report.losses for report in run(replace(CONFIG, seed=4))]
+    assert first[:1] != [report.losses for report in run(replace(CONFIG, seed=4), steps=1)]
 
 
 def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
@@ -74,8 +80,8 @@ def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
         assert set(sample.versions[~generated_T]) == {-1}
 
 
-def test_without_staleness_the_behaviour_policy_is_the_proximal_one() -> None:
-    for report in run():
+def test_without_staleness_the_behaviour_policy_is_the_proximal_one(three_steps: list[StepReport]) -> None:
+    for report in three_steps:
         assert report.stats["ppo/behave_imp_weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert report.stats["ppo/behave_kl"] == pytest.approx(0.0, abs=1e-5)
 
@@ -165,10 +171,10 @@ def test_reinforcing_a_reward_raises_it() -> None:
     assert rewards[-1] > 0.8
 
 
-def test_an_evaluation_between_steps_does_not_change_the_run() -> None:
+def test_an_evaluation_between_steps_does_not_change_the_run(three_steps: list[StepReport]) -> None:
     held_out = ArithmeticDataset(split="held_out", num_rows=8, max_numbers=3)
     loop, losses = trainer(), []
     for _ in range(3):
         loop.greedy_accuracy(held_out)
         losses.append(loop.train_step().losses)
-    assert losses == [report.losses for report in run()]
+    assert losses == [report.losses for report in three_steps]

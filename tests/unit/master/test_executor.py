@@ -18,6 +18,7 @@ from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.messages import CallStats, RunCall
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import RoleRanks
+from tests.examples import examples
 
 
 @dataclass
@@ -99,7 +100,7 @@ async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_two_calls_arrive_in_the_same_order_on_every_worker_that_gets_both(data: st.DataObject) -> None:
     number = data.draw(st.integers(2, 7))

@@ -72,7 +72,7 @@ def loop_of(folder: Path, judge: ReferenceConfig, agent: Agent) -> ReferenceTrai
 
 def reports_of(folder: Path, judge: ReferenceConfig, agent: Agent) -> list[StepReport]:
     loop = loop_of(folder, judge, agent)
-    return [loop.train_step() for _ in range(4)]
+    return [loop.train_step() for _ in range(2)]
 
 
 def test_a_policy_with_learning_rate_0_is_a_frozen_one(qwen_dir: Path) -> None:

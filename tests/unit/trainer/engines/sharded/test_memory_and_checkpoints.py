@@ -84,7 +84,7 @@ def test_what_d2t2_saved_goes_on_under_any_layout(
     fresh = step(config, build(config, World()), 1)
     assert any(fresh[name] != pytest.approx(value, abs=1e-3) for name, value in expected.items() if "loss" in name)
     found = {"one process": [go_on(World())]}
-    for layout in ("p2", "c2t2") if lora == 0 else ("c2p2",):
+    for layout in ("c2t2",) if lora == 0 else ("p2",):
         config.trainer.parallel = layout
         found[layout] = on_ranks(config, go_on)
     for layout, ranks in found.items():
