@@ -140,7 +140,8 @@ class PlacedPictures(BaseMultimodalProcessor):  # type: ignore[misc]
         super().__init__(hf_config, server_args, _processor, *args, **kwargs)
         self._token_id = int(hf_config.image_token_id)
         self._merge = int(hf_config.vision_config.spatial_merge_size)
-        images = AutoImageProcessor.from_pretrained(server_args.model_path, local_files_only=True, backend="pil")
+        made: Any = AutoImageProcessor
+        images = made.from_pretrained(server_args.model_path, local_files_only=True, backend="pil")
         self._store = _Store(images, int(os.environ["ASYNCRL_PICTURE_BYTES"]))
 
     async def process_mm_data_async(
