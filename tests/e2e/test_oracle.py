@@ -19,7 +19,7 @@ from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 14
 TOLERANCE = 1e-5
 CLIP = 0.05  # so narrow that it acts in most of these few small steps
 CONFIG = ReferenceConfig(
