@@ -62,9 +62,10 @@ class Versions:
 
     def collect(self, request: CollectWeights) -> None:
         """Remove all versions but those that `request` keeps."""
-        if self._world.publishes:
+        if self._world.worker == self._world.placement.grid(request.role).publisher:  # else it may just write a version
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
                 publishing.collect(self._run_dir / root, request.role, request.keep)
+        if self._world.publishes:
             self.to_servers.keep(request.keep)
 
     def _publish_resident(self, request: Publish, policy: PolicyEngine) -> Path:
@@ -85,6 +86,7 @@ class Versions:
             ranks=self._world.place(request.role).everyone,
             shared=self._shared[request.role] if request.to_disk else None,
             probe=probe,
+            first_worker=self._world.place(request.role).grid.first,
         )
 
     def _published(self, policy: PolicyEngine) -> Published:
