@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
 # of two cores: tests wait as well as compute, whole runs more so
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 RUN_WORKERS ?= 5
 # of pytest, forked from one process that has imported what all of them do
 WARM := popen//python=$(PYTHON_IN) -I -S tests/warm.py --worker

@@ -17,8 +17,11 @@ same seeds must report the same losses. A train step, from policy version v to v
    step per minibatch on the decoupled PPO objective: ratio to the *proximal* policy, clipped; each token weighted by
    proximal / *behaviour*, the policy that generated it, that weight capped. If both are the same this is plain PPO.
 
+With a `Critic` (PPO) the advantage compares an answer with what its values expected, and the critic is trained on the
+returns of the same minibatches.
+
 Several policies may be trained: each is an `Actor`, which learns from its own samples of the batch, and version v of
-each is what it was after step v.
+each is what it was after step v. They may share a critic: it values the samples of all before it learns from any.
 
 Shape suffixes: T packed tokens of all sequences, S sequences (samples), G groups, B sequences of a padded batch, L its
 longest sequence, V vocabulary. Tensors are aligned with tokens: `logprobs_T[t]` is log p(token t | those before).
@@ -35,6 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -42,8 +46,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.algorithms import critic as value_functions
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats, values
-from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs, SelectionInputs, SelectionOutput
+from asyncrl.algorithms.inputs import (
+    AdvantageInputs,
+    AdvantageOutput,
+    PolicyLossInputs,
+    SelectionInputs,
+    SelectionOutput,
+    ValueLossInputs,
+)
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import (
@@ -75,6 +87,7 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
 from asyncrl.trainer.engines.decay_groups import decay_groups
+from asyncrl.trainer.model.loading import Critic as CriticModel
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 
@@ -102,6 +115,7 @@ class ReferenceConfig:
     train_every: int = 1
     train_offset: int = 0
     """Only steps from versions v with v mod train_every = train_offset train the policy."""
+    critic_lr: float = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,8 @@ class StepReport:
     """One train step of a policy: losses of its minibatches in order, pass by pass (0 where no group carried signal),
     and the step's means.
 
-    `others`: the reports of further policies that the step trained, by name.
+    `others`: the reports of further policies that the step trained, by name. `critic_losses`: of the minibatches on
+    which a critic was trained.
     """
 
     version: int
@@ -118,34 +133,79 @@ class StepReport:
     grad_norms: tuple[float, ...]
     stats: dict[str, float]
     others: dict[str, StepReport] = field(default_factory=dict)
+    critic_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample with what the loss needs of it; both tensors are `[T]` of this sample."""
+    """A sample with what the losses need of it; all tensors are `[T]` of this sample."""
 
     sample: Sample
     advantages_T: Tensor
     prox_logprobs_T: Tensor
 
 
-class Actor:
-    """A policy that is trained: its model and optimizer, and the last versions of its weights."""
+@dataclass(frozen=True, slots=True)
+class ValuedSample:
+    """A sample with what the critic's loss needs of it; all tensors are `[T]` of this sample."""
 
-    def __init__(self, config: ReferenceConfig, model: PreTrainedModel) -> None:
+    sample: Sample
+    old_values_T: Tensor
+    returns_T: Tensor
+    mask_T: Tensor
+
+
+Item = TypeVar("Item", TrainSample, ValuedSample)
+
+
+class Critic:
+    """The values of every prefix of a sample, and the optimizer that trains them; of one actor or of several.
+
+    Args:
+        model: a trunk as `AutoModel.from_pretrained` loads it, with a head that starts at 0.
+    """
+
+    def __init__(self, config: ReferenceConfig, model: CriticModel) -> None:
         self.config, self.model = config, model
-        self.baselines: dict[str, float] = {}
-        """Of the advantage estimator, by role, where it has any."""
-        self.objective = Objective(config.objective, resolve)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [parameter for _, parameter in group], "weight_decay": decay}
-                for group, decay in decay_groups(model.named_parameters()).with_decay(config.weight_decay)
-            ],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
+        self.optimizer = adamw(config, model, config.critic_lr)
+
+    def outputs(self, samples: Sequence[Sample]) -> Tensor:
+        """The value of each prefix that ends with a token, packed [T]."""
+        tokens_BL, real_BL = padded(samples)
+        hidden_BLH = self.model.trunk(input_ids=tokens_BL, use_cache=False).last_hidden_state
+        return self.model.values(hidden_BLH[real_BL])
+
+    def optimizer_step(self, minibatch: Sequence[ValuedSample], objective: value_functions.ValueObjective) -> float:
+        """One step on the minibatch's mean loss; returns the loss."""
+        samples = [item.sample for item in minibatch]
+        mask_T = torch.cat([item.mask_T for item in minibatch])
+        ids_T = mask_and_ids(samples)[1]
+        inputs = ValueLossInputs(
+            value_functions.align_values(self.outputs(samples), ids_T, len(samples))[0],
+            torch.cat([item.old_values_T for item in minibatch]),
+            torch.cat([item.returns_T for item in minibatch]),
+            mask_T,
         )
+        loss, _ = objective(inputs, ids_T, len(samples), objective.normaliser(mask_T, ids_T, len(samples)))
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class Actor:
+    """A policy that is trained: its model and optimizer, its critic if it has one, and the last versions of its
+    weights.
+    """
+
+    def __init__(self, config: ReferenceConfig, model: PreTrainedModel, critic: Critic | None = None) -> None:
+        self.config, self.model, self.critic = config, model, critic
+        self.baselines: dict[str, float] = {}
+        """Baselines of the advantage estimator by role, if it has any."""
+        self.objective = Objective(config.objective, resolve)
+        self.value_objective = value_functions.ValueObjective(Choice("clipped"), config.objective.aggregation, resolve)
+        self.optimizer = adamw(config, model, config.lr)
         # The engine takes gradients and training off the model that it serves, so it has one of its own.
         self.behaviour = copy.deepcopy(model)
         self.snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=config.staleness + 1)
@@ -162,33 +222,70 @@ class Actor:
         self.behaviour.load_state_dict(self.model.state_dict())
         return BatchingPolicy(self.behaviour, version)
 
-    def train(self, groups: Sequence[Sequence[Sample]], version: int) -> StepReport:
-        """From version v to v + 1, on the policy's own samples of the batch; a group may have none."""
+    def outputs(self, groups: Sequence[Sequence[Sample]]) -> Tensor | None:
+        """The critic's outputs [T] for the policy's samples of the batch; None without a critic or a sample."""
+        samples = [sample for group in groups for sample in group]
+        if self.critic is None or not samples:
+            return None
+        with torch.no_grad():
+            return self.critic.outputs(samples)
+
+    def train(self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor | None = None) -> StepReport:
+        """From version v to v + 1, on the policy's own samples of the batch; a group may have none.
+
+        Args:
+            critic_T: what `outputs` returned at the step's start.
+        """
         samples = [sample for group in groups for sample in group]
         if not samples:
             return StepReport(version + 1, 0.0, (), (), {})
-        advantages = self.advantages(groups)
+        learnt = self.advantages(groups, critic_T)
+        critic_losses = () if critic_T is None else tuple(self.train_critic(groups, version, critic_T, learnt))
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
-        parts = zip(samples, advantages, split_by_sample(prox_logprobs_T, samples), strict=True)
-        items = (TrainSample(*part) for part in parts)
+        columns = (split_by_sample(each_T, samples) for each_T in (learnt.advantages_T, prox_logprobs_T))
+        items = (TrainSample(*part) for part in zip(samples, *columns, strict=True))
         by_group = [[*islice(items, len(group))] for group in groups]
         steps = [self.optimizer_step(minibatch, version) for minibatch in self.minibatches(by_group, version)]
         losses, grad_norms, stats = zip(*steps, strict=True)
         reward_mean = float(np.mean([sample.reward for sample in samples]))
-        return StepReport(version + 1, reward_mean, losses, grad_norms, values(merge_stats(stats)))
+        merged = values(merge_stats(stats))
+        return StepReport(version + 1, reward_mean, losses, grad_norms, merged, critic_losses=critic_losses)
 
-    def advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Tensor]:
-        """Advantages of all samples, `[T]` each; all zero where the rewards of a comparison group are equal."""
+    def train_critic(
+        self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor, learnt: AdvantageOutput
+    ) -> Iterator[float]:
+        """One step of the critic on each minibatch that has tokens for it; yields their losses."""
+        assert self.critic is not None
+        assert learnt.returns_T is not None
+        samples = [sample for group in groups for sample in group]
+        mask_T, seq_ids_T = mask_and_ids(samples)
+        old_T, _ = value_functions.align_values(critic_T, seq_ids_T, len(samples))
+        trained_T = mask_T if learnt.value_mask_T is None else learnt.value_mask_T
+        columns = (split_by_sample(each_T, samples) for each_T in (old_T, learnt.returns_T, trained_T))
+        items = (ValuedSample(*part) for part in zip(samples, *columns, strict=True))
+        by_group = [[*islice(items, len(group))] for group in groups]
+        for minibatch in self.minibatches(by_group, version):
+            if any(bool(item.mask_T.any()) for item in minibatch):
+                yield self.critic.optimizer_step(minibatch, self.value_objective)
+
+    def advantages(self, groups: Sequence[Sequence[Sample]], critic_T: Tensor | None = None) -> AdvantageOutput:
+        """Advantages of all samples, packed; without a critic all zero where a comparison group's rewards are equal."""
         samples = [sample for group in groups for sample in group]
         compared = [(number, sample.group) for number, group in enumerate(groups) for sample in group]
         number_of = {name: number for number, name in enumerate(dict.fromkeys(compared))}
         roles = sorted({role_of(sample.group) for sample in samples})
         mask_T, seq_ids_T = mask_and_ids(samples)
+        expected: tuple[Tensor | None, Tensor | None] = (None, None)
+        if critic_T is not None:
+            expected = value_functions.align_values(critic_T, seq_ids_T, len(samples))
         estimate = resolve("advantage", self.config.advantage.name, self.config.advantage.params)
-        output = estimate(
+        output: AdvantageOutput = estimate(
             AdvantageInputs(
                 rewards_S=torch.tensor([sample.total_reward for sample in samples]),
+                values_T=expected[0],
+                bootstrap_values_S=expected[1],
+                truncated_S=torch.tensor([sample.truncated for sample in samples]),
                 group_ids_S=torch.tensor([number_of[name] for name in compared]),
                 mask_T=mask_T,
                 seq_ids_T=seq_ids_T,
@@ -200,9 +297,9 @@ class Actor:
             )
         )
         self.baselines = dict(output.baselines or {})
-        return split_by_sample(output.advantages_T, samples)
+        return output
 
-    def minibatches(self, groups: Sequence[Sequence[TrainSample]], version: int) -> Iterator[list[TrainSample]]:
+    def minibatches(self, groups: Sequence[Sequence[Item]], version: int) -> Iterator[list[Item]]:
         """Whole groups, of any number of samples: permuted by (run seed, version), in later passes over the batch by
         (run seed, version, pass), those whose rewards differ first, dealt in turn, so that all minibatches of a pass
         have as many with a signal.
@@ -261,6 +358,7 @@ class ReferenceTrainer:
     Args:
         policies: further policies that are trained, by the name by which the agent asks for them, with their own
             settings of training; what bears on prompts and batches is `config`'s.
+        critic: of the run's own policy; of further ones that share it too.
     """
 
     def __init__(
@@ -272,24 +370,28 @@ class ReferenceTrainer:
         reward: RewardFunction,
         agent: Agent | None = None,
         policies: Mapping[str, Actor] | None = None,
+        critic: Critic | None = None,
     ) -> None:
         if config.sampling.allowed_token_ids:
             raise ValueError("sampling.allowed_token_ids: this loop draws from all tokens; leave it empty")
         self.config, self.tokenizer, self.dataset, self.reward = config, tokenizer, dataset, reward
         self.agent = agent or SingleTurnAgent(tokenizer=tokenizer)
         self.version = 0
-        self.actor = Actor(config, model)
+        self.actor = Actor(config, model, critic)
         self.others = dict(policies or {})
         self.order = DataOrder(len(dataset), config.seed)
 
     def train_step(self) -> StepReport:
         """From version v to v + 1."""
         groups = self.generate()
-        reports = {
-            name: actor.train([self.samples_of(name, group) for group in groups], self.version)
+        trained = {
+            name: actor
             for name, actor in {"": self.actor, **self.others}.items()
             if self.version % actor.config.train_every == actor.config.train_offset
         }
+        own_samples = {name: [self.samples_of(name, group) for group in groups] for name in trained}
+        critic = {name: actor.outputs(own_samples[name]) for name, actor in trained.items()}  # before any is trained
+        reports = {name: actor.train(own_samples[name], self.version, critic[name]) for name, actor in trained.items()}
         self.version += 1
         own = reports.pop("", StepReport(self.version, 0.0, (), (), {}))
         return replace(own, others=reports)
@@ -445,20 +547,36 @@ def split_by_sample(values_T: Tensor, samples: Sequence[Sample]) -> list[Tensor]
     return list(torch.split(values_T, [len(sample.tokens) for sample in samples]))
 
 
+def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """The samples' tokens [B, L], padded on the right, and which of them are real, bool [B, L]."""
+    lengths = [len(sample.tokens) for sample in samples]
+    tokens_BL = torch.zeros(len(samples), max(lengths), dtype=torch.long)
+    for row, sample in enumerate(samples):
+        tokens_BL[row, : lengths[row]] = torch.from_numpy(sample.tokens)
+    return tokens_BL, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def adamw(config: ReferenceConfig, model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
+    """The optimizer of all of a model's parameters."""
+    groups = decay_groups(model.named_parameters()).with_decay(config.weight_decay)
+    return torch.optim.AdamW(
+        [{"params": [parameter for _, parameter in group], "weight_decay": decay} for group, decay in groups],
+        lr=lr,
+        betas=config.betas,
+        eps=config.eps,
+    )
+
+
 def packed_logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of every token given those before it, and the entropy of that choice; packed, 0 at the first.
 
     The forward pass is padded on the right, where causal attention keeps padding out of every real position.
     """
-    lengths = [len(sample.tokens) for sample in samples]
-    tokens_BL = torch.zeros(len(samples), max(lengths), dtype=torch.long)
-    for row, sample in enumerate(samples):
-        tokens_BL[row, : lengths[row]] = torch.from_numpy(sample.tokens)
+    tokens_BL, real_BL = padded(samples)
     logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits.float() / temperature
     log_probs_BLV = logits_BLV[:, :-1].log_softmax(-1)
     chosen_BL = log_probs_BLV.gather(-1, tokens_BL[:, 1:, None]).squeeze(-1)
     entropy_BL = -(log_probs_BLV.exp() * log_probs_BLV).sum(-1)
-    real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return F.pad(chosen_BL, (1, 0))[real_BL], F.pad(entropy_BL, (1, 0))[real_BL]
 
 

@@ -383,9 +383,9 @@ def _lower(text: str) -> str:
 
 HEAD = """# Questions
 
-For users whose run is slow, stands still or learns badly: 24 questions from public issues of systems like this one, and
-what one command answers here. Sentences are as the command prints them, and of its output only lines that answer are
-shown. Each finding has its section in [troubleshooting](troubleshooting.md); more is on the [dashboard](dashboard.md)
+For users whose run is slow, hangs or learns badly: 24 questions from public issues of systems like this one, and the
+answer of one command here. Sentences are as the command prints them; lines that do not answer the question are left
+out. Each finding has its section in [troubleshooting](troubleshooting.md); more is on the [dashboard](dashboard.md)
 and in the [trace](trace.md).
 
 `python benchmarks/questions.py` made this page from real runs of the demo on two busy cores.

@@ -1,8 +1,10 @@
 """Cost of staleness: the demo with η from 0 to 8, by objective, by pacing, and made training-bound.
 
-The ways `training-bound, LOSS` compare losses where samples are as old as η allows:
+The ways `exact, LOSS` compare losses on samples that are exactly η versions old, in `asyncrl.reference`, one process;
+`training-bound, LOSS` do so in a run, where a loss that is cheaper to compute has younger samples:
 
-    python benchmarks/staleness.py --etas 8 16 --seeds 1 2 3 --ways training-bound "training-bound, vanilla" ...
+    python benchmarks/staleness.py --etas 16 --seeds 1 2 3 --ways "exact, decoupled" "exact, vanilla" ... \
+        -- optimizer.schedule=constant train_batch_size=16
 
     python benchmarks/staleness.py [--out DIR] [--steps 40] [--seeds 1 2] [--ways NAME ...] [--etas 0 1 2 4 8] [--quick]
                                    [setting=value ...]
@@ -32,9 +34,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import kept_policies
+import torch
+from transformers import AutoModelForCausalLM
 
-from asyncrl.config.load import load_supervised
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment, load_supervised
 from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
+from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.functions.calls import objective_spec
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 VANILLA = ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave")
@@ -64,8 +74,13 @@ WAYS = {
     "training-bound": (TRAINING_BOUND, EAGER),
     "training-bound, deadline": (TRAINING_BOUND, DEADLINE),
     **{f"training-bound, {loss}": (*chosen, TRAINING_BOUND, EAGER) for loss, chosen in LOSSES.items()},
+    **{f"exact, {loss}": chosen for loss, chosen in {"decoupled": (), **LOSSES}.items()},
 }
-PLAIN_WAYS = [way for way in WAYS if way.removeprefix("training-bound, ") not in LOSSES or way == "vanilla"]
+EXACT = tuple(way for way in WAYS if way.startswith("exact, "))
+"""Those of the reference loop. Their cells have no times."""
+EXACT_SETTINGS = ("algorithm.", "train_batch_size=", "optimizer.lr=", "optimizer.schedule=constant")
+"""What may be set for them."""
+PLAIN_WAYS = [way for way in WAYS if way == "vanilla" or (way.rpartition(", ")[2] not in LOSSES and way not in EXACT)]
 """Those of the default loss, and `vanilla`."""
 PACED_LIKE = {"deadline": "decoupled", "training-bound, deadline": "training-bound"}
 """What these are at η = 0, where there is nothing to pace."""
@@ -80,14 +95,15 @@ ABOUT = """
 - *training-bound*: *decoupled* with micro-batches of 128 tokens, which makes training the bottleneck
 - *training-bound, LOSS*: the same with another loss, correction or selection, by its name in
   [algorithms.md](algorithms.md)
+- *exact, LOSS*: `asyncrl.reference`, in which every sample is η versions old, or of the first version
 
-Every cell is a run of `python -m asyncrl.launch async_ppo`, one after the other, all with the same number of steps.
-Accuracy is greedy, on 1024 held-out problems that are the same for all, of policies that were kept every four steps
-and asked after the run; a cell's is the mean of its last three. Wall-clock is from the start of the first step to the
-end of the last one, and *to 0.90* until the first kept policy with that accuracy (mean of the seeds; - where one did
-not get there). The mean age of the trained tokens is in versions; it stays well below η where generation is not fast
-enough to run that far ahead of training. *Waited* is the share of the steps' time in which the trainer waited for
-rollouts, after the first eight.
+Every other cell is a run of `python -m asyncrl.launch async_ppo`, one after the other, all with the same number of
+steps. Accuracy is greedy, on 1024 held-out problems that are the same for all, of policies that were kept every four
+steps and asked after the run; a cell's is the mean of its last three. Wall-clock is from the start of the first step to
+the end of the last one, and *to 0.90* until the first kept policy with that accuracy (mean of the seeds; - where one
+did not get there). The mean age of the trained tokens is in versions, after the first eight steps; it stays well below
+η where generation is not fast enough to run that far ahead of training. *Waited* is the share of the steps' time in
+which the trainer waited for rollouts, after the first eight.
 """
 EVALUATIONS = 3
 """Kept policies whose mean is a cell's accuracy."""
@@ -143,6 +159,30 @@ def trial_of(key: Key) -> str:
     return f"{key.way}-eta{key.eta}-seed{key.seed}".replace(" + ", "-").replace(", ", "-")
 
 
+def measure_exact(key: Key, model: Path) -> Cell:
+    """Run one cell in the reference loop, and ask the policies of the last `EVALUATIONS` times `KEPT_EVERY` steps."""
+    torch.set_num_threads(1)
+    config = load_experiment("async_ppo", [*WAYS[key.way], *key.overrides])
+    assert isinstance(config, ExperimentConfig)
+    own = ReferenceConfig(
+        seed=key.seed,
+        train_batch_size=config.train_batch_size,
+        staleness=key.eta,
+        lr=config.optimizer.lr,
+        objective=objective_spec(config.algorithm),
+    )
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), load_tokenizer(model)
+    loop = ReferenceTrainer(own, policy, tokenizer, ArithmeticDataset(seed=key.seed), arithmetic_reward)
+    held_out = ArithmeticDataset(split="held_out", num_rows=kept_policies.HELD_OUT)
+    curve = []
+    for step in range(1, key.steps + 1):
+        loop.train_step()
+        if step % KEPT_EVERY == 0 and step > key.steps - EVALUATIONS * KEPT_EVERY:
+            curve.append((step, 0.0, loop.greedy_accuracy(held_out)))
+    ages = [min(version, key.eta) for version in range(WARM_UP, key.steps)]
+    return Cell(curve, seconds=0.0, waited=0.0, age=statistics.fmean(ages), dropped=0.0)
+
+
 def measure(key: Key, model: Path, out: Path) -> Cell:
     """Run one cell.
 
@@ -150,6 +190,8 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
         SystemExit: the run failed, or trained less than asked.
         subprocess.TimeoutExpired: it hangs.
     """
+    if key.way in EXACT:
+        return measure_exact(key, model)
     trial = trial_of(key)
     run_dir = out / "runs" / "staleness" / trial
     settings = [f"fileroot={out / 'runs'}", "experiment_name=staleness", f"trial_name={trial}", "resume=restart"]
@@ -176,11 +218,15 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
     return cell
 
 
+def file_of(key: Key, out: Path) -> Path:
+    """Return where a cell is recorded."""
+    digest = hashlib.blake2b(json.dumps(asdict(key)).encode(), digest_size=4).hexdigest()
+    return out / "cells" / f"{trial_of(key)}-{digest}.json"
+
+
 def recorded(key: Key, model: Path, out: Path) -> Cell:
     """Return the cell in `out/cells`, after a run if it is not there."""
-    digest = hashlib.blake2b(json.dumps(asdict(key)).encode(), digest_size=4).hexdigest()
-    file = out / "cells" / f"{trial_of(key)}-{digest}.json"
-    found = kept_policies.recorded(file, lambda: asdict(measure(key, model, out)))
+    found = kept_policies.recorded(file_of(key, out), lambda: asdict(measure(key, model, out)))
     return Cell(**found | {"curve": [tuple(point) for point in found["curve"]]})
 
 
@@ -195,21 +241,27 @@ Grid = dict[tuple[str, int], list[Cell]]
 """The cells of every (way, η), one per seed."""
 
 
+def has_times(grid: Grid) -> bool:
+    """True if the cells are of runs."""
+    return not any(way in EXACT for way, _ in grid)
+
+
 def table(grid: Grid) -> str:
     """In Markdown."""
-    lines = [
-        f"| | η | accuracy | of each seed | wall-clock | to {UNTIL:.2f} | waited | mean age | dropped as stale |",
-        "|---|--:|--:|---|--:|--:|--:|--:|--:|",
-    ]
+    times = has_times(grid)
+    headings = ["", "η", "accuracy", "of each seed", "mean age"]
+    headings += ["dropped as stale", "wall-clock", f"to {UNTIL:.2f}", "waited"] if times else []
+    lines = [f"| {' | '.join(headings)} |", f"|---|--:|--:|---{'|--:' * (len(headings) - 4)}|"]
     for (way, eta), cells in grid.items():
         seeds = ", ".join(f"{cell.accuracy:.3f}" for cell in cells)
-        until = mean(cell.to_accuracy_s for cell in cells)
-        lines.append(
-            f"| {way} | {eta} | {mean(cell.accuracy for cell in cells):.3f} | {seeds} "
-            f"| {mean(cell.seconds for cell in cells):.0f} s | {'-' if until is None else f'{until:.0f} s'} "
-            f"| {mean(cell.waited for cell in cells):.2f} | {mean(cell.age for cell in cells):.2f} "
-            f"| {mean(cell.dropped for cell in cells):.0f} |"
-        )
+        figures = [way, str(eta), f"{mean(cell.accuracy for cell in cells):.3f}", seeds]
+        figures.append(f"{mean(cell.age for cell in cells):.2f}")
+        if times:
+            until = mean(cell.to_accuracy_s for cell in cells)
+            figures.append(f"{mean(cell.dropped for cell in cells):.0f}")
+            figures += [f"{mean(cell.seconds for cell in cells):.0f} s", "-" if until is None else f"{until:.0f} s"]
+            figures.append(f"{mean(cell.waited for cell in cells):.2f}")
+        lines.append(f"| {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
@@ -225,11 +277,11 @@ def findings(grid: Grid) -> str:
         seconds = [statistics.fmean(cell.seconds for cell in grid[way, eta]) for eta in etas]
         worst = min(etas, key=accuracies.__getitem__)
         lost = accuracies[worst] - statistics.fmean(cell.accuracy for cell in sync)
-        share = min(seconds) / statistics.fmean(cell.seconds for cell in sync)
-        lines.append(
-            f"- {way}: at worst (η = {worst}) accuracy is {lost:+.3f} against η = 0; "
-            f"at best η > 0 takes {share:.2f} of the time of η = 0."
-        )
+        line = f"- {way}: at worst (η = {worst}) accuracy is {lost:+.3f} against η = 0"
+        if has_times(grid):
+            share = min(seconds) / statistics.fmean(cell.seconds for cell in sync)
+            line += f"; at best η > 0 takes {share:.2f} of the time of η = 0"
+        lines.append(f"{line}.")
     spreads = [max(c.accuracy for c in cells) - min(c.accuracy for c in cells) for cells in grid.values()]
     if all(len(cells) > 1 for cells in grid.values()):
         lines.append(f"- Seeds of one cell differ by up to {max(spreads):.3f}; differences of that size are chance.")
@@ -267,10 +319,13 @@ def plot(grid: Grid, file: Path) -> None:
 
 def write_page(grid: Grid, folder: Path, command: str) -> None:
     """`staleness.md` and `staleness.png`."""
-    plot(grid, folder / "staleness.png")
+    picture = ""
+    if has_times(grid):
+        plot(grid, folder / "staleness.png")
+        picture = "![Accuracy over time, by η](staleness.png)\n\n"
     (folder / "staleness.md").write_text(
         f"# Staleness: what it costs on the demo\n\n    {command}\n{ABOUT}\nMeasured on {os.cpu_count()} CPU cores.\n\n"
-        f"{table(grid)}\n\n![Accuracy over time, by η](staleness.png)\n\n{findings(grid)}\n"
+        f"{table(grid)}\n\n{picture}{findings(grid)}\n"
     )
 
 
@@ -283,6 +338,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=PLAIN_WAYS, metavar="NAME", help=", ".join(WAYS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--quick", action="store_true", help="two ways, one seed, two values of η, few steps")
+    parser.add_argument("--recorded", action="store_true", help="only the cells that DIR has, without a run")
     parser.add_argument("--model", type=Path, help="base model; default: that of the `sft` experiment")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("overrides", nargs="*")
@@ -294,12 +350,23 @@ def main() -> None:
         ways, etas, seeds, steps = QUICK_WAYS, QUICK_ETAS, QUICK_SEEDS, QUICK_STEPS
     if steps < max(WARM_UP + 1, EVALUATIONS * KEPT_EVERY):
         parser.error(f"--steps {steps}: give {max(WARM_UP + 1, EVALUATIONS * KEPT_EVERY)} or more")
+    if any(way in EXACT for way in ways):
+        if not all(way in EXACT for way in ways):
+            parser.error("--ways: cells of the reference loop have no times; ask for these ways alone")
+        if "optimizer.schedule=constant" not in args.overrides:
+            parser.error("the reference loop has a constant learning rate: add -- optimizer.schedule=constant")
+        if other := [setting for setting in args.overrides if not setting.startswith(EXACT_SETTINGS)]:
+            parser.error(f"{other[0]}: the reference loop takes {', '.join(EXACT_SETTINGS)} only")
     model = args.model.expanduser().resolve() if args.model else ensure_base_model(load_supervised("sft"))
     wanted = [
         Key(model.name, way, eta, seed, steps, tuple(args.overrides))
         for way, eta, seed in itertools.product(ways, etas, seeds)
         if eta or way not in PACED_LIKE
     ]
+    if args.recorded:
+        wanted = [key for key in wanted if file_of(key, out).is_file()]
+        if not wanted:
+            parser.error(f"--recorded: {out} has none of these cells")
     cells: dict[Key, Cell] = {}
     grid: Grid = {}
     for number, key in enumerate(wanted, 1):

@@ -29,16 +29,18 @@ from asyncrl.observe.metrics.glossary import NO_FIGURES, find, find_figure
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
-from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts
+from .examples import examples
+from .proofs import keeps_proofs, proven_once
+from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts, stand_in
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 # Tests assert behaviour, never time; and what they look at is the same each time. To look further:
-# pytest --hypothesis-profile=explore
+# ASYNCRL_MORE_EXAMPLES=1 pytest --hypothesis-profile=explore
 _NO_TIME = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("asyncrl", derandomize=True, **_NO_TIME)
+hypothesis.settings.register_profile("asyncrl", derandomize=True, max_examples=examples(100), **_NO_TIME)
 hypothesis.settings.register_profile("explore", **_NO_TIME)
 hypothesis.settings.load_profile("asyncrl")
 
@@ -117,7 +119,7 @@ TO_INCLUDE = {
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
     "network": ("takes minutes", "ASYNCRL_NETWORK_TESTS=1 make test, as root"),
-    "every_model": ("another model of a kind that was tried", "ASYNCRL_EVERY_MODEL=1 pytest tests/unit/models"),
+    "every_model": ("another model of a kind that was tried", "ASYNCRL_EVERY_MODEL=1 make test"),
 }
 """By marker: what tests with it lack where they are skipped, and the command that includes them."""
 ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_model": "ASYNCRL_EVERY_MODEL"}
@@ -125,10 +127,13 @@ ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_model": "ASYNCRL_EVERY_M
 
 
 LONGEST_FILES = (
-    *("test_layouts", "test_generation_contract", "test_every_architecture", "test_records", "test_any_death"),
-    *("test_manager_process", "test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
-    *("test_hosts_own_disks", "test_hosts_ray", "test_hosts", "test_sglang_run", "test_chaos", "test_process_death"),
-    *("test_hosts_slurm", "test_wheel", "test_tools"),
+    *("test_layouts", "test_generation_contract", "test_every_architecture", "test_verifiers", "test_offload"),
+    *("test_gpu_benchmark", "test_memory_and_checkpoints", "test_every_picture_model", "test_parity", "test_pods"),
+    *("test_engine_turns", "test_base_model", "test_records", "test_any_death", "test_manager_process"),
+    *("test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
+    *("test_hosts", "test_process_death", "test_chaos", "test_sglang_run", "test_hosts_ray", "test_etcd_outage"),
+    *("test_hosts_own_disks", "test_slurm_job", "test_tools", "test_hosts_slurm", "test_wheel", "test_join"),
+    *("test_vlm_run", "test_embodied_run", "test_user_code", "test_oracle", "test_full_disk"),
 )
 """These begin first, so that no worker of pytest is left alone with one at the end."""
 TOGETHER = (
@@ -208,6 +213,19 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
     return report
+
+
+@pytest.fixture(scope="session")
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which results of proofs are kept."""
+    return tmp_path_factory.mktemp("proofs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def equal_models_are_proven_once(request: pytest.FixtureRequest, proofs: Path) -> Iterator[None]:
+    """Where engines are what is tested, and not the proofs."""
+    with proven_once(proofs) if keeps_proofs(request.path) else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -586,6 +604,12 @@ def template() -> Iterator[Template | None]:
 def python_there(template: Template | None, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter for other hosts, which are this machine: processes of runs are forked from the template there."""
     return sys.executable if template is None else str(python_of_hosts(template, tmp_path_factory.mktemp("python")))
+
+
+@pytest.fixture(scope="session")
+def warm_python(template: Template | None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter whose programs begin with what processes of runs import. They are no children of the test."""
+    return sys.executable if template is None else str(stand_in(template, tmp_path_factory.mktemp("warm_python")))
 
 
 StartWorker = Callable[..., subprocess.Popen[str] | WarmProcess]

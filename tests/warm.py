@@ -24,7 +24,8 @@ ends as it does. If the stand-in is killed, so is the process.
 
     supervisor ── stand-in  · · ·  guard (a child of nobody) ── worker
 
-Workers of pytest are forked the same way (`--worker`, in the Makefile): they import the same to collect the tests.
+Workers of pytest are forked the same way (`--worker`, in the Makefile): they import the same to collect the tests. And
+so are programs in other virtual environments, whose imports take as long (`stand_in`): each has a template of its own.
 
 Linux only, like supervisors.
 """
@@ -38,6 +39,7 @@ import errno
 import fcntl
 import gc
 import importlib
+import itertools
 import json
 import os
 import random
@@ -55,7 +57,14 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 PRELOADED = (
+    "PIL.BmpImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "PIL.PpmImagePlugin",
+    "cryptography.hazmat.primitives.serialization",
     "cryptography.x509",
+    "encodings.idna",
     "omegaconf",
     "peft",
     "rich.console",
@@ -63,8 +72,15 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "setproctitle",
+    "asyncrl.algorithms.advantages",
+    "asyncrl.algorithms.aggregations",
+    "asyncrl.algorithms.corrections",
+    "asyncrl.algorithms.policy_losses",
+    "asyncrl.algorithms.selections",
+    "asyncrl.algorithms.value_losses",
     "asyncrl.commands.train",
     "asyncrl.commands.before_start.checks",
+    "asyncrl.commands.before_start.hub",
     "asyncrl.config.describe",
     "asyncrl.config.load",
     "asyncrl.inference.embedded.host",
@@ -72,6 +88,10 @@ PRELOADED = (
     "asyncrl.manager.process",
     "asyncrl.master.process",
     "asyncrl.rollout.process",
+    "asyncrl.runtime.launchers.local",
+    "asyncrl.trainer.engines.flat",
+    "asyncrl.trainer.functions",
+    "asyncrl.trainer.model.loading",
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""
@@ -136,11 +156,12 @@ class WarmProcess:
 class Template:
     """The process that has imported everything, one for all workers of pytest in a `run` of it.
 
-    Started by the first that needs it, it ends once none is connected to it any more.
+    Started by the first that needs it, it ends once none is connected to it any more. It runs `python`, and imports
+    `modules`, by default what processes of runs import.
     """
 
-    def __init__(self, run: str) -> None:
-        self.run = run
+    def __init__(self, run: str, python: str = sys.executable, modules: Sequence[str] = ()) -> None:
+        self.run, self.python, self.modules = run, python, modules
         self._address = _address(run)
         self._control: socket.socket | None = None
 
@@ -197,7 +218,7 @@ class Template:
                 else:
                     assert started is None, "the template has ended: see what it wrote to pytest's standard error"
                     listener.listen()
-                    started = _start(listener)
+                    started = _start(listener, self.python, self.modules)
             control = socket.socket(socket.AF_UNIX)
             with contextlib.suppress(ConnectionError):  # it is about to listen, or has just ended
                 control.connect(self._address)
@@ -206,19 +227,21 @@ class Template:
             control.close()
 
 
-def _start(listener: socket.socket) -> int:
+def _start(listener: socket.socket, python: str, modules: Sequence[str]) -> int:
     """Start the template; its process id. Nobody waits for its end."""
     listener.set_inheritable(True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1", "SPACE": "-" * _ENVIRONMENT_SPACE}
-    command = [sys.executable, "-P", __file__, str(listener.fileno()), _TITLE_SPACE]
+    command = [python, "-P", __file__, str(listener.fileno()), _TITLE_SPACE, *modules]
     outputs = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
-    return os.posix_spawn(sys.executable, command, environment, file_actions=outputs)
+    return os.posix_spawn(python, command, environment, file_actions=outputs)
 
 
-def main(number: int) -> None:
+def main(number: int, modules: Sequence[str]) -> None:
     """Import everything, then fork a launcher for each request of those that connect to the socket `number`."""
-    for name in (*PRELOADED, *os.environ.get(MORE_VARIABLE, "").split()):
+    for name in modules or (*PRELOADED, *os.environ.get(MORE_VARIABLE, "").split()):
         importlib.import_module(name)
+    if not modules:
+        _compute_what_is_kept()
     _become_titled("tests of asyncrl: template")
     gc.collect()
     gc.freeze()
@@ -267,6 +290,18 @@ def main(number: int) -> None:
     os._exit(0)
 
 
+def _compute_what_is_kept() -> None:
+    """Make what libraries compute once in a process and keep, the same for all of them: the parser of settings, a
+    thousand regular expressions for the names of weights.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from asyncrl.config.load import load_experiment
+
+    load_experiment("async_ppo", ["seed=1"])
+    get_checkpoint_conversion_mapping("qwen2")
+
+
 def _greeted(listener: socket.socket) -> socket.socket:
     """The next that connects, which waits for a byte."""
     control, _ = listener.accept()
@@ -313,12 +348,17 @@ def _guard(request: Mapping[str, Any], standard: Sequence[int], stand_in: socket
     os._exit(0)
 
 
-def python_of_hosts(template: Template, folder: Path) -> Path:
-    """Make an interpreter for `system.hosts`, below which the template forks processes of runs."""
+def python_of_hosts(template: Template, folder: Path, *, module: str = "asyncrl.runtime.main") -> Path:
+    """Make an interpreter for `system.hosts`; below it the template forks processes of runs, or those of `module`."""
+    return stand_in(template, folder, f'[ "$2" = {module} ] && ', f'exec {sys.executable} "$@"\n')
+
+
+def stand_in(template: Template, folder: Path, where: str = "", otherwise: str = "") -> Path:
+    """Make an interpreter whose programs the template forks, where the shell's condition `where` holds."""
     template.connect()
     file = folder / "python"
-    stand_in = shlex.join([sys.executable, "-I", "-S", __file__, "--stand-in", template.run])
-    file.write_text(f'#!/bin/sh\n[ "$2" = asyncrl.runtime.main ] && exec {stand_in} "$@"\nexec {sys.executable} "$@"\n')
+    command = shlex.join([sys.executable, "-I", "-S", __file__, "--stand-in", template.run])
+    file.write_text(f'#!/bin/sh\n{where}exec {command} "$@"\n{otherwise}')
     file.chmod(0o755)
     return file
 
@@ -447,19 +487,22 @@ def _run(command: Sequence[str]) -> NoReturn:
     )
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     code: object = 0
+    what, *given = itertools.dropwhile(lambda each: each in ("-I", "-P", "-S", "-u"), command[1:])
     try:
-        if command[1] == "-m":
+        if what == "-m":
             sys.path[:0] = [os.getcwd(), *search]
-            sys.argv = ["-m", *command[3:]]
-            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
-        elif command[1:3] == ["-u", "-c"]:
-            sys.path[:0], sys.argv = ["", *search], ["-c"]
+            sys.argv = [what, *given[1:]]
+            runpy.run_module(given[0], run_name="__main__", alter_sys=True)
+        elif what == "-c":
+            sys.path[:0], sys.argv = ["", *search], [what, *given[1:]]
             sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(command[3], vars(sys.modules["__main__"]))
+            exec(given[0], vars(sys.modules["__main__"]))
         else:
-            sys.argv = list(command[3:])
+            sys.argv = [what, *given]
+            if not {"-I", "-P"} & set(command):
+                sys.path[:0] = [str(Path(what).parent), *search]
             os.execvp = _execute  # type: ignore[assignment]
-            runpy.run_path(command[3], run_name="__main__")
+            runpy.run_path(what, run_name="__main__")
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -499,9 +542,10 @@ def _take(standard: Sequence[int], kept: Sequence[tuple[int, int]]) -> None:
 
 
 def _become_titled(title: str) -> None:
-    import setproctitle
+    with contextlib.suppress(ModuleNotFoundError):  # another virtual environment
+        import setproctitle
 
-    setproctitle.setproctitle(title)
+        setproctitle.setproctitle(title)
 
 
 def _show_environment() -> None:
@@ -549,4 +593,4 @@ if __name__ == "__main__":
         _on_a_host(sys.argv[2], sys.argv[3:])
     if sys.argv[1] == "--worker":
         _worker(sys.argv[2:])
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[3:])

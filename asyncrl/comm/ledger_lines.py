@@ -65,7 +65,10 @@ class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
 
 
 class Finished(_Line, frozen=True, tag="finished"):
-    """The trainer has the rollout, which has `tokens` tokens. After a drop as `worker_died` it undoes the drop."""
+    """The trainer has the rollout, which has `tokens` tokens.
+
+    This undoes a drop as `worker_died` or `lost_with_manager`.
+    """
 
     rollout: str
     tokens: int
@@ -74,6 +77,9 @@ class Finished(_Line, frozen=True, tag="finished"):
 
 class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
     """The rollout will not be trained.
+
+    A rollout that was dropped as `worker_died` or `lost_with_manager` may have a second such line: the trainer received
+    it, and dropped it for that `reason`.
 
     If its prompt is returned, `attempt` and `failures` are those of the next try (`failures` counts the tries that
     raised). Ledgers of earlier versions of asyncrl have no `attempt`.

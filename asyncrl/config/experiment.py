@@ -124,6 +124,11 @@ class ExperimentConfig:
         """Names of the policies that are trained beside the run's own."""
         return tuple(policy.name for policy in self.policies if policy.trained)
 
+    @property
+    def critic_sharers(self) -> tuple[str, ...]:
+        """Names of the trained policies whose critic is that of the run's own policy."""
+        return tuple(policy.name for policy in self.policies if policy.trained and policy.shared_critic)
+
     def idle_policies(self, version: int) -> set[str]:
         """Return the trained policies, "" for the run's own, that the step from `version` does not train."""
         trainer = self.trainer
@@ -143,6 +148,14 @@ class ExperimentConfig:
     @property
     def optimizer_steps(self) -> int:
         """Most optimizer steps of the run: one for each minibatch of each pass over the batches that are trained."""
-        trainer = self.trainer
-        steps = len(range(trainer.train_offset, self.total_train_steps, trainer.train_every))
-        return steps * trainer.ppo_minibatches * trainer.ppo_epochs
+        return self._optimizer_steps(self.trainer)
+
+    @property
+    def critic_optimizer_steps(self) -> int:
+        """The same of the critic: those of all policies whose samples it is trained on."""
+        sharing = [policy for policy in self.policies if policy.name in self.critic_sharers]
+        return self._optimizer_steps(self.trainer) + sum(self._optimizer_steps(policy) for policy in sharing)
+
+    def _optimizer_steps(self, trained: TrainerConfig | PolicyConfig) -> int:
+        steps = len(range(trained.train_offset, self.total_train_steps, trained.train_every))
+        return steps * self.trainer.ppo_minibatches * self.trainer.ppo_epochs

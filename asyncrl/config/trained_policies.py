@@ -44,13 +44,19 @@ def config_of_policy(config: ExperimentConfig, name: str) -> ExperimentConfig:
     if not name:
         return config
     policy = next(policy for policy in config.policies if policy.name == name)
+    algorithm = _merged(f"policies: {name!r}: algorithm", config.algorithm, policy.algorithm)
     return replace(
         config,
         policies=[],
         model=replace(config.model, path=policy.path or config.model.path),
-        trainer=replace(config.trainer, train_every=policy.train_every, train_offset=policy.train_offset),
+        trainer=replace(
+            config.trainer,
+            parallel=policy.parallel or config.trainer.parallel,
+            train_every=policy.train_every,
+            train_offset=policy.train_offset,
+        ),
         optimizer=_merged(f"policies: {name!r}: optimizer", config.optimizer, policy.optimizer),
-        algorithm=_merged(f"policies: {name!r}: algorithm", config.algorithm, policy.algorithm),
+        algorithm=replace(algorithm, critic=config.algorithm.critic) if policy.shared_critic else algorithm,
     )
 
 

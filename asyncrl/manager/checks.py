@@ -55,14 +55,23 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
             yield f"{setting}: {named.count(policy.name)} policies have this name; give each its own"
         if policy.trained:
             yield from _trained(config, policy)
-        elif policy.train_every != 1 or policy.train_offset or policy.optimizer or policy.algorithm:
-            yield f"{setting}: train_every, optimizer and algorithm are for trained policies; set trained: true"
+        elif _set_for_training(policy):
+            yield (
+                f"{setting}: {', '.join(_set_for_training(policy))}: for trained policies alone; set trained: true, or "
+                "leave it out"
+            )
         if policy.url is not None:
             yield from _url(config, policy, policy.url.rstrip("/"))
         elif policy.path is not None:
             yield from _folder(config, policy, policy.path)
         elif not policy.trained:
             yield from _versions(config, policy)
+
+
+def _set_for_training(policy: PolicyConfig) -> list[str]:
+    """Return the names of the settings that only a trained policy may have, where they are set."""
+    names = ("train_every", "train_offset", "optimizer", "algorithm", "parallel", "ranks", "shared_critic")
+    return [name for name in names if getattr(policy, name) != getattr(PolicyConfig(), name)]
 
 
 def _trained(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from asyncrl.config.setting import setting
 from asyncrl.manager.router import POLICIES
+from asyncrl.trainer.settings import RoleRanks
 from asyncrl.weights.transports import TRANSPORTS
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
@@ -111,6 +112,16 @@ class PolicyConfig:
         1, "of a trained one: only steps from versions v with v mod train_every = train_offset train it", minimum=1
     )
     train_offset: int = setting(0, "see train_every; less than it", minimum=0)
+    parallel: Optional[str] = setting(None, "of a trained one: its parallel layout; null: trainer.parallel")
+    ranks: RoleRanks = setting(
+        RoleRanks.shared,
+        "of a trained one: on the ranks of the run's own policy, of which it may take fewer (shared), or on separate "
+        "ranks, which train it at the same time (own); its critic, reference and reward models are on its ranks",
+    )
+    shared_critic: bool = setting(
+        False,
+        "of a trained one: whether it has the critic of the run's own policy, which is trained on the samples of both",
+    )
     optimizer: dict[str, Any] = setting(
         help="of a trained one: settings of `optimizer` that differ from the run's", factory=dict
     )

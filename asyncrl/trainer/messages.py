@@ -172,6 +172,16 @@ class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: tuple[int, ...]
     heads: tuple[tuple[int, ...], ...]
 
+    def keeping(self, rollout_ids: Collection[str]) -> GridShare:
+        """Return the part of these rollouts, in the same order."""
+        rows = [row for row, rollout_id in enumerate(self.rollout_ids) if rollout_id in rollout_ids]
+        return GridShare(
+            tuple(self.rollout_ids[row] for row in rows),
+            tuple(self.minibatches[row] for row in rows),
+            tuple(self.sources[row] for row in rows),
+            tuple(tuple(of_grid[row] for row in rows) for of_grid in self.heads),
+        )
+
 
 class BeginStep(Request[Done], frozen=True):
     """Exchange and pack the rollouts of the step at `version`; each rank gets its own part.
@@ -209,11 +219,12 @@ class RunCall(Request[CallStats], frozen=True):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     args: dict[str, Any]
+    policy: str = ""
 
     @classmethod
     def of(cls, call: Call) -> RunCall:
         """The request to run `call`."""
-        return cls(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
+        return cls(call.name, call.role, call.function, call.reads, call.writes, dict(call.args), call.policy)
 
 
 class ScoreAhead(Request[Done], frozen=True):
@@ -231,12 +242,13 @@ class ScoreAhead(Request[Done], frozen=True):
 class MoveColumns(Request[Done], frozen=True):
     """Bring what calls of the role `source` wrote under `keys` to the ranks of the role `target`, in another grid.
 
-    All ranks of both grids get the same request.
+    All ranks of both grids get the same request. `policy`: of whose samples the columns are; empty: the run's own.
     """
 
     keys: tuple[str, ...]
     source: str
     target: str
+    policy: str = ""
 
 
 class EndedStep(Reply, frozen=True):

@@ -28,6 +28,7 @@ from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
+from asyncrl.config.trained_policies import role_of_policy
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.host_copies import copy_rate
 from asyncrl.models.pictures.picture_rules import placeholder_id
@@ -307,17 +308,16 @@ class ModelWorker(Worker):
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
     def _keep_samples(self) -> dict[str, SampleLog]:
-        """Open the writers of this rank's samples, by policy; none if none are to be kept, or if the rank does not
-        train the actor.
-        """
-        samples, place = self.config.samples, self._world.places.get(self._world.placement.actor)
-        if not samples.every or place is None:
+        """Open the writers of this rank's samples, by policy that it trains; none if none are to be kept."""
+        samples, policies = self.config.samples, ("", *self.config.trained_policies)
+        here = [policy for policy in policies if self._world.hosts(role_of_policy(policy, ACTOR))]
+        if not samples.every or not here:
             return {}
-        ranks, policies = place.data, ("", *self.config.trained_policies)
         decode = load_tokenizer(str(self.config.model.path)).decode
-        max_bytes = int(samples.max_gb * 1e9 / ranks.world / len(policies))
         opened = {}
-        for policy in policies:
+        for policy in here:
+            place = self._world.place(role_of_policy(policy, ACTOR))
+            ranks, max_bytes = place.data, int(samples.max_gb * 1e9 / place.data.world / len(policies))
             name = "-".join([f"head-{ranks.rank}", *([policy] if policy else [])])
             writer = name if place.copy.leads else None
             opened[policy] = SampleLog(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)

@@ -171,6 +171,7 @@ def get_node(*node):
 services.get_node = get_node
 node = {"num_cpus": 1, "object_store_memory": 80 << 20}  # Ray starts a process a core at once
 head = node | {"num_cpus": 0, "include_dashboard": False, "temp_dir": sys.argv[1]}
+head |= {"include_log_monitor": False, "no_monitor": True}  # nobody reads logs through Ray or asks for more nodes
 cluster = Cluster(initialize_head=True, head_node_args=head)
 for number in range(2, 2 + int(sys.argv[2])):
     cluster.add_node(**node, node_ip_address=f"127.0.0.{number}")

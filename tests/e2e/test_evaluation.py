@@ -1,4 +1,7 @@
-"""Evaluation with real processes: of several sets during a run, and by the command, of a run and of a folder."""
+"""Evaluation with real processes: of several sets during a run, and by the command of a run.
+
+That the command evaluates a folder, `tests/faults/test_resume.py` shows, as the tutorial does.
+"""
 
 from __future__ import annotations
 
@@ -97,20 +100,6 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
     for name in ("graded", "own"):
         rewards = [line["reward"] for line in lines if line["set"] == name]
         assert sum(rewards) / 8 == pytest.approx(measured[name][f"eval/{name}/reward_mean"])
-
-
-def test_the_command_evaluates_a_folder_with_an_experiments_settings(
-    command: Any, tiny_model: Path, tmp_path: Path
-) -> None:
-    settings = ["eval.size=4", "eval.n_samples=2", "system.start_timeout_s=240"]
-    settings += ["eval.sampling.temperature=1.0", "eval.sampling.max_new_tokens=8"]
-    out = tmp_path / "out.json"
-    done = command("eval", tiny_model, "--experiment", "async_ppo", "--out", out, *settings, "eval.interval=0")
-    assert done.code == 0, done.output
-    (row,) = json.loads(out.read_text())["sets"]
-    assert row["eval/held_out/accuracy"] <= row["eval/held_out/pass@2"]
-    assert (row["eval/held_out/prompts"], row["left_out"]) == (4.0, 0)
-    assert "pass@2" in done.output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Every experiment that comes with the package runs on this machine, on the tiny model."""
+"""Every experiment that comes with the package runs on this machine, on the tiny model.
+
+`sync_ppo` is in `test_whole_system.py`, `async_ppo_critic` in `test_layouts.py`, the demos have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +55,11 @@ from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from asyncrl.algorithms.policy_losses.reinforce import reinforce
 
 
-def my_loss(inputs: PolicyLossInputs, *, scale: float = 1.0) -> PolicyLossOutput:
-    return PolicyLossOutput(scale * reinforce(inputs).loss_T, inputs.mask_T)
-
-
-def by_column(inputs: PolicyLossInputs) -> PolicyLossOutput:
+def by_column(inputs: PolicyLossInputs, *, scale: float = 1.0) -> PolicyLossOutput:
     assert set(inputs.columns) == {"row/index", "reward/zero", "token/place"}
     assert all(column.shape == inputs.logprobs_T.shape for column in inputs.columns.values())
     assert ((inputs.columns["token/place"] > 0) == inputs.mask_T).all()
-    return PolicyLossOutput(inputs.columns["reward/zero"] * reinforce(inputs).loss_T, inputs.mask_T)
+    return PolicyLossOutput(scale * inputs.columns["reward/zero"] * reinforce(inputs).loss_T, inputs.mask_T)
 """
 OWN_COLUMNS = """
 from dataclasses import replace
@@ -96,9 +95,14 @@ def long(data, completion):
 def every(data, completion):
     return 0.5
 """
-MIXTURE = """# Sums of two lengths, with a reward for each, and a loss of my own
+MIXTURE = """# Sums of two lengths, with a reward for each, and algorithms of my own
 defaults: [async_grpo, _self_]
-algorithm: {policy_loss: {name: '${here:}/my_loss.py:my_loss', params: {scale: 0.0}}, kl_coef: 0.0}
+algorithm:
+  plugins: [my_algorithms]
+  policy_loss: {name: my_loss, params: {scale: 0.0}}
+  advantage: {name: my_advantage}
+  kl_coef: 0.0
+rollout: {filters: [{name: my_filter, params: {least: 0.6}}]}  # a group without any even digit
 dataset:
   sources:
     - {name: short, path: 'asyncrl.plugins.datasets.arithmetic:ArithmeticDataset', args: {max_numbers: 2}}
@@ -123,27 +127,12 @@ def finished(start_run: Any, experiment: str, **overrides: Any) -> Any:
     return run
 
 
-def test_async_grpo_measures_its_distance_from_the_frozen_base(start_run: Any) -> None:
-    distances = [row["kl/reference"] for row in finished(start_run, "async_grpo", optimizer__lr=1e-3).rows()]
-    assert 0 < distances[0] < distances[-1]
-
-
 def test_async_dapo_trains_no_group_whose_rewards_agree(start_run: Any, tmp_path: Path) -> None:
     (tmp_path / "coin.py").write_text("def even(data, completion):\n    return float(completion[:1] in '02468')\n")
     run = finished(start_run, "async_dapo", reward__path=f"{tmp_path / 'coin.py'}:even")
     assert {row["reward/frac_zero_std"] for row in run.rows()} == {0.0}
     dropped = run.summary()["books"]["dropped"]["zero_variance"]
     assert 0 < sum(row["filter/dropped_groups"] for row in run.rows()) <= dropped, "the rest after the last step"
-
-
-def test_async_ppo_critic_trains_the_critic_alone_at_first(start_run: Any) -> None:
-    rows = finished(start_run, "async_ppo_critic", algorithm__critic__warmup_steps=1).rows()
-    assert [row["optimizer/steps"] > 0 for row in rows] == [False, True, True]
-
-
-def test_sync_ppo_is_on_policy(start_run: Any) -> None:
-    rows = finished(start_run, "sync_ppo").rows()
-    assert {row["staleness/max"] for row in rows} == {0.0}
 
 
 def test_teachers_are_roles_servers_or_the_policy_itself_with_a_hint(start_run: Any, tiny_model: Path) -> None:
@@ -311,33 +300,16 @@ def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_
     assert (tmp_path / "ninth" / "model.safetensors").is_file()
 
 
-def test_algorithms_of_a_users_package_are_known_by_their_registered_names(
+def test_an_experiment_of_ones_own_has_algorithms_of_ones_package_and_rewards_for_each_source_of_its_data(
     start_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "lib" / "my_algorithms"
-    package.mkdir(parents=True)
+    """The package's algorithms are known by their registered names."""
+    folder, package = tmp_path / "mine", tmp_path / "lib" / "my_algorithms"
+    for each in (folder, package):
+        each.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "all_of_mine.py").write_text(OWN_ALGORITHMS)
     monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
-    run = finished(
-        start_run,
-        "async_ppo",
-        algorithm__plugins="[my_algorithms]",
-        algorithm__policy_loss__name="my_loss",
-        algorithm__policy_loss__params="{scale: 0.0}",
-        algorithm__advantage__name="my_advantage",
-        rollout__filters="[{name: my_filter, params: {least: 0.3}}]",  # about what the answers are worth: many fail it
-    )
-    assert {row["grad_norm"] for row in run.rows()} == {0.0}
-    assert run.summary()["books"]["dropped"]["mine"] > 0
-
-
-def test_an_experiment_of_ones_own_has_a_loss_in_a_file_and_rewards_for_each_source_of_its_data(
-    start_run: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "my_loss.py").write_text(OWN_LOSS)
     (folder / "my_rewards.py").write_text(REWARDS_BY_SOURCE)
     (folder / "my_mixture.yaml").write_text(MIXTURE)
     run = finished(
@@ -349,6 +321,7 @@ def test_an_experiment_of_ones_own_has_a_loss_in_a_file_and_rewards_for_each_sou
     )
     rows = run.rows()
     assert {row["grad_norm"] for row in rows} == {0.0}
+    assert run.summary()["books"]["dropped"]["mine"] > 0
     assert all(row.get("reward/short", 0) <= 1 < 2 <= row.get("reward/long", 2) for row in rows), "own rows alone"
     kept = list(read_samples(sample_files(run.run_dir / "samples")))
     rewards = {row["reward"] for row in kept}
@@ -366,6 +339,7 @@ def test_a_loss_reads_columns_of_the_row_the_reward_and_the_agent_of_unshuffled_
         "agent__path": f"{tmp_path / 'columns.py'}:Placed",
         "reward__path": f"{tmp_path / 'columns.py'}:even",
         "algorithm__policy_loss__name": f"{tmp_path / 'my_loss.py'}:by_column",
+        "algorithm__policy_loss__params": "{scale: 2.0}",
         "rollout__columns": "[row/index, reward/zero, token/place]",
         "rollout__filters": "[{name: success_rate, params: {on: reward/zero, high: 0.5}}]",
         "trainer__parallel": "d2",
@@ -424,12 +398,14 @@ async def run(prompt, env, client):
 """
 
 
-def test_a_zero_sum_game_of_any_number_of_samples_per_episode_trains_with_bounded_advantages(
+def test_async_grpo_plays_a_zero_sum_game_with_bounded_advantages_and_measures_its_distance_from_the_frozen_base(
     start_run: Any, tmp_path: Path
 ) -> None:
+    """Episodes have any number of samples."""
     (tmp_path / "mine.py").write_text(OWN_EPISODES)
-    run = finished(start_run, "async_grpo", agent__path=f"{tmp_path / 'mine.py'}:run", trainer__ppo_minibatches=2)
-    rows = run.rows()
+    own = {"agent__path": f"{tmp_path / 'mine.py'}:run", "trainer__ppo_minibatches": 2, "optimizer__lr": 1e-3}
+    rows = finished(start_run, "async_grpo", **own).rows()
+    assert 0 < rows[0]["kl/reference"] < rows[-1]["kl/reference"]
     assert {row["reward/mean"] for row in rows} == {0.0}
     assert all(row["reward/frac_zero_std"] < 1.0 for row in rows)
     assert all(0.0 < row["advantage/abs_mean"] < 2.0 for row in rows), "not 1e6, as a deviation of episode means gives"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,10 @@ from asyncrl.runtime.supervisor import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd
+from ..warm import Template
 from .clusters import await_that, ssh_hosts
 from .hosts import assert_gone, processes_of, titled, with_python
+from .joined import Joined
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -84,7 +85,7 @@ def test_other_code_on_a_host_without_a_shared_folder_ends_the_run_by_name(
 
 @pytest.mark.etcd
 def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
-    start_run: Any, ctrl_c: Any, own_disks: OwnDisks, tmp_path: Path
+    start_run: Any, ctrl_c: Any, own_disks: OwnDisks, tmp_path: Path, template: Template | None
 ) -> None:
     """Three other hosts with a disk each, of which nobody tells them the launcher's: what they read is on their own,
     also where data and code are gone from the launcher's disk by then.
@@ -152,16 +153,13 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
     run.wait_for_line("rollout_worker/1 went on after")
     for process in elsewhere("rollout_worker"):
         assert_reads_its_own_disk(process)
-    joined = tmp_path / "joined.txt"
-    with joined.open("w") as output:  # on the launcher's host
-        command = [sys.executable, "-m", "asyncrl.launch", "join", str(run.run_dir), "--kind", "rollout_worker"]
-        joining = subprocess.Popen(command, stdout=output, stderr=output)
+    joining = Joined(run.run_dir, ["--kind", "rollout_worker"], template)  # on the launcher's host
     try:
-        await_that(lambda: "rollout_worker/2 takes part" in joined.read_text(), f"a third worker: {joined}", LIMIT_S)
+        await_that(lambda: "rollout_worker/2 takes part" in joining.output, "a third worker", LIMIT_S)
     finally:
-        joining.terminate()
-        joining.wait(LIMIT_S)
-    assert "rollout_worker/2 left" in joined.read_text()
+        joining.process.send_signal(signal.SIGTERM)
+        joining.end()
+    assert "rollout_worker/2 left" in joining.output
     gone_at = int(run.rows()[-1]["step"])
     run.wait_for_step(gone_at + 6)  # an evaluation later
     ctrl_c(run)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +21,13 @@ from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.process.worker import open_resolver
 
 from ..conftest import LIMIT_S, Gate
-from ..warm import Template, WarmProcess
+from ..warm import Template
 from .clusters import await_that
+from .joined import Joined
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 Join = Callable[..., Any]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-JOIN = """
-import sys
-
-from asyncrl.commands import join
-from asyncrl.launch import main
-
-join.GONE_S = 30.0  # nobody goes on with a run here that has ended; its manager may be slow for longer than a lease
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-class Joined:
-    """A `join` as a child, and what it has printed. `template` forks its processes."""
-
-    def __init__(self, run_dir: Path, options: Sequence[str], template: Template | None) -> None:
-        arguments, environment = ["join", str(run_dir), *options], os.environ | ONE_THREAD
-        self.process: subprocess.Popen[str] | WarmProcess
-        if template is not None:
-            self.process = template.launch(arguments, environment)
-        else:
-            command = [sys.executable, "-c", JOIN, *arguments]
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-            )
-        self.output = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def end(self) -> None:
-        """Wait for its end; `output` is all that it printed then."""
-        self.process.wait(LIMIT_S)
-        self._reader.join(LIMIT_S)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
 
 
 @pytest.fixture
@@ -126,30 +85,46 @@ def await_use(run: Any, *indices: int) -> None:
     await_that(so, f"requests at servers {indices}: {seen}", LIMIT_S)
 
 
-def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
+def await_lines(joined: Joined, *lines: str) -> None:
+    """Wait until it has printed all of them."""
+    for line in lines:
+        await_that(lambda line=line: line in joined.output, line, LIMIT_S)  # type: ignore[misc]
+
+
+def test_servers_and_workers_that_join_are_used_and_leaving_costs_only_what_they_had_in_hand(
     start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
 ) -> None:
-    """It leaves as it was asked to, then by the death of its machine, all in the middle of answers."""
-    held = gate(2)  # while servers start the machine is theirs
+    """Two of each leave as they were asked to, in the middle of answers; then one more of each is killed with its
+    command, as by the death of its machine.
+    """
+    held, first = gate(2), "rollout_worker/0"  # while they start the machine is theirs
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
     run.wait_for_step(2)
-    joined = join(run.run_dir, "--count", "2")
-    for index in (1, 2):
-        line = f"generation_server/{index} serves at "
-        await_that(lambda line=line: line in joined.output, line, LIMIT_S)  # type: ignore[misc]
+    serving = join(run.run_dir, "--count", "2")
+    playing = join(run.run_dir, "--count", "2", kind="rollout_worker")
+    both = {"rollout_worker/1", "rollout_worker/2"}
+    await_lines(serving, *(f"generation_server/{index} serves at " for index in (1, 2)))
+    await_lines(playing, *(f"{name} takes part" for name in both))
     held.open()
     await_use(run, 1, 2)
-    joined.process.send_signal(signal.SIGINT)
-    joined.end()
-    assert joined.process.returncode == 130, joined.output
-    assert "generation_server/1 joins (pid" in joined.output
-    assert "generation_server/2 left" in joined.output
-    await_that(lambda: [*servers(run)] == [0], "the manager to see that they left", LIMIT_S)
+    await_that(lambda: both <= players(run), f"trained rollouts of {both}", LIMIT_S)
+    for joined in (serving, playing):
+        joined.process.send_signal(signal.SIGINT)
+    for joined in (serving, playing):
+        joined.end()
+        assert joined.process.returncode == 130, joined.output
+    assert "generation_server/1 joins (pid" in serving.output
+    assert "generation_server/2 left" in serving.output
+    await_that(lambda: [*servers(run)] == [0], "the manager to see that the servers left", LIMIT_S)
+    await_that(lambda: status(run).workers == [first], "the manager to see that the workers left", LIMIT_S)
 
-    lost = join(run.run_dir, "--count", "1")
+    lost_server, lost_worker = join(run.run_dir), join(run.run_dir, kind="rollout_worker")
     await_use(run, 1)
-    lost.process.kill()
-    await_that(lambda: [*servers(run)] == [0], "the manager to see that it is gone", LIMIT_S)
+    await_that(lambda: len(status(run).workers) == 2, "the manager to see that one came", LIMIT_S)
+    for lost in (lost_server, lost_worker):
+        lost.process.kill()
+    await_that(lambda: [*servers(run)] == [0], "the manager to see that the server is gone", LIMIT_S)
+    await_that(lambda: status(run).workers == [first], "the manager to see that the worker is gone", LIMIT_S)
     at = int(run.rows()[-1]["step"])
     run.wait_for_step(at + 3)
     ctrl_c(run)
@@ -157,48 +132,23 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     assert audit(run.run_dir).findings == ()
     summary = run.summary()
     assert summary["restarts"] == {}
-    assert set(summary["books"]["dropped"]) <= {"stale"}
+    assert set(summary["books"]["dropped"]) <= {"stale", "worker_died", "duplicate_prompt"}
     assert run.survivors() == []
 
 
-def test_a_rollout_worker_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
-    start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
+def test_what_joined_ends_with_the_run_and_nothing_joins_afterwards(
+    start_run: Any,
+    gate: Callable[[int], Gate],
+    ctrl_c: Any,
+    join: Join,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two come; both leave in the middle of rollouts, as asked to; one more comes, and its machine dies."""
-    held, first = gate(1), "rollout_worker/0"  # while they start the machine is theirs
-    run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
-    run.wait_for_step(1)
-    joined = join(run.run_dir, "--count", "2", kind="rollout_worker")
-    both = {"rollout_worker/1", "rollout_worker/2"}
-    for name in both:
-        await_that(lambda name=name: f"{name} takes part" in joined.output, f"{name} to begin", LIMIT_S)  # type: ignore[misc]
-    held.open()
-    await_that(lambda: both <= players(run), f"trained rollouts of {both}", LIMIT_S)
-    joined.process.send_signal(signal.SIGINT)
-    joined.end()
-    assert joined.process.returncode == 130, joined.output
-    await_that(lambda: status(run).workers == [first], "the manager to see that they left", LIMIT_S)
-
-    lost = join(run.run_dir, "--count", "1", kind="rollout_worker")
-    await_that(lambda: len(status(run).workers) == 2, "the manager to see that one came", LIMIT_S)
-    lost.process.kill()
-    await_that(lambda: status(run).workers == [first], "the manager to see that it is gone", LIMIT_S)
-    at = int(run.rows()[-1]["step"])
-    run.wait_for_step(at + 3)
-    ctrl_c(run)
-    assert run.wait() == 130, run.output + run.logs()
-    assert audit(run.run_dir).findings == ()
-    assert set(run.summary()["books"]["dropped"]) <= {"stale", "worker_died", "duplicate_prompt"}
-    assert run.survivors() == []
-
-
-def test_what_joined_ends_with_the_run(start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join) -> None:
-    """It finds that the manager is gone for good; there is nothing left to do for it."""
+    """A server finds that the manager is gone for good; there is nothing left to do for it."""
     held = gate(1)
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
     run.wait_for_step(1)
     joined = join(run.run_dir, cold=True)
-    await_that(lambda: "generation_server/1 serves at " in joined.output, "the line that says so", LIMIT_S)
+    await_lines(joined, "generation_server/1 serves at ")
     held.open()
     await_use(run, 1)
     ctrl_c(run)
@@ -206,11 +156,6 @@ def test_what_joined_ends_with_the_run(start_run: Any, gate: Callable[[int], Gat
     joined.end()
     assert joined.process.returncode == 0, joined.output
     assert "the run is over" in joined.output
-
-
-def test_what_cannot_join_is_told_why(start_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run = start_run(total_train_steps=1, eval__interval=0)
-    assert run.wait() == 0, run.output + run.logs()
     for options, reason in (
         (["--kind", "rollout_worker"], "no run is active there"),
         (["--count", "0"], "--count=0"),

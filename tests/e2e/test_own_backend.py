@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,29 +12,36 @@ from typing import Any
 
 import pytest
 
+from ..conftest import LIMIT_S
+from ..warm import Template
+from .clusters import await_that
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def backend(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def backend(tiny_model: Path, tmp_path: Path, template: Template | None) -> Iterator[tuple[str, Path]]:
     """Its address, and the file of its weight updates."""
-    output = tmp_path / "backend.log"
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "own_backend.py"), str(tiny_model)],
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+    output, start = tmp_path / "backend.log", subprocess.Popen if template is None else template.popen
+    with output.open("wb") as file:
+        process = start(
+            [sys.executable, "-m", "tests.e2e.own_backend", str(tiny_model)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    assert process.stdout is not None
+
+    def addresses() -> list[str]:
+        return re.findall(r"^http://\S+$", output.read_text(), re.MULTILINE)
+
     try:
-        address = process.stdout.readline().strip()
-        assert address.startswith("http://"), output.read_text()
+        await_that(lambda: bool(addresses() or process.poll() is not None), f"address in {output}", LIMIT_S)
+        (address,) = addresses()
         yield address, output
     finally:
         process.kill()
-        process.communicate()
+        process.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "in_place"])

@@ -63,20 +63,6 @@ def settings(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_run_gives_its_rows_and_can_be_read(settings: dict[str, Any]) -> None:
-    started = asyncrl.run("async_ppo", settings | {"total_train_steps": 3})
-    assert [row["step"] for row in started] == [1, 2, 3]
-    read = started.result()
-    assert read.folder == started.folder
-    assert (read.state, read.summary is not None and read.summary["steps"]) == ("finished", 3)
-    assert [row["step"] for row in read.metrics] == [1, 2, 3]
-    assert read.table()["step"].to_pylist() == [1, 2, 3]
-    assert read.config["train_batch_size"] == 4
-    assert list(read.samples()) == []
-    assert read.doctor().measured is not None
-
-
-@pytest.mark.usefixtures("forked")
 def test_leaving_the_loop_ends_the_run_after_a_checkpoint_and_the_same_call_goes_on(settings: dict[str, Any]) -> None:
     with asyncrl.run("async_ppo", settings | {"total_train_steps": 100_000}) as started:
         first = next(started)
@@ -85,9 +71,17 @@ def test_leaving_the_loop_ends_the_run_after_a_checkpoint_and_the_same_call_goes
     read = asyncrl.load_run(started.folder)
     assert read.state == "stopped"
     assert read.summary is not None
-    reached = read.summary["steps"]
-    with asyncrl.run("async_ppo", settings | {"total_train_steps": 100_000}) as again:
-        assert next(again)["step"] == reached + 1
+    steps = read.summary["steps"] + 2
+    again = asyncrl.run("async_ppo", settings | {"total_train_steps": steps})
+    assert [row["step"] for row in again] == [steps - 1, steps], "those that it makes"
+    read = again.result()
+    assert read.folder == again.folder == started.folder
+    assert (read.state, read.summary is not None and read.summary["steps"]) == ("finished", steps)
+    assert [row["step"] for row in read.metrics] == [*range(1, steps + 1)]
+    assert read.table()["step"].to_pylist() == [*range(1, steps + 1)]
+    assert read.config["train_batch_size"] == 4
+    assert list(read.samples()) == []
+    assert read.doctor().measured is not None
 
 
 def test_a_wrong_setting_is_an_exception_before_anything_starts(settings: dict[str, Any]) -> None:
@@ -107,13 +101,26 @@ def test_what_the_command_finds_before_the_start_is_the_same_exception(
         next(started)
 
 
+BREAKS_LATER = """
+calls = 0
+
+def score(data, completion):
+    global calls
+    calls += 1
+    if calls > 40:  # more than the start tries
+        raise OSError("the judge is away")
+    return 0.0
+"""
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_raises_with_what_it_said(settings: dict[str, Any], tmp_path: Path) -> None:
-    reward = tmp_path / "mine.py"
-    reward.write_text("def score(data, completion):\n    raise OSError('the judge is away')\n")
-    given = settings | {"reward.path": f"{reward}:score", "rollout.rehearse": False}
-    with pytest.raises(RunFailed, match="the judge is away"):
-        asyncrl.run("async_ppo", given | {"total_train_steps": 3}).result()
+    (tmp_path / "mine.py").write_text(BREAKS_LATER)
+    started = asyncrl.run("async_ppo", settings | {"reward.path": f"{tmp_path / 'mine.py'}:score"})
+    with pytest.raises(RunFailed, match="the judge is away") as failed:
+        started.result()
+    assert "FAILED: rollout_worker/0" in str(failed.value)
+    assert processes_of(started.folder) == []
 
 
 def test_the_end_of_the_program_ends_the_run(settings: dict[str, Any], template: Template | None) -> None:

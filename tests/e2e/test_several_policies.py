@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from asyncrl.algorithms.spec import Choice
 from asyncrl.api import SamplingParams
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
+from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, StepReport
+from asyncrl.trainer.model.loading import Critic as CriticModel
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -60,34 +61,58 @@ def agent_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{file}:Match"
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny_model: Path, agent_path: str) -> list[StepReport]:
+def oracle(tiny_model: Path, agent_path: str, *, shared_critic: bool) -> list[StepReport]:
     """Return the reports of the reference loop, step by step."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     models = [AutoModelForCausalLM.from_pretrained(tiny_model).eval() for _ in range(2)]
+    own, judge, critic = CONFIG, JUDGE, None
+    if shared_critic:
+        own, judge = (replace(config, advantage=Choice("gae"), critic_lr=1e-3) for config in (own, judge))
+        critic = Critic(own, CriticModel(AutoModel.from_pretrained(tiny_model).eval()))
     trainer = ReferenceTrainer(
-        CONFIG,
+        own,
         models[0],
         load_tokenizer(tiny_model),
         ArithmeticDataset(seed=CONFIG.seed),
         lambda data, completion: 0.0,
         load_plugin(agent_path)(load_tokenizer(tiny_model)),
-        {"judge": Actor(JUDGE, models[1])},
+        {"judge": Actor(judge, models[1], critic)},
+        critic,
     )
     reports = [trainer.train_step() for _ in range(STEPS)]
     torch.set_num_threads(threads)
     return reports
 
 
+SAME_RANKS = {"trainer__parallel": "d2", "policies": "algorithm: {advantage: {name: dr_grpo}}"}
+OWN_RANKS = {
+    "policies": "ranks: own, parallel: d2, shared_critic: true",
+    "algorithm__graph": "ppo",
+    "algorithm__advantage__name": "gae",
+    "algorithm__critic__optimizer__lr": 1e-3,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dies"),
+    [(SAME_RANKS, "model_worker/1"), (OWN_RANKS, "model_worker/2")],
+    ids=["on the same ranks", "on ranks of its own with a shared critic"],
+)
 def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their_processes(
-    oracle: list[StepReport], start_run: Any, command: Any, agent_path: str, tmp_path: Path
+    tiny_model: Path,
+    start_run: Any,
+    command: Any,
+    agent_path: str,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    dies: str,
 ) -> None:
+    shared_critic = settings is OWN_RANKS
+    judge = "name: judge, trained: true, train_every: 2, train_offset: 1, optimizer: {lr: 3e-3}"
     run = start_run(
+        **settings | {"policies": f"[{{{judge}, {settings['policies']}}}]"},
         agent__path=agent_path,
-        policies="[{name: judge, trained: true, train_every: 2, train_offset: 1, optimizer: {lr: 3e-3}, "
-        "algorithm: {advantage: {name: dr_grpo}}}]",
-        trainer__parallel="d2",
         rollout__workers=2,
         seed=CONFIG.seed,
         train_batch_size=CONFIG.train_batch_size,
@@ -103,20 +128,29 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
         checkpoint__interval=0,
         samples__every=1,
     )
-    for step, worker in ((2, "policy_server/0"), (4, "model_worker/1")):
+    for step, worker in ((2, "policy_server/0"), (4, dies)):
         run.wait_for_step(step)
         run.worker(worker).kill()
     assert run.wait() == 0, run.output + run.logs()
+    reports = oracle(tiny_model, agent_path, shared_critic=shared_critic)
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     losses = np.array([row["ppo/loss_per_minibatch"] for row in rows])
-    np.testing.assert_allclose(losses, [report.losses for report in oracle], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(losses, [report.losses for report in reports], rtol=0, atol=TOLERANCE)
     name = "policy/judge/ppo/loss_per_minibatch"
     trained = {row["step"]: row[name] for row in rows if name in row}
-    assert trained.keys() == {report.version for report in oracle if report.others} == set(range(2, STEPS + 1, 2))
-    judged = [report.others["judge"].losses for report in oracle if report.others]
+    assert trained.keys() == {report.version for report in reports if report.others} == set(range(2, STEPS + 1, 2))
+    judged = [report.others["judge"].losses for report in reports if report.others]
     np.testing.assert_allclose(list(trained.values()), judged, rtol=0, atol=TOLERANCE)
     assert np.abs(judged).max() > 1000 * TOLERANCE
+    if shared_critic:
+        critic = [(row["critic/loss"], row.get("policy/judge/critic/loss")) for row in rows]
+        expected = [
+            tuple(np.mean(each.critic_losses) if each else None for each in (report, report.others.get("judge")))
+            for report in reports
+        ]
+        assert [b is None for _, b in critic] == [b is None for _, b in expected]
+        np.testing.assert_allclose(np.array(critic, float), np.array(expected, float), rtol=0, atol=TOLERANCE)
     assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
     spans = map(json.loads, (run.run_dir / "observed" / "gserver_manager-0.jsonl").read_text().splitlines())
     updated = {span["lane"] for span in spans if span.get("span") == "update"}

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, versions_in
 
 from ..conftest import LIMIT_S, Run
+from ..warm import Template, python_of_hosts
 from .clusters import await_that, slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -64,11 +65,23 @@ class Job:
         assert "FAILED:" not in self.log
 
 
+@pytest.fixture
+def python(template: Template | None, tmp_path: Path) -> str:
+    """An interpreter: the first run is forked from the template, the second starts as a user's does."""
+    if template is None:
+        return sys.executable
+    forked, file = python_of_hosts(template, tmp_path, module="asyncrl.launch"), tmp_path / "first_forked"
+    once = tmp_path / "once"
+    file.write_text(f'#!/bin/sh\n[ -e {once} ] && exec {sys.executable} "$@"\ntouch {once}\nexec {forked} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
 def test_a_requeued_job_goes_on_where_it_saved_shows_each_step_once_and_saves_when_it_is_cancelled(
-    start_run: Any, tmp_path: Path, slurm_conf: str, monkeypatch: pytest.MonkeyPatch
+    start_run: Any, tmp_path: Path, slurm_conf: str, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm_conf)
-    monkeypatch.setenv("ASYNCRL_PYTHON", sys.executable)
+    monkeypatch.setenv("ASYNCRL_PYTHON", python)
     job = Job(start_run, tmp_path, f"shift 3; . {SCRIPT}", "--requeue", "--open-mode=append")
     job.wait_for_steps(3)
     job.command("scancel", "--batch", "--signal=USR1")  # as before a time limit

@@ -80,5 +80,6 @@ def test_a_hostile_tool_costs_calls_and_never_the_run(start_run: Any, calling_mo
     (tmp_path / "hostile.py").write_text(HOSTILE)
     path = tmp_path / "hostile.py"
     tools = f"[{{path: '{path}:calculator', run_in: process, timeout_s: 0.5}}]"
-    rows = finished(start_run, "tool_calculator", calling_model, tools=tools)
+    few = {"group_size": 2, "eval__size": 4}  # most calls cost a process
+    rows = finished(start_run, "tool_calculator", calling_model, tools=tools, **few)
     assert all(0 < row["tool/calculator/errors"] <= row["tool/calculator/calls"] for row in rows)

@@ -180,19 +180,23 @@ class Batches(BatchAgent):
 
 
 def test_an_agent_over_several_prompts_trains_within_the_bound(start_run: Any, tmp_path: Path) -> None:
+    """Samples that are too old are dropped."""
     (tmp_path / "batches.py").write_text(BATCHES)
     calls = tmp_path / "calls.txt"
     run = start_run(
         agent__path=f"{tmp_path / 'batches.py'}:Batches",
         agent__args=f"{{file: {calls}}}",
-        total_train_steps=3,
+        on_stale="drop",
+        max_head_offpolicyness=1,
+        total_train_steps=6,
         eval__interval=0,
     )
     assert run.wait() == 0, run.output + run.logs()
-    assert max(row["staleness/max"] for row in run.rows()) <= 2
+    assert max(row["staleness/max"] for row in run.rows()) <= 1
     books = run.summary()["books"]
-    assert books["trained"] == 3 * 4
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert books["trained"] == 6 * 4
     assert set(books["dropped"]) <= {"stale"}, books
     played = [line.split() for line in calls.read_text().splitlines()]
     assert max(map(len, played)) == 3
-    assert len({prompt for line in played for prompt in line}) >= 3 * 4
+    assert len({prompt for line in played for prompt in line}) >= 6 * 4

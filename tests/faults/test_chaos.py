@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,11 +153,9 @@ def summary_restarts(ended: Chaos) -> dict[str, int]:
     return restarts
 
 
-def test_what_the_launcher_refuses_is_said_and_nothing_starts(tmp_path: Path) -> None:
+def test_what_the_launcher_refuses_is_said_and_nothing_starts(tmp_path: Path, command: Any) -> None:
     settings = SETTINGS | {"total_train_steps": 30, "fileroot": tmp_path, "train_batch_size": 3}
-    command = [sys.executable, "-m", "asyncrl.launch", "chaos", "async_ppo"]
-    command += [f"{name}={value}" for name, value in settings.items()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "error: train_batch_size=3" in ended.stderr or "trainer.ppo_minibatches" in ended.stderr
+    ended = command("chaos", "async_ppo", *(f"{name}={value}" for name, value in settings.items()))
+    assert ended.code == 2, ended.output
+    assert "error: train_batch_size=3" in ended.output or "trainer.ppo_minibatches" in ended.output
     assert not list(tmp_path.glob("tiny/*/logs"))

@@ -6,14 +6,13 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ..conftest import LIMIT_S, Gate
+from ..conftest import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +40,6 @@ def last_step(run: Any) -> int:
     ("kind", "can_save"),
     [
         ("master_worker", False),
-        ("model_worker", False),
         ("gserver_manager", True),
     ],
 )
@@ -56,23 +54,6 @@ def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str
     assert balanced(run), run.output
     if can_save:
         assert saved_version(run) >= 3, run.output + run.logs()
-
-
-def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(
-    start_run: Any, gate: Callable[[int], Gate]
-) -> None:
-    """The same command waits for that, and goes on from there."""
-    held = gate(ENDLESS)
-    settings = {"total_train_steps": ENDLESS, "checkpoint__interval": 0, "eval__interval": 0} | held.settings
-    run = start_run(**settings)
-    run.wait_for_step(3)
-    run.process.kill()
-    held.let_make(0)  # so that the metrics stay as the one that was killed leaves them
-    again = start_run(**settings)
-    again.wait_for_line("continuing from checkpoint")
-    assert run.survivors() == []
-    assert saved_version(run) == last_step(run) >= 3
-    assert f"continuing from checkpoint v{saved_version(run)}: step" in again.output
 
 
 def test_a_stop_names_the_rank_that_does_not_answer_and_ends_without_it(start_run: Any, ctrl_c: Any) -> None:
@@ -133,46 +114,42 @@ def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
 
 
 def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl_c: Any) -> None:
-    """A ModelWorker for a minute and more, which is longer than its lease and what a poll may take; a master, of
-    another run, for longer than that may be without a step.
+    """A ModelWorker for a minute and more, which is longer than its lease and what a poll may take. Beside it, of
+    another run, a master for longer than that may be without a step; and then all of its processes for longer than a
+    lease, as on a machine whose lid is closed, or whose other guests want its processors: nobody takes another for
+    dead.
     """
     settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
     ranks = start_run(trial_name="rank", system__stall_timeout_s=3 * LIMIT_S, **settings)
-    masters = start_run(trial_name="master", system__stall_timeout_s=40.0, **settings)
-    stopped: dict[str, psutil.Process] = {}
-    for run, kind in ((ranks, "model_worker"), (masters, "master_worker")):
+    other = start_run(trial_name="other", system__stall_timeout_s=40.0, **settings)
+    for run in (ranks, other):
         run.wait_for_step(2)
-        stopped[kind] = run.worker(f"{kind}/0")
-        stopped[kind].suspend()
-    for run, kind, pause_s in ((masters, "master_worker", 43.0), (ranks, "model_worker", 60.0 - 43.0)):
-        with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
-            run.process.wait(pause_s)
-        before = last_step(run)
-        stopped[kind].resume()
-        run.wait_for_step(before + 3)
+    rank = ranks.worker("model_worker/0")
+    rank.suspend()
+    stand_still(other, [other.worker("master_worker/0")], 43.0)
+    for order in (1, -1):  # in which they go on
+        stand_still(other, [psutil.Process(other.process.pid), *other.remember_processes().values()][::order], STILL_S)
+    before = last_step(ranks)
+    rank.resume()
+    ranks.wait_for_step(before + 3)
+    for run in (other, ranks):
         ctrl_c(run)
         assert run.wait() == 130, run.output + run.logs()
         assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
         assert balanced(run), run.output
         assert run.survivors() == []
+        summary = run.summary()
+        assert summary["restarts"] == {}
+        assert set(summary["books"]["dropped"]) <= {"stale"}, run.logs()
 
 
-def test_a_machine_that_stands_still_for_longer_than_a_lease_costs_nothing(start_run: Any, ctrl_c: Any) -> None:
-    """As one whose lid is closed, or whose other guests want its processors: nobody takes another for dead then."""
-    run = start_run(total_train_steps=ENDLESS, eval__interval=0)
-    run.wait_for_step(3)
-    for order in (1, -1):  # in which they go on
-        everything = [psutil.Process(run.process.pid), *run.remember_processes().values()][::order]
-        for process in everything:
-            process.suspend()
-        with pytest.raises(subprocess.TimeoutExpired):
-            run.process.wait(STILL_S)
-        before = last_step(run)
-        for process in everything:
-            process.resume()
-        run.wait_for_step(before + 3)
-    ctrl_c(run)
-    assert run.wait() == 130, run.output + run.logs()
-    summary = run.summary()
-    assert summary["restarts"] == {}
-    assert set(summary["books"]["dropped"]) <= {"stale"}, run.logs()
+def stand_still(run: Any, processes: list[psutil.Process], seconds: float) -> None:
+    """Stop these processes for a while; then the run goes on."""
+    for process in processes:
+        process.suspend()
+    with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
+        run.process.wait(seconds)
+    before = last_step(run)
+    for process in processes:
+        process.resume()
+    run.wait_for_step(before + 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,26 +73,6 @@ def all_out(steps: int) -> range:
     return range((steps + SETTINGS["max_head_offpolicyness"] + 1) * BATCH)
 
 
-def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weights(
-    start_run: Any, gate: Callable[[int], Gate]
-) -> None:
-    """The only one, so that every request has to wait for it."""
-    steps, held = 12, gate(6)
-    run = start_run(total_train_steps=steps, **held.settings)
-    run.wait_for_step(3)
-    run.worker("generation_server/0").kill()
-    held.let_make(10)
-    run.wait_for_line("generation_server/0 went on after")
-    held.open()
-    check_the_end(run, steps, {"generation_server/0": 1})
-    rows = run.rows()
-    assert max(row["staleness/max"] for row in rows if "staleness/max" in row) <= 2
-    log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
-    again = log[log.rindex("generation server 0 is at") :]
-    assert "with version 0" in again
-    assert "generation server 0 serves v" in again, log
-
-
 def used_orders(run: Any) -> list[int]:
     """Positions in the data order of the prompts that the last checkpoint of a run that has ended has as used."""
     folder = max((run.run_dir / "checkpoints").glob("v*[0-9]"), key=lambda folder: int(folder.name[1:]))
@@ -112,70 +93,93 @@ def orders_of(run: Any, used: UsedPrompts) -> set[int]:
     return {stream.order_of(prompt_id) for prompt_id in used}
 
 
-def test_a_killed_rollout_worker_is_started_again_and_no_prompt_is_passed_over(
+def test_a_killed_server_and_a_killed_worker_are_started_again_and_no_prompt_is_passed_over(
     start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]
 ) -> None:
-    """The only one, so that the run waits for its successor. Each prompt is trained once; none that was out is lost.
+    """The only ones, so that the run waits for their successors. The server serves the newest weights again. Each
+    prompt is trained once; none that was out is lost.
 
-    What was in hand at a death is played again one by one, beside prompts that are none of it, which overtake it: so
-    the run is let go on until all of it was used.
+    What a RolloutWorker had in hand is played again one by one, beside prompts that are none of it, which overtake it:
+    so the run is let go on until all of it was used.
     """
-    kills, held = 2, gate(6)
+    held = gate(6)
     run = start_run(total_train_steps=100_000, seed=1, **held.settings)
-    for kill in range(1, kills + 1):
+    for kill, name in enumerate(("generation_server/0", "rollout_worker/0"), start=1):
         run.wait_for_step(6 * kill - 3)
-        run.worker("rollout_worker/0").kill()
-        run.wait_for_line("rollout_worker/0 went on after", times=kill)
+        run.worker(name).kill()
+        held.let_make(6 * kill + 4)  # requests wait for the server
+        run.wait_for_line(f"{name} went on after")
         held.let_make(6 * kill + 6)
     held.open()
-    made = stop_once_used(run, ctrl_c, all_out(6 * kills))
-    check_the_files(run, made, {"rollout_worker/0": kills})
+    made = stop_once_used(run, ctrl_c, all_out(6 * 2))
+    check_the_files(run, made, {"generation_server/0": 1, "rollout_worker/0": 1})
     assert set(run.summary()["books"]["dropped"]) <= {"worker_died", "stale", "duplicate_prompt"}
     orders = used_orders(run)
     assert len(orders) == made * BATCH
+    assert max(row["staleness/max"] for row in run.rows()) <= 2
     evaluated = [row["step"] for row in run.metrics() if any(name.endswith("/reward_mean") for name in row)]
     assert evaluated[:4] == [0, 3, 6, 9]
-
-
-def test_a_killed_manager_goes_on_where_it_stood(start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]) -> None:
-    """No rollout is dropped for it, and none of those under way is played again."""
-    kills, held = 2, gate(6)
-    run = start_run(total_train_steps=100_000, seed=1, eval__interval=0, **held.settings)
-    for kill in range(1, kills + 1):
-        run.wait_for_step(6 * kill - 3)
-        run.worker("gserver_manager/0").kill()
-        held.let_make(6 * kill + 2)  # answers end while there is none
-        run.wait_for_line("gserver_manager/0 went on after", times=kill)
-        held.let_make(6 * kill + 6)
-    held.open()
-    made = stop_once_used(run, ctrl_c, all_out(6 * kills + 2))
-    check_the_files(run, made, {"gserver_manager/0": kills})
-    check_nothing_was_lost(run, made, all_out(6 * kills + 2))
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
-    assert log.count("the gate is open") == kills + 1
+    again = log[log.rindex("generation server 0 is at") :]
+    assert "with version 0" in again
+    assert "generation server 0 serves v" in again, log
 
 
-def test_a_killed_rank_goes_on_from_its_last_step(start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]) -> None:
-    """No step is repeated but the one in hand, no rollout that waited is lost, and the other processes stay."""
-    held = gate(8)
-    run = start_run(total_train_steps=100_000, seed=1, checkpoint__interval=0, eval__interval=0, **held.settings)
-    run.wait_for_step(4)
-    others = [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")]
+def test_a_killed_manager_rank_or_master_goes_on_where_it_stood_and_nothing_is_lost(
+    start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]
+) -> None:
+    """No rollout is dropped for the manager, and none of those under way is played again. No step is repeated but the
+    one in hand of the rank. The master is killed between two steps; its successor goes on with the same ranks. The
+    other processes stay.
+    """
+    held = gate(6)
+    settings = {"checkpoint__interval": 0, "eval__interval": 0, "trainer__parallel": "d2"} | held.settings
+    run = start_run(total_train_steps=100_000, seed=1, **settings)
+    ranks, others = ("model_worker/0", "model_worker/1"), ("rollout_worker/0", "generation_server/0")
+
+    def processes(*names: str) -> list[int]:
+        return [run.worker(name).pid for name in (*others, *names)]
+
+    run.wait_for_step(3)
+    before = processes("master_worker/0", *ranks)
+    run.worker("gserver_manager/0").kill()
+    held.let_make(8)  # answers end while there is none
+    run.wait_for_line("gserver_manager/0 went on after")
+    assert processes("master_worker/0", *ranks) == before
+
+    held.let_make(12)
+    run.wait_for_step(9)
+    before = processes("gserver_manager/0")
     run.worker("model_worker/0").kill()
     run.wait_for_line("the trainer went on after")
-    run.wait_for_step(6)
-    assert [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")] == others
+    assert processes("gserver_manager/0") == before
+
+    run.wait_for_step(12)
+    before = processes("gserver_manager/0", *ranks)
+    run.worker("master_worker/0").kill()  # while it waits for what the next step trains
+    run.wait_for_line("master_worker/0 went on after")
+    held.let_make(14)
+    run.wait_for_step(14)
+    assert processes("gserver_manager/0", *ranks) == before
+
     held.open()
-    made = stop_once_used(run, ctrl_c, all_out(8))
-    check_the_files(run, made, {"the trainer": 1})
-    assert gone_on_after(run) >= 4
-    check_nothing_was_lost(run, made, all_out(8))
+    made = stop_once_used(run, ctrl_c, all_out(14))
+    check_the_files(run, made, {"gserver_manager/0": 1, "the trainer": 1, "master_worker/0": 1})
+    check_nothing_was_lost(run, made, all_out(14))
+    manager, master = (
+        (run.run_dir / "logs" / f"{kind}-0.log").read_text() for kind in ("gserver_manager", "master_worker")
+    )
+    assert manager.count("the gate is open") == 2
+    after_rank, after_master = gone_on_after(run)
+    assert after_rank >= 9
+    assert after_master == 12
+    assert "the ranks stand between two steps" in master
 
 
-def gone_on_after(run: Any) -> int:
-    """The step after which a second master went on."""
+def gone_on_after(run: Any) -> list[int]:
+    """The steps after which each master but the first went on."""
     log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
-    return int(log.partition("going on after step ")[2].partition(",")[0])
+    return [int(step) for step in re.findall(r"going on after step (\d+),", log)]
 
 
 def check_nothing_was_lost(run: Any, steps: int, were_out: range) -> None:
@@ -188,29 +192,6 @@ def check_nothing_was_lost(run: Any, steps: int, were_out: range) -> None:
     assert found.findings == ()
     assert (found.outcome.version, found.outcome.trained) == (steps, steps * BATCH)
     assert not MemoryCheckpoint(run.run_dir).folder.exists()
-
-
-def test_a_master_killed_between_two_steps_is_followed_by_one_that_goes_on_with_the_same_ranks(
-    start_run: Any, gate: Callable[[int], Gate]
-) -> None:
-    """Killed while it waits for what the fourth step trains."""
-    steps, held = 7, gate(3)
-    settings = {"eval__interval": 0, "checkpoint__interval": 0, "trainer__parallel": "d2"} | held.settings
-    run = start_run(total_train_steps=steps, seed=1, **settings)
-    run.wait_for_step(3)
-    others = ["rollout_worker/0", "generation_server/0", "gserver_manager/0"]
-    others += ["model_worker/0", "model_worker/1"]
-    before = [run.worker(name).pid for name in others]
-    run.worker("master_worker/0").kill()
-    run.wait_for_line("master_worker/0 went on after")
-    held.let_make(5)
-    run.wait_for_step(5)
-    assert [run.worker(name).pid for name in others] == before
-    held.open()
-    check_the_end(run, steps, {"master_worker/0": 1})
-    assert gone_on_after(run) == 3
-    assert "the ranks stand between two steps" in (run.run_dir / "logs" / "master_worker-0.log").read_text()
-    check_nothing_was_lost(run, steps, range(3 * BATCH))
 
 
 HELD_LOSS = """
@@ -250,7 +231,7 @@ def test_a_master_killed_in_a_step_is_followed_by_one_that_has_all_ranks_begin_a
     run.wait_for_line("the trainer went on after")
     before.open()
     check_the_end(run, steps, {"master_worker/0": 1, "the trainer": 1}, untold=1)
-    assert gone_on_after(run) == 3
+    assert set(gone_on_after(run)) == {3}
     check_nothing_was_lost(run, steps, range(3 * BATCH))
 
 

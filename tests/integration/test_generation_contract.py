@@ -13,7 +13,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ START_S, LIMIT_S = 240.0, 240.0
 TOLERANCE = 1e-5
 ENDLESS = 3500
 """Tokens of an answer that nobody waits for."""
-LONG = {"embedded": 200, "sglang": 500}
+LONG = {"embedded": 200, "sglang": 250}
 """Tokens of an answer that is still being written when the test does something to it, and then read to its end."""
 PROMPT = (5, 6, 7, 8)
 REPOSITORY = Path(__file__).parents[2]
@@ -121,6 +120,7 @@ def backend(
     request: pytest.FixtureRequest,
     models: Mapping[str, tuple[Path, Qwen2ForCausalLM]],
     tmp_path_factory: pytest.TempPathFactory,
+    warm_python: str,
 ) -> Iterator[Backend]:
     """A GenerationServer process with the engine under test."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -139,7 +139,7 @@ def backend(
     secret = RunSecret.create(folder / SECRET_FILE)
     hold = folder / "hold"
     program = ["-m", "asyncrl.runtime.main"] if request.param == "sglang" else [held_engine.__file__, str(hold)]
-    argv = [sys.executable, *program, "generation_server", "0", "--run-dir", str(folder)]
+    argv = [warm_python, *program, "generation_server", "0", "--run-dir", str(folder)]
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with (folder / "log").open("wb") as log:

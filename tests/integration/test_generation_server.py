@@ -24,6 +24,8 @@ from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
+from ..warm import WarmProcess
+
 LIMIT_S = 300.0
 pytestmark = pytest.mark.slow
 
@@ -86,25 +88,27 @@ def resolver(tmp_path: Path) -> Iterator[NameResolver]:
     resolver.close()
 
 
-Start = Callable[[ExperimentConfig], subprocess.Popen[bytes]]
+Process = subprocess.Popen[str] | WarmProcess
+Start = Callable[..., Process]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the process with a config; ends it after the test."""
+def start(tmp_path: Path, start_worker: Callable[[str, int, Path], Process]) -> Iterator[Start]:
+    """Starts the process with a config, in `cold` from nothing; ends it after the test."""
     started = []
 
-    def run(config: ExperimentConfig) -> subprocess.Popen[bytes]:
+    def run(config: ExperimentConfig, *, cold: bool = False) -> Process:
         run_dir = tmp_path / "run"
         run_dir.mkdir(exist_ok=True)
         write_run_config(config, run_dir)
         if not (run_dir / SECRET_FILE).exists():
             RunSecret.create(run_dir / SECRET_FILE)
+        if not cold:
+            return start_worker("generation_server", 0, run_dir)
         argv = ["-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, *argv], env=environment)
-        started.append(process)
-        return process
+        started.append(subprocess.Popen([sys.executable, *argv], env=environment, text=True))
+        return started[-1]
 
     yield run
     for process in started:
@@ -175,7 +179,7 @@ def test_torch_is_not_loaded_around_a_server_of_its_own(
     config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
 ) -> None:
     use_fake_sglang(config, tmp_path)
-    process = start(config)
+    process = start(config, cold=True)
     resolver.wait(names.gen_server_key(0), LIMIT_S)
     libraries = {Path(region.path).name for region in psutil.Process(process.pid).memory_maps()}
     assert not [name for name in libraries if "torch" in name]

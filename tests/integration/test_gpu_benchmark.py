@@ -25,10 +25,10 @@ WHOLE_RUNS = {"runs", "failures", "tests"}
 """`failures` is played by tests/e2e/test_gpu_benchmark_run.py, and `runs` is the same with nothing killed."""
 
 
-def table(tmp_path: Path, rows: list[str]) -> dict[str, Any]:
+def table(python: str, tmp_path: Path, rows: list[str]) -> dict[str, Any]:
     """The record of the command on these rows."""
     record = tmp_path / "gpu.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--device", "cpu", "--json", str(record)]
+    command = [python, str(BENCHMARKS / "gpu.py"), "--tiny", "--device", "cpu", "--json", str(record)]
     environment = {name: value for name, value in os.environ.items() if name != "ASYNCRL_SGLANG_PYTHON"}
     done = subprocess.run([*command, "--rows", *rows], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,9 +37,9 @@ def table(tmp_path: Path, rows: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_row_works_on_a_cpu_and_measures_what_the_targets_are_of(tmp_path: Path) -> None:
+def test_every_row_works_on_a_cpu_and_measures_what_the_targets_are_of(tmp_path: Path, warm_python: str) -> None:
     asked = [row.name for row in gpu.ROWS if row.name not in WHOLE_RUNS]
-    found = table(tmp_path, asked)
+    found = table(warm_python, tmp_path, asked)
     assert list(found) == asked
     names = {row: {Figure(**each).key for each in found[row]["figures"]} for row in found}
     assert names["sglang"] == {"left out"}

@@ -405,7 +405,7 @@ async def test_a_drop_by_the_trainer_is_final_though_the_worker_reports_the_end_
     await master.report_consumed(0, [], [DroppedRollout("a", "duplicate_prompt")])
     await accept(client, "a")
     books = manager.books()
-    assert (books.running, books.finished_untrained, books.dropped) == (0, 0, {"worker_died": 1})
+    assert (books.running, books.finished_untrained, books.dropped) == (0, 0, {"duplicate_prompt": 1})
     assert len((await client.allocate([*"bcdef"], timeout_s=30)).granted) == manager.service.gate.limit
 
 

@@ -27,6 +27,7 @@ from asyncrl.models.routing import Routers
 from asyncrl.rollout.generation import rollout_client as generation_client
 from asyncrl.rollout.generation.partial_answers import PartialAnswer
 from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, RolloutClient
+from asyncrl.rollout.generation.server_calls import ServerCalls
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""
@@ -35,7 +36,7 @@ LIMIT_S = 600.0
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts that nobody waits for arrive, however slow the machine is."""
-    monkeypatch.setattr(RolloutClient._abort, "__defaults__", (LIMIT_S,))
+    monkeypatch.setattr(ServerCalls._abort, "__defaults__", (LIMIT_S,))
 
 
 class FixedManager:

@@ -226,13 +226,13 @@ def _described(config: ExperimentConfig, path: str | None, folder: Path | None) 
 
 def _workload(config: ExperimentConfig, role: str) -> Workload:
     policy, role = policy_and_role(config, role)
-    config = config_of_policy(config, policy)
+    engine, config = engine_of(config), config_of_policy(config, policy)
     averaged = role == "ref" and config.algorithm.reference.mode == ReferenceMode.ema
     dtype = Dtype.float32 if averaged else config.model.dtype
     longest, prompt = context_length(config, {}), config.dataset.max_prompt_tokens
     on_gpus = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == MODEL_WORKER)
     return Workload(
-        engine_of(config),
+        engine,
         dtype,
         config.model.attn_implementation,
         config.trainer.tokens_per_micro_batch,

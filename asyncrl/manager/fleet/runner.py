@@ -19,9 +19,10 @@ from typing import Any, TypeAlias
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.names import GuestMemory
-from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode, PictureSender
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
+from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.update import UpdateCheck, rest_server, update_server
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.notifier import Notifier
@@ -35,11 +36,6 @@ HEALTH_TIMEOUT_S = 5.0
 busy.
 """
 _LONGEST_IDLE_S = 5.0
-_UNUSED = (ServerState.QUARANTINED, ServerState.RESTING)
-UNKNOWN_VERSION = -1
-"""Version of a server whose weights are unknown; it gets no requests."""
-
-
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
@@ -56,7 +52,7 @@ class FleetRunner:
 
     Args:
         decisions: decides each server's next action.
-        service: its router and gate are kept up to date.
+        service: its router and gate are kept up to date (`ServersInUse`).
         http: connections to the servers.
         transport: brings weights to the servers.
         config: interval of health checks, time limit of an update.
@@ -65,6 +61,7 @@ class FleetRunner:
         served_version: returns the version by which the gate counts. None: the least version of these servers if they
             serve the run's own policy; else the gate does not depend on them.
         frozen: somebody else runs the servers: they are never updated, and any label of theirs is version 0.
+        inline_pictures: see `PictureSender`.
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
@@ -85,14 +82,14 @@ class FleetRunner:
         policy: str = "",
         served_version: Callable[[], int | None] | None = None,
         frozen: bool = False,
+        inline_pictures: bool = False,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decisions = decisions
-        self._service = service
-        self._policy, self._router = policy, service.routes.router_of(policy)
-        self._served_version = served_version or (lambda: None if policy else decisions.served_version)
-        self._http, self._frozen = http, frozen
+        self._in_use = ServersInUse(decisions, service, policy, served_version)
+        self._policy, self._http, self._frozen = policy, http, frozen
+        self._sender = PictureSender(http, inline=inline_pictures)
         self._transport = transport
         self._config = config
         self._checks = checks
@@ -107,7 +104,6 @@ class FleetRunner:
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking: set[str] = set()
-        self._shown: dict[int, tuple[str, bool]] = {}
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
         """Set the servers that name resolution has now: index to (URL, version at registration)."""
@@ -125,7 +121,7 @@ class FleetRunner:
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
         if changed:
-            self._show()
+            self._in_use.show()
             self.changed.notify()
 
     def publish(self, target: Target) -> None:
@@ -158,27 +154,11 @@ class FleetRunner:
 
     def status(self) -> list[ServerStatus]:
         """Return the state of each server for `/status`."""
-        views = {view.index: view for view in self._router.servers}
-        return [
-            ServerStatus(
-                index=life.index,
-                url=life.url,
-                state=life.state,
-                version=life.version,
-                goal=None if life.goal is None else life.goal.version,
-                reason=life.reason,
-                failures=life.failures,
-                sequences=views[life.index].sequences if life.index in views else 0,
-                tokens=views[life.index].tokens if life.index in views else 0,
-                policy=self._policy,
-            )
-            for life in self._decisions.servers
-        ]
+        return self._in_use.status()
 
     async def _follow_orders(self) -> None:
         while True:
-            running = {view.index: view.sequences for view in self._router.servers}
-            for order in self._decisions.poll(self._clock(), running):
+            for order in self._decisions.poll(self._clock(), self._in_use.running()):
                 match order:
                     case BeginUpdate():
                         self._end_late_check(order.server)
@@ -190,7 +170,7 @@ class FleetRunner:
                         self._cancel(order)
                     case CheckHealth():
                         self._spawn(self._check(order.server, order.url, ordered=True))
-            self._show()
+            self._in_use.show()
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
@@ -199,14 +179,14 @@ class FleetRunner:
         limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
         if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
-            changes.add(self._service.progress.next())
+            changes.add(self._in_use.next_end())
         await asyncio.wait(changes, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for waiter in changes:
             waiter.cancel()
 
     async def _update(self, order: BeginUpdate) -> None:
         began, began_at, served = self._clock(), time.time(), False
-        client = GenerationServerClient(self._http, order.url)
+        client = GenerationServerClient(self._http, order.url, self._sender)
         try:
             if order.released:
                 self._resident_since.setdefault(order.server, began_at)
@@ -238,7 +218,7 @@ class FleetRunner:
             self._updates.pop(order.attempt, None)
             lane = self._process(order.server)
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
-        self._show()
+        self._in_use.show()
         self.changed.notify()
 
     async def _rest(self, order: Rest) -> None:
@@ -257,7 +237,7 @@ class FleetRunner:
                 self._log.info("generation server %d has given its memory back (%.0f ms)", order.server, took_ms)
         finally:
             self._updates.pop(order.attempt, None)
-        self._show()
+        self._in_use.show()
         self.changed.notify()
 
     async def _record(self, server: int, memory: GuestMemory | None) -> None:
@@ -288,7 +268,7 @@ class FleetRunner:
         except HttpError as error:
             if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
-                self._show()
+                self._in_use.show()
                 self.changed.notify()
                 try:
                     await client.pause(PauseMode.retract, timeout_s=self._config.update_timeout_s)
@@ -338,28 +318,8 @@ class FleetRunner:
         finally:
             self._checking.discard(url)
         if changed or ordered:
-            self._show()
+            self._in_use.show()
             self.changed.notify()
-
-    def _show(self) -> None:
-        """Update the router and the gate with the servers that get requests, and report lost servers to clients."""
-        lives = {life.index: life for life in self._decisions.servers}
-        self._router.returning = sum(
-            life.state is ServerState.UPDATING and not life.failures for life in lives.values()
-        )
-        for index, (url, in_use) in list(self._shown.items()):
-            life = lives.get(index)
-            if life is None or life.url != url:
-                self._router.remove(index)
-                self._service.routes.server_lost(url)
-                del self._shown[index]
-            elif in_use and life.state in _UNUSED:  # what reached a server that rests already is answered nowhere
-                self._service.routes.server_lost(url)
-        for index, life in lives.items():
-            self._shown[index] = (life.url, life.state not in _UNUSED)
-            version = UNKNOWN_VERSION if life.version is None else life.version
-            self._router.update(index, life.url, version, life.state is ServerState.SERVING)
-        self._service.routes_changed(self._served_version())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

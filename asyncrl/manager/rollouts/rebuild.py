@@ -34,7 +34,7 @@ Lost with a manager
 - Ends that workers reported since its last report to the master. Rollouts that the ledger has open end as
   `lost_with_manager`; the others never happened. Their prompts wait, as the attempt before: a prompt that was dropped
   for good is played once more, and a measured success may be missing. That is at most one step's worth, and no rollout
-  that the trainer has.
+  that the trainer has. If the trainer receives one of these after all, its prompt is used as soon as it is trained.
 - Suspicions against prompts (`suspects`), durations for the pacing, idle time. They are learned again.
 
 Only the death of a RolloutWorker at the same time costs more: its rollouts are played again, as after its death alone.

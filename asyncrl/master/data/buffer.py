@@ -201,10 +201,6 @@ class SampleBuffer:
         for rollout_id in rollout_ids:
             self._finished.put(rollout_id, True)
 
-    def is_over(self, rollout_id: str) -> bool:
-        """True if the rollout was received, and is trained or dropped."""
-        return rollout_id in self._finished
-
     def pop_drops(self) -> list[Drop]:
         """Return the drops since the last call; each is returned exactly once."""
         drops, self._drops = self._drops, []

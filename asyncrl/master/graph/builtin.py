@@ -8,7 +8,7 @@ The loss, estimator and correction inside a call are chosen by the config (`algo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from asyncrl.config.trained_policies import config_of_policy, role_of_policy
 from asyncrl.master.graph.types import MODEL_ARG, Call, Graph, GraphError
 from asyncrl.trainer.settings import SOURCE_NUMBER, TeacherConfig
 
+CRITIC, CRITIC_TRAIN = "critic", "critic_train"
 POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantages")
 
 
@@ -133,17 +134,38 @@ def load_graph(config: ExperimentConfig) -> Graph:
         ConfigError: a further policy's settings are wrong.
     """
     graph = _graph_of_policy(config)
-    calls = [call for name in config.trained_policies for call in _calls_of(name, config_of_policy(config, name))]
-    return replace(graph, calls=(*graph.calls, *calls)) if calls else graph
+    calls = [
+        call
+        for name in config.trained_policies
+        for call in _calls_of(name, config_of_policy(config, name), shared=name in config.critic_sharers)
+    ]
+    return replace(graph, calls=tuple(_in_turns([*graph.calls, *calls]))) if calls else graph
 
 
-def _calls_of(policy: str, config: ExperimentConfig) -> Iterator[Call]:
-    """The calls of a further trained policy with these settings: `judge/actor_train` with the role `judge`."""
+def _in_turns(calls: Sequence[Call]) -> Iterator[Call]:
+    """The calls of all policies, where those that train a shared critic run one after the other, once all policies have
+    the values of their samples.
+    """
+    before = [call.name for call in calls if call.role == CRITIC and call.function != CRITIC_TRAIN]
+    for call in calls:
+        if call.role != CRITIC or call.function != CRITIC_TRAIN:
+            yield call
+            continue
+        yield replace(call, after=(*call.after, *before))
+        before.append(call.name)
+
+
+def _calls_of(policy: str, config: ExperimentConfig, *, shared: bool) -> Iterator[Call]:
+    """The calls of a further trained policy with these settings: `judge/actor_train` with the role `judge`.
+
+    Args:
+        shared: its critic is that of the run's own policy.
+    """
     for call in _graph_of_policy(config).calls:
         yield replace(
             call,
             name=role_of_policy(policy, call.name),
-            role=role_of_policy(policy, call.role),
+            role=CRITIC if shared and call.role == CRITIC else role_of_policy(policy, call.role),
             after=tuple(role_of_policy(policy, name) for name in call.after),
             policy=policy,
         )

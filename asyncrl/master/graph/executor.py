@@ -74,7 +74,7 @@ class Executor:
             ExecutionError: a call failed on a worker or exceeded the limit. Calls under way are cancelled.
         """
         stats: Stats = {}
-        done: set[str] = set()
+        done = {call.name for call in self._order if call.policy in idle}
         waiting = [call for call in self._order if call.policy not in idle]
         running: dict[asyncio.Task[Stats], Call] = {}
         try:
@@ -143,7 +143,9 @@ def column_moves(graph: Graph, layouts: Mapping[str, Hashable]) -> dict[str, tup
             keys = dict.fromkeys(key for key in call.writes if key in reader.reads and reader.policy == call.policy)
             if keys and layouts[reader.role] != layouts[call.role]:
                 wanted.setdefault(layouts[reader.role], (reader.role, {}))[1].update(keys)
-        moves[call.name] = tuple(MoveColumns(tuple(keys), call.role, role) for role, keys in wanted.values())
+        moves[call.name] = tuple(
+            MoveColumns(tuple(keys), call.role, role, call.policy) for role, keys in wanted.values()
+        )
     return moves
 
 

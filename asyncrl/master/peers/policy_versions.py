@@ -185,11 +185,14 @@ class Publishing:
         return own
 
     async def _published(self, version: int, *, to_disk: bool) -> list[str]:
-        """Publish all trained policies, in turn since that takes collectives of their ranks; return their folders."""
-        return [
-            (await self._ranks.some(ranks, Publish(role, version, to_disk, self._ranks.master)))[0].path
-            for role, ranks in self._actors.items()
-        ]
+        """Publish all trained policies, those on ranks of their own at the same time; return their folders."""
+        replies = await asyncio.gather(  # handed over in this order, which is then that of every rank's collectives
+            *(
+                self._ranks.some(ranks, Publish(role, version, to_disk, self._ranks.master))
+                for role, ranks in self._actors.items()
+            )
+        )
+        return [first.path for first, *_ in replies]
 
     async def _collect(self, kept: Collection[int]) -> None:
         for role in self._actors:

@@ -12,11 +12,10 @@ exact token ids it has so far. The result is appended, with the version and log-
 - `abort`: a weight update interrupted it, and the next round continues under the new weights, so its versions are
   mixed. Or this client aborted a round that took long.
 
-An answer may take any time, but a server must not be silent. After half of `request_timeout_s` a round is aborted: a
-live server returns what it has generated, nothing is lost, and the next round continues at the same server. So a short
-answer is one call, and a long one costs a prefill of uncached tokens now and then. A server that does not answer in the
-other half either has failed. In case only the abort was lost (a proxy may not know it), the next round asks for half as
-many tokens, and later rounds ask for more again.
+An answer may take any time, but a server must not be silent. A round that takes half of `request_timeout_s` is aborted
+(`server_calls.py`): nothing is lost, and the next round continues at the same server. So a short answer is one call,
+and a long one costs a prefill of uncached tokens now and then. In case only the abort was lost (a proxy may not know
+it), the next round asks for half as many tokens, and later rounds ask for more again.
 
 Stop strings are searched here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`). So they
 may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
@@ -48,10 +47,10 @@ import itertools
 import logging
 import math
 import uuid
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from msgspec import structs
 
@@ -70,16 +69,15 @@ from asyncrl.inference.client import (
     derive_seed,
     wire_rid,
 )
-from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.rollout.generation.partial_answers import PartialAnswer, Work
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
+from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
 
 SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""
-LOSS_HOLD_S = 5.0
 STOP_CHUNK = 64
 """Tokens of a round in which only the client searches for stop strings: the most that is generated in vain."""
 FORK_SAVES = 1024
@@ -87,20 +85,12 @@ FORK_SAVES = 1024
 another turn of the server's scheduler: 8 samples of 60 tokens take as long either way, of 200 or 1000 tokens a third or
 two thirds of the time (SGLang on a CPU, a model of 4 layers of width 256)."""
 _BACKOFF = Backoff(0.1, 5.0)
-_ABORT_LIMIT_S = 2.0
-_ABORTS = 4
-"""Aborts of a round that takes too long: a server that was just paused may forget an abort."""
 
 _log = logging.getLogger(__name__)
-_Answer = TypeVar("_Answer", Completion, float)
 
 
 class GenerationFailed(RuntimeError):
     """No server completed the request; the message has the last reason."""
-
-
-class ServerLost(HttpError):
-    """The manager reported that the server left service."""
 
 
 class RolloutClient:
@@ -122,6 +112,7 @@ class RolloutClient:
             once per request.
         routing: shape of the routers' choices if rollouts must record them; evaluations never do.
         pictures: True if the servers take pictures.
+        inline_pictures: see `PictureSender`.
     """
 
     def __init__(
@@ -140,10 +131,11 @@ class RolloutClient:
         servers_cache: bool = False,
         routing: RoutingShape | None = None,
         pictures: bool = False,
+        inline_pictures: bool = False,
     ) -> None:
         self._manager = manager
         self._http = JsonHttp(security)
-        self._sender = PictureSender(self._http)
+        self._sender = PictureSender(self._http, inline=inline_pictures)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk
@@ -153,23 +145,17 @@ class RolloutClient:
         self._servers_cache = servers_cache
         self._routing, self._takes_pictures = routing, pictures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._calls_to: dict[str, set[asyncio.Task[Any]]] = {}
-        self._background: set[asyncio.Task[None]] = set()
-        self._watcher: asyncio.Task[None] | None = None
+        self._calls = ServerCalls(manager, request_timeout_s)
 
     async def __aenter__(self) -> Self:
-        self._watcher = asyncio.create_task(self._watch_losses())
+        self._calls.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish the pending aborts and reports, then close the connections."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._background:
-            await asyncio.wait(self._background, timeout=CLOSE_LIMIT_S)
+        await self._calls.close()
         await self._http.close()
 
     async def generate(
@@ -318,7 +304,7 @@ class RolloutClient:
             routing = RoutingWanted(self._routing, min(partial.routed for partial in open_partials.values()))
         fork = self._prefix_request(items, wire_rid(work.own_id, request.n, attempt))
         rids = [item.rid for item in (*items, *([] if fork is None else [fork]))]
-        parts = await self._call(server, rids, self._answers(server, items, sampling, routing, fork))
+        parts = await self._calls.run(server, rids, self._answers(server, items, sampling, routing, fork))
         for partial, part in zip(open_partials.values(), parts, strict=True):
             if routing is not None:
                 partial.extend_routing(part.routing, routing.start)
@@ -344,7 +330,7 @@ class RolloutClient:
             request.input_ids, before, timeout_s=self._timeout_s, pictures=request.pictures
         )
         try:
-            return tuple(await self._call(server, [], scoring))
+            return tuple(await self._calls.run(server, [], scoring))
         except MalformedReply as error:
             raise ServerLost(f"{server.url} did not score: {error}") from error
 
@@ -381,74 +367,6 @@ class RolloutClient:
         first, *others = await server.generate(items, sampling, timeout_s=left_s, routing=routing)
         # What the prefix was computed for is the first answer.
         return [replace(first, cached_tokens=min(first.cached_tokens, prefix.cached_tokens)), *others]
-
-    async def _call(
-        self, server: GenerationServerClient, rids: list[str], answers: Coroutine[Any, Any, list[_Answer]]
-    ) -> list[_Answer]:
-        """Await `answers`, and stop early if the manager reports that the server left service. The requests `rids` are
-        aborted on the server if they take long, time out or are cancelled.
-        """
-        call = asyncio.create_task(answers)
-        calls = self._calls_to.setdefault(server.url, set())
-        calls.add(call)
-        try:
-            half_s = self._timeout_s / 2
-            await asyncio.wait({call}, timeout=half_s)
-            while not call.done():
-                self._in_background(self._abort(server, rids, half_s))
-                await asyncio.wait({call}, timeout=half_s / _ABORTS)
-            return call.result()
-        except HttpTimeout:
-            self._in_background(self._abort(server, rids))
-            raise
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if call.cancelled() and task is not None and not task.cancelling():  # by `_watch_losses`
-                raise ServerLost(f"{server.url} left service") from None
-            call.cancel()
-            self._in_background(self._abort(server, rids))
-            raise
-        finally:
-            calls.discard(call)
-            if not calls:
-                self._calls_to.pop(server.url, None)
-
-    async def _watch_losses(self) -> None:
-        """Follow the manager's reports of lost servers, and end the calls to them.
-
-        Also serves as this worker's heartbeat.
-        """
-        after, failures = -1, 0
-        while True:
-            try:
-                lost = await self._manager.lost_servers(after, LOSS_HOLD_S)
-            except (HttpError, ManagerGone) as error:  # shows where its answers are needed
-                failures += 1
-                _log.warning("the manager does not answer which servers were lost: %s", error)
-                await asyncio.sleep(_BACKOFF.delay(failures))
-                continue
-            after, failures = lost.seq, 0
-            for url in lost.urls:
-                for call in list(self._calls_to.get(url.rstrip("/"), ())):
-                    call.cancel()
-
-    async def _abort(
-        self, server: GenerationServerClient, rids: Sequence[str], limit_s: float = _ABORT_LIMIT_S
-    ) -> None:
-        """Abort requests on a server, best effort.
-
-        Each is named by its whole id: SGLang accepts a prefix only if the prefix is itself a live id.
-        """
-        try:
-            async with asyncio.timeout(limit_s):
-                await asyncio.gather(*(server.abort(rid) for rid in rids))
-        except (HttpError, TimeoutError) as error:
-            _log.info("%s could not be asked to abort: %s", server.url, error)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _may_pass(error: HttpError) -> bool:

@@ -27,9 +27,9 @@ from asyncrl.trainer.checks import policies, teachers
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
-from asyncrl.trainer.parallel.placement import placement
+from asyncrl.trainer.parallel.placement import placement, role_placement
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.settings import AttentionImplementation, KeptOn, OptimizerConfig, VisionMode
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn, OptimizerConfig, RoleRanks, VisionMode
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 """Advantages that are estimated from a critic's values; a test compares this list with what each estimator refuses."""
@@ -253,7 +253,8 @@ def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
         yield "trainer.device='cuda': this machine shows no NVIDIA GPU; use cpu or auto, or start on one that has GPUs"
     if device == Device.cpu or not 0 < gpus < ranks:
         return
-    own = {role: grid for role, grid in placed.grids.items() if grid.first}
+    roles = (role for role in placed.roles if role != ACTOR)
+    own = {role: placed.grids[role] for role in roles if role_placement(config, role)[1].ranks == RoleRanks.own}
     actor, left = placed.actor, gpus - sum(grid.workers for grid in own.values())
     cut = str(replace(actor.layout, data=1, replicas=1)).removeprefix("d1")
     copies = left // actor.copy

@@ -13,7 +13,8 @@ from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import TRAINED_ROLES, GraphError
 from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.trainer.settings import AlgorithmConfig, RolePlacementConfig, RoleRanks, VisionMode
+from asyncrl.trainer.parallel.placement import engine_of
+from asyncrl.trainer.settings import AlgorithmConfig, VisionMode
 
 
 def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iterator[str]]) -> Iterator[str]:
@@ -37,19 +38,44 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
         return
     yield from _not_supported(config)
     yield from _algorithm("", config.algorithm)
-    taken = _roles_of_run(config)
+    taken, of_run = _roles_of_run(config), set(of_policy(config))
     for name in config.trained_policies:
         if name in taken:
             yield f"policies: {name!r}: it is a role of the run's own policy; give the trained policy another name"
         yield from _vocabulary(config, name)
         try:
             own = config_of_policy(config, name)
+            own = replace(own, trainer=replace(own.trainer, engine=engine_of(config)))  # one engine for all
+        except GraphError:
+            continue  # which the launcher says itself
         except ConfigError as error:
-            yield str(error)
+            yield from {str(error)} - of_run
             continue
-        of_run = set(of_policy(config))
         yield from (f"policies: {name!r}: {message}" for message in of_policy(own) if message not in of_run)
         yield from _algorithm(f"policies: {name!r}: ", own.algorithm)
+    for name in config.critic_sharers:
+        yield from _shared_critic(config, name)
+
+
+def _shared_critic(config: ExperimentConfig, name: str) -> Iterator[str]:
+    """Yield an error message for each reason why the run's own critic cannot be that of the policy `name` too."""
+    setting = f"policies: {name!r}: shared_critic=true"
+    given = next(policy.algorithm for policy in config.policies if policy.name == name)
+    if "critic" in given:
+        yield f"{setting}: its critic has the settings of algorithm.critic; leave critic out of the policy's algorithm"
+    try:
+        calls = [call for call in load_graph(config).calls if call.role == "critic"]
+    except (GraphError, ConfigError):
+        return  # others say what is wrong
+    for policy, whose in (("", "algorithm.graph"), (name, "the policy's algorithm.graph")):
+        functions = {call.function for call in calls if call.policy == policy}
+        if not functions:
+            yield f"{setting}: {whose} has no critic; use algorithm.graph=ppo with algorithm.advantage=gae"
+        elif unknown := sorted(functions - {"critic_inf", "critic_train"}):
+            yield (
+                f"{setting}: {whose} calls the critic with {unknown[0]!r}, and only of critic_inf and critic_train is "
+                "known which one changes it; use these, or a critic of its own"
+            )
 
 
 def _roles_of_run(config: ExperimentConfig) -> set[str]:
@@ -78,27 +104,11 @@ def _not_supported(config: ExperimentConfig) -> Iterator[str]:
 
 def _algorithm(whose: str, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield an error message for each setting of one policy's training that several trained policies cannot have."""
-    for group, role in _placed(algorithm).items():
-        if role.parallel is not None or role.ranks == RoleRanks.own:
-            yield (
-                f"{whose}{group}: with several trained `policies` all roles are where the actor is; leave parallel and "
-                "ranks out"
-            )
     if algorithm.advantage.name == "remax":
         yield (
             f"{whose}algorithm.advantage='remax': with several trained `policies` a greedy answer has no reward of its "
             "own for each; use another estimator"
         )
-
-
-def _placed(algorithm: AlgorithmConfig) -> dict[str, RolePlacementConfig]:
-    """The placements of roles, by the setting."""
-    return {
-        "algorithm.reference": algorithm.reference,
-        "algorithm.critic": algorithm.critic,
-        **{f"algorithm.teachers.{each.name}": each for each in algorithm.teachers},
-        **{f"algorithm.reward_models.{role}": each for role, each in algorithm.reward_models.items()},
-    }
 
 
 def _vocabulary(config: ExperimentConfig, name: str) -> Iterator[str]:

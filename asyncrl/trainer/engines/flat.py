@@ -401,7 +401,7 @@ class FlatLoader(EngineLoader):
         def load() -> FlatValueEngine:
             critic = load_critic(path, self._dtype, self._attention, self._device)
             pictures = prepare_vision(critic.trunk, path, self._vision)
-            made = self._optimizer(critic, optimizer)
+            made = self._optimizer(critic, optimizer, self._config.critic_optimizer_steps)
             return FlatValueEngine(critic, optimizer=made, pictures=pictures, **self._engine)
 
         return self._together(load, path)
@@ -435,8 +435,8 @@ class FlatLoader(EngineLoader):
             share_prefixes=self._share_prefixes,
         )
 
-    def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
-        steps = self._config.optimizer_steps
+    def _optimizer(self, module: nn.Module, config: OptimizerConfig, steps: int | None = None) -> FlatAdamW:
+        steps = self._config.optimizer_steps if steps is None else steps
         named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
         undecayed = () if config.decay_embeddings else embedding_names(module)
         return FlatAdamW(named, config, steps, undecayed)

@@ -43,7 +43,7 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     """
     loss = _Loss(ctx, batch)
     progress = _Progress()
-    warmup_steps = ctx.config.algorithm.critic.warmup_steps if "critic" in ctx.engines else 0
+    warmup_steps = ctx.config.algorithm.critic.warmup_steps if ctx.has_role("critic") else 0
     with torch.set_grad_enabled(batch.version >= warmup_steps):
         _run_minibatches(ctx, batch, loss, progress)
     if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:

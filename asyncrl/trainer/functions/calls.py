@@ -7,7 +7,7 @@ user's function needs no registration: the graph names its import path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ class CallContext:
     Attributes:
         name, role, reads, writes, args: as in the graph's `Call`.
         engines: every role this rank hosts.
+        roles: every role that any rank hosts.
         ranks: the data-parallel ranks, which have other samples of the same batch.
         state: training state from step to step, beside the models.
         working: keeps the roles that the call uses on their device until the call ends.
@@ -53,6 +54,7 @@ class CallContext:
     ranks: Ranks
     state: TrainState
     working: ExitStack = field(default_factory=ExitStack)
+    roles: Collection[str] = ()
 
     def policy(self, role: str | None = None, *, deferred: bool = False) -> PolicyEngine:
         """The language model of `role` (the call's own by default).
@@ -80,6 +82,10 @@ class CallContext:
                 f"call {self.name!r}: role {role or self.role!r} has no scalar head; use critic or a reward role"
             )
         return engine
+
+    def has_role(self, role: str) -> bool:
+        """True if this rank or another hosts `role`."""
+        return role in self.engines or role in self.roles
 
     def reduce(self, stats: Stats) -> StatValues:
         """`stats` over all ranks, as numbers. Every rank must call it with the same keys."""

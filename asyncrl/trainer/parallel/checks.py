@@ -12,7 +12,7 @@ from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.parallel.model_shape import ModelShape, misfits, shape_of
-from asyncrl.trainer.parallel.placement import engine_of, model_of, placement, role_placement
+from asyncrl.trainer.parallel.placement import engine_of, layout_setting, model_of, placement
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, ReferenceMode, VisionMode
 
@@ -41,7 +41,7 @@ def _models_that_do_not_fit(
     """Layouts that the models of their roles cannot be cut into; `base` is the model of a role that names no folder."""
     said = set()
     for role, grid in placed.grids.items():
-        name, path = _setting(config, role), model_of(config, graph, role)
+        name, path = layout_setting(config, role), model_of(config, graph, role)
         shape = base if path is None else shape_of(path)
         if shape is None:
             continue
@@ -67,7 +67,7 @@ def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> 
     """Yield what does not work where the tokens of a micro-batch are cut into parts."""
     said = set()
     for role, grid in placed.grids.items():
-        name, path = _setting(config, role), model_of(config, graph, role)
+        name, path = layout_setting(config, role), model_of(config, graph, role)
         if grid.context == 1 or name in said:
             continue
         said.add(name)
@@ -120,12 +120,4 @@ def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]
 
 def _settings(config: ExperimentConfig, placed: Placement) -> dict[str, WorkerGrid]:
     """The grids by the setting that lays each out; one that lays out several roles gives all of them one grid."""
-    return {_setting(config, role): grid for role, grid in placed.grids.items()}
-
-
-def _setting(config: ExperimentConfig, role: str) -> str:
-    """The setting that lays out `role`: the actor's where it has none of its own."""
-    if role == ACTOR:
-        return "trainer.parallel"
-    name, own = role_placement(config, role)
-    return f"{name}.parallel" if own.parallel is not None or own.ranks == "own" else "trainer.parallel"
+    return {layout_setting(config, role): grid for role, grid in placed.grids.items()}

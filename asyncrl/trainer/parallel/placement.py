@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines import AUTO, ENGINES
@@ -36,18 +36,19 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
     for role in dict.fromkeys((*config.trained_policies, *(graph or load_graph(config)).roles())):
         if role == ACTOR:
             continue
-        name, wanted = role_placement(config, role)
-        layout = actor.layout if wanted.parallel is None else layout_of(f"{name}.parallel", wanted.parallel)
+        (name, wanted), host = role_placement(config, role), host_role(config, role)
+        beside = grids[host]
+        layout = beside.layout if wanted.parallel is None else layout_of(f"{name}.parallel", wanted.parallel)
         if wanted.ranks == RoleRanks.own:
             grids[role] = WorkerGrid.of(layout, workers)
             workers += layout.ranks
-        elif layout.ranks <= actor.workers:
-            grids[role] = WorkerGrid.of(layout)
+        elif layout.ranks <= beside.workers:
+            grids[role] = WorkerGrid.of(layout, beside.first)
         else:
             raise ConfigError(
-                f"{name}.parallel={wanted.parallel!r}: {layout.ranks} ranks, more than the actor's {actor.workers} "
-                f"(trainer.parallel={config.trainer.parallel!r}), on which it is to be; use a layout of at most "
-                f"{actor.workers} ranks, or {name}.ranks=own"
+                f"{name}.parallel={wanted.parallel!r}: {layout.ranks} ranks, more than the {host}'s {beside.workers} "
+                f"({layout_setting(config, host)}={str(beside.layout)!r}), on which it is to be; use a layout of at "
+                f"most {beside.workers} ranks, or {name}.ranks=own"
             )
     return Placement(grids)
 
@@ -73,20 +74,36 @@ def layout_of(name: str, value: str) -> Layout:
 
 
 def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacementConfig]:
-    """Return the settings that place `role`, which is not the actor, and the name of their group.
+    """Return the settings that place `role`, which is not the actor, and the name of their group."""
+    policy, own = policy_and_role(config, role)
+    of = f"policies.{policy}." if policy else ""
+    algorithm = config_of_policy(config, policy).algorithm
+    if own == ACTOR:
+        given = next(each for each in config.policies if each.name == policy)
+        return f"policies.{policy}", RolePlacementConfig(given.parallel, given.ranks)
+    if own == "critic":
+        return f"{of}algorithm.critic", algorithm.critic
+    if own == "ref":
+        return f"{of}algorithm.reference", algorithm.reference
+    if (teacher := algorithm.teacher_of(own)) is not None:
+        return f"{of}algorithm.teachers.{teacher.name}", teacher
+    return f"{of}algorithm.reward_models.{own}", algorithm.reward_models.get(own, RolePlacementConfig())
 
-    The roles of further trained policies are where the actor is.
-    """
-    if policy_and_role(config, role)[0]:
-        return "trainer", RolePlacementConfig()
-    algorithm = config.algorithm
-    if role == "critic":
-        return "algorithm.critic", algorithm.critic
-    if role == "ref":
-        return "algorithm.reference", algorithm.reference
-    if (teacher := algorithm.teacher_of(role)) is not None:
-        return f"algorithm.teachers.{teacher.name}", teacher
-    return f"algorithm.reward_models.{role}", algorithm.reward_models.get(role, RolePlacementConfig())
+
+def host_role(config: ExperimentConfig, role: str) -> str:
+    """Return the role on whose ranks `role` is, if it has none of its own: the actor of its policy, or the run's."""
+    policy, own = policy_and_role(config, role)
+    return ACTOR if own == ACTOR else role_of_policy(policy, ACTOR)
+
+
+def layout_setting(config: ExperimentConfig, role: str) -> str:
+    """Return the name of the setting that lays out `role`: that of the role on whose ranks it is, if it has none."""
+    if role == ACTOR:
+        return "trainer.parallel"
+    name, own = role_placement(config, role)
+    if own.parallel is not None or own.ranks == RoleRanks.own:
+        return f"{name}.parallel"
+    return layout_setting(config, host_role(config, role))
 
 
 def model_of(config: ExperimentConfig, graph: Graph, role: str) -> str | None:

@@ -16,7 +16,7 @@ import torch
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
 from asyncrl.observe import observer
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
@@ -132,7 +132,7 @@ class QueuedRequests:
         self._policies = config.trained_policies
         self._configs = {name: config_of_policy(config, name) for name in ("", *self._policies)}
         self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
-        self._shares: dict[WorkerGrid, GridShare] = {}
+        self._shares: dict[tuple[str, WorkerGrid], GridShare] = {}
         self._master = 0
         self.standing = RankState(in_step=False, master_state=None)
 
@@ -204,9 +204,10 @@ class QueuedRequests:
             arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
             if share is None or place is None:
                 continue
-            self._shares[grid] = share
             trajectories, ahead = detach(hand_down(arrived, place.copy))
             for part in parts_of_policies(trajectories, share.minibatches, self._policies):
+                ids = {trajectory.rollout_id for trajectory in part.trajectories}
+                self._shares[part.policy, grid] = share.keeping(ids) if self._policies else share
                 batch = self._batches[part.policy, grid] = build_step_batch(
                     part.trajectories,
                     part.minibatches,
@@ -217,34 +218,38 @@ class QueuedRequests:
                     device=self._device,
                 )
                 batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
-                if grid == self._world.placement.actor and part.policy in self._kept:
+                if grid == self._actor_grid(part.policy) and part.policy in self._kept:
                     self._kept[part.policy].begin(part.trajectories, batch)
         self._receiver.left(step.leaving)
         return Done()
 
     def move_columns(self, request: MoveColumns) -> Done:
         """Copy columns of the step's batches from one grid's ranks to another's."""
-        own = {grid: batch for (policy, grid), batch in self._batches.items() if not policy}
-        move_columns(request, self._world, self._shares, own)  # further policies' roles have the actor's layout
+        batches = {grid: batch for (policy, grid), batch in self._batches.items() if policy == request.policy}
+        shares = {grid: share for (policy, grid), share in self._shares.items() if policy == request.policy}
+        move_columns(request, self._world, shares, batches)
         return Done()
 
     def run_call(self, call: RunCall) -> CallStats:
         """Run a call of the step's graph on the batch of its policy."""
         grid = self._world.placement.grid(call.role)
-        policy, _ = policy_and_role(self._config, call.role)
-        if (batch := self._batches.get((policy, grid))) is None:
+        if (batch := self._batches.get((call.policy, grid))) is None:
             raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
         with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
             stats = run_call(self._functions[call.function], self._context(call), batch)
-        if grid == self._world.placement.actor and policy in self._kept:
-            self._kept[policy].called(call.writes, batch)
+        if grid == self._actor_grid(call.policy) and call.policy in self._kept:
+            self._kept[call.policy].called(call.writes, batch)
         return CallStats(stats)
 
+    def _actor_grid(self, policy: str) -> WorkerGrid:
+        """Return the grid of a trained policy's actor, whose heads record its samples."""
+        return self._world.placement.grid(role_of_policy(policy, ACTOR))
+
     def _context(self, call: RunCall) -> CallContext:
-        policy, role = policy_and_role(self._config, call.role)
+        policy = call.policy
         return CallContext(
             name=call.name,
-            role=role,
+            role=policy_and_role(self._config, call.role)[1],
             reads=call.reads,
             writes=call.writes,
             args=call.args,
@@ -252,12 +257,13 @@ class QueuedRequests:
             engines=self._rank.engines_of(policy),
             ranks=self._world.place(call.role).data,
             state=self._rank.state_of(policy),
+            roles=self._rank.roles_of(policy),
         )
 
     def end_step(self, request: EndStep) -> EndedStep:
         """Release the step's batches; return memory and speed."""
         for policy, kept in self._kept.items():
-            if (batch := self._batches.get((policy, self._world.placement.actor))) is not None:
+            if (batch := self._batches.get((policy, self._actor_grid(policy)))) is not None:
                 kept.end(batch)
         self._batches.clear()
         self._profile.end()

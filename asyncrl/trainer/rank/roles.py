@@ -8,7 +8,7 @@ their own (`asyncrl.config.trained_policies`), made by the same rules with the p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,7 @@ class TrainingRank:
     Attributes:
         engines: engines of the roles that this rank has a part of: the actor and those that the graph names.
         state: of the run's own policy; `states` has those of further trained ones, by name.
+        critic_sharers: further policies whose critic is that of the run's own.
         changing: roles whose weights change, on any rank; a checkpoint holds them.
     """
 
@@ -51,17 +52,31 @@ class TrainingRank:
     world: World
     changing: tuple[str, ...] = ()
     states: Mapping[str, TrainState] = field(default_factory=dict)
+    critic_sharers: Collection[str] = ()
 
     def state_of(self, policy: str) -> TrainState:
         """The state of a trained policy; empty: the run's own."""
         return self.states[policy] if policy else self.state
 
     def engines_of(self, policy: str) -> Mapping[str, TrainingEngine]:
-        """The engines of a trained policy by role, named as for the run's own; empty: that one."""
+        """The engines here of a trained policy by role, named as for the run's own; empty: that one."""
+        return {role: self.engines[name] for role, name in self._named(policy, self.engines).items()}
+
+    def roles_of(self, policy: str) -> Collection[str]:
+        """The roles of a trained policy on any rank, named as for the run's own; empty: that one."""
+        return self._named(policy, self.world.placement.roles).keys()
+
+    def _named(self, policy: str, roles: Iterable[str]) -> dict[str, str]:
+        """Return the policy's roles among `roles`: from the name of the run's own policy's role to the policy's."""
         if not policy:
-            return self.engines
-        own = {name: engine for name, engine in self.engines.items() if name.startswith(f"{policy}{SEPARATOR}")}
-        return {ACTOR: self.engines[policy]} | {name.partition(SEPARATOR)[2]: engine for name, engine in own.items()}
+            return {name: name for name in roles}
+        shared = {CRITIC} if policy in self.critic_sharers else set()
+        parts = {name: name.partition(SEPARATOR) for name in roles}
+        return {
+            (name if name in shared else part[2] or ACTOR): name
+            for name, part in parts.items()
+            if part[0] == policy or name in shared
+        }
 
     def policy(self, role: str) -> PolicyEngine:
         """The language model of `role`.
@@ -100,24 +115,23 @@ class TrainingRank:
         Raises:
             PeerFailed: another rank failed to.
         """
-        spread = order.in_memory and self.folders.spread
-        train_state = self._train_state() if spread else self._state_dict()
-        state = {"train_state": train_state, "master_state": order.master_state}
+        state = {"train_state": self._train_state(order), "master_state": order.master_state}
         self.writer(order.in_memory).begin(Path(order.path), version=order.version, state=state)
 
-    def _train_state(self) -> dict[str, Any]:
-        """Return the training state beside the models, as the actor's publisher has it.
+    def _train_state(self, order: SaveCheckpoint) -> dict[str, Any]:
+        """Return the training state beside the models, of each policy as its publisher has it.
 
-        Collective: several hosts may each write it, and all must write the same.
+        Collective where the leading rank has not all of it, and where several hosts each write it: all write the same.
         """
-        mine = json.dumps(self._state_dict()).encode()
-        everyone = self.world.everyone.all_gather_bytes(mine)
-        state: dict[str, Any] = json.loads(everyone[self.world.placement.actor.publisher])
-        return state
-
-    def _state_dict(self) -> dict[str, Any]:
-        others = {name: state.state_dict() for name, state in self.states.items()}
-        return self.state.state_dict() | ({"policies": others} if others else {})
+        states = {name: state.state_dict() for name, state in {"": self.state, **self.states}.items()}
+        keepers = {name: self.world.placement.grid(name or ACTOR).publisher for name in states}
+        if (order.in_memory and self.folders.spread) or set(keepers.values()) != {self.world.placement.actor.publisher}:
+            everyone = self.world.everyone.all_gather_bytes(json.dumps(states).encode())
+            states = {name: json.loads(everyone[keeper])[name] for name, keeper in keepers.items()}
+            for name in self.critic_sharers:
+                states[name]["value_norm"] = states[""]["value_norm"]
+        own = states.pop("")
+        return own | ({"policies": states} if states else {})
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's part of the tensors that checkpoints hold."""
@@ -188,7 +202,9 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
             engines[role].offload()
     changing = tuple(role for role in roles if _changes(config, role))
     states = {name: TrainState(own.algorithm) for name, own in configs.items()}
-    return TrainingRank(engines, states.pop(""), world, changing, states)
+    for name in config.critic_sharers:
+        states[name].value_norm = states[""].value_norm
+    return TrainingRank(engines, states.pop(""), world, changing, states, config.critic_sharers)
 
 
 def _changes(config: ExperimentConfig, role: str) -> bool:

@@ -12,7 +12,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
@@ -62,9 +62,10 @@ class Versions:
 
     def collect(self, request: CollectWeights) -> None:
         """Remove all versions but those that `request` keeps."""
-        if self._world.publishes:
+        if self._world.worker == self._world.placement.grid(request.role).publisher:  # else it may just write a version
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
                 publishing.collect(self._run_dir / root, request.role, request.keep)
+        if self._world.publishes:
             self.to_servers.keep(request.keep)
 
     def _publish_resident(self, request: Publish, policy: PolicyEngine) -> Path:
@@ -85,6 +86,7 @@ class Versions:
             ranks=self._world.place(request.role).everyone,
             shared=self._shared[request.role] if request.to_disk else None,
             probe=probe,
+            first_worker=self._world.place(request.role).grid.first,
         )
 
     def _published(self, policy: PolicyEngine) -> Published:
@@ -113,8 +115,9 @@ class Versions:
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
         picture = probe_picture()
-        served = self._config.generation.backend == GenerationBackend.embedded
-        placeholders = policy.placeholders(picture) if served else []  # SGLang servers get no pictures
+        transport = self._config.manager.weight_transport
+        served = servers_take_pictures(self._config.generation, transport, model_config.model_type)
+        placeholders = policy.placeholders(picture) if served else []
         shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
         if shown is None:
             return LogprobProbe.of(tokens, policy.score_sequences(tokens))

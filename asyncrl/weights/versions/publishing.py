@@ -107,6 +107,7 @@ def publish(
     shared: SharedFiles | None,
     probe: LogprobProbe | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    first_worker: int = 0,
 ) -> Path:
     """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
     visible.
@@ -118,6 +119,7 @@ def publish(
         shared: files beside the weights of every version. None only announces the version: readers get its weights from
             memory, and the folder has the probe and a manifest that names no file of weights.
         probe: probe by which a server that loaded the version is checked; the same on all ranks.
+        first_worker: worker index of the first of `ranks`, which are consecutive workers.
 
     Raises:
         PeerFailed: another rank could not write its part.
@@ -135,7 +137,8 @@ def publish(
             return final
         shards, stem = _plan(specs, ranks.world, shared.adapters, max_shard_bytes)
         entries = _tensor_entries(shards, stem)
-    writing = _Writing(source, final, Manifest(role, version, {}, entries), shards, ranks, stem)
+    manifest = Manifest(role, version, {}, entries)
+    writing = _Writing(source, final, manifest, shards, ranks, stem, first_worker)
     ranks.together(writing.begin, f"creating {final}")
     ranks.together(writing.write, f"writing {final}")
     ranks.together(lambda: writing.finish(shared, probe), f"publishing {final}")
@@ -233,6 +236,7 @@ class _Writing:
     shards: Sequence[Shard]
     ranks: Ranks
     stem: str = _STEM
+    first_worker: int = 0
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
 
@@ -245,7 +249,7 @@ class _Writing:
             atomic_dir.begin(self.final)
 
     def write(self) -> None:
-        owners = {spec.name: shard.rank for shard in self.shards for spec in shard.specs}
+        owners = {spec.name: self.first_worker + shard.rank for shard in self.shards for spec in shard.specs}
         mine = [
             (self.directory / _shard_name(self.stem, index, len(self.shards)), shard.specs)
             for index, shard in enumerate(self.shards)

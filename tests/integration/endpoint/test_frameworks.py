@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from typing import Any
-
-import pytest
 
 from asyncrl.inference.openai.session import Session
 
@@ -22,11 +19,10 @@ def add(a: int, b: int) -> str:
     "Adds two numbers."
     return str(a + b)
 
-if sys.argv[1] == "chat_completions":
-    agents.set_default_openai_api("chat_completions")
 agent = Agent(name="A", instructions="be brief", tools=[add], model="policy")
 
-async def main():
+async def use(api):
+    agents.set_default_openai_api(api)
     result = await Runner.run(agent, "2+2?")
     print(result.final_output)
     streamed = Runner.run_streamed(agent, "2+2?")
@@ -35,15 +31,20 @@ async def main():
     result = await Runner.run(agent, [*result.to_input_list(), {"role": "user", "content": "again"}])
     print(result.final_output)
 
+async def main():
+    for api in ("responses", "chat_completions"):
+        await use(api)
+
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("api", ["responses", "chat_completions"])
-def test_an_agent_of_the_openai_agents_sdk_runs_unmodified(api: str, endpoint_in_thread: Session) -> None:
+def test_an_agent_of_the_openai_agents_sdk_runs_unmodified_with_either_api(
+    endpoint_in_thread: Session, warm_python: str
+) -> None:
     session = endpoint_in_thread
     ended = subprocess.run(
-        [sys.executable, "-c", AGENT, api],
+        [warm_python, "-c", AGENT],
         env=os.environ
         | {
             "OPENAI_BASE_URL": session.base_url,
@@ -56,12 +57,14 @@ def test_an_agent_of_the_openai_agents_sdk_runs_unmodified(api: str, endpoint_in
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["The answer is 4."] * 3
+    assert ended.stdout.splitlines() == ["The answer is 4."] * 6
     policy: Any = session.client
     roles = [[message["role"] for message in each["messages"]] for each in policy.asked]
     first, second = ["system", "user"], ["system", "user", "assistant", "tool"]
-    assert roles == [first, second, first, second, [*second, "assistant", "user"]]
-    (call,) = policy.asked[1]["messages"][2]["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": '{"a":2,"b":2}'}
-    assert policy.asked[1]["messages"][3] == {"role": "tool", "tool_call_id": "call0", "content": "4"}
-    assert policy.asked[0]["tools"][0]["function"]["description"] == "Adds two numbers."
+    assert roles == [first, second, first, second, [*second, "assistant", "user"]] * 2
+    for begin in (0, 5):
+        asked = policy.asked[begin : begin + 5]
+        (call,) = asked[1]["messages"][2]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": '{"a":2,"b":2}'}
+        assert asked[1]["messages"][3] == {"role": "tool", "tool_call_id": "call0", "content": "4"}
+        assert asked[0]["tools"][0]["function"]["description"] == "Adds two numbers."

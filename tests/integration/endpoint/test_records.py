@@ -169,7 +169,7 @@ async def test_samples_are_those_of_the_native_agent(world: World, api: str, too
         schema = {"type": "object", "properties": {}}
         tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": schema}}]
     called = 0
-    for number in range(40):
+    for number in range(12):
         client, expected = world.client(number), world.client(number)
         session = await world.open(client, number)
         there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
@@ -189,7 +189,8 @@ async def test_samples_are_those_of_the_native_agent(world: World, api: str, too
 
 
 @pytest.mark.slow
-async def test_two_hundred_episodes_of_three_turns_drift_by_no_token(world: World) -> None:
+async def test_episodes_of_three_turns_that_are_under_way_at_once_drift_by_no_token(world: World) -> None:
+    """Of a text that is tokenised anew four of five would drift, as the test below shows."""
     limited = asyncio.Semaphore(16)
 
     async def episode(number: int) -> None:
@@ -207,19 +208,19 @@ async def test_two_hundred_episodes_of_three_turns_drift_by_no_token(world: Worl
         assert sample.versions[mask].tolist() == [version for each in said for version in each.versions]
         assert client.metrics["chat/extended"] == 2, "one conversation, extended twice"
 
-    await asyncio.gather(*(episode(number) for number in range(200)))
+    await asyncio.gather(*(episode(number) for number in range(48)))
     assert len(world.endpoint) == 0
 
 
 async def test_text_that_is_retokenised_would_have_drifted(world: World) -> None:
     """The control of the test above: its answers are such that rendering them anew gives other ids."""
     drifted = 0
-    for number in range(50):
+    for number in range(20):
         client = world.client(number, ChatPolicy(drift=DriftCheck.tolerant))
         session = await world.open(client, number)
         await through_openai(world.openai.with_options(base_url=session.base_url, api_key=session.api_key), number)
         drifted += client.metrics.get("chat/drift_text", 0) + client.metrics.get("chat/drift_tokens", 0) > 0
-    assert drifted > 40
+    assert drifted > 15
 
 
 async def test_answers_that_nobody_got_are_in_no_sample(world: World) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,17 @@ from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, Verifiers
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.rollout.generation.served import ServedEpisodeClient
 
+from ...warm import Template, stand_in
+
 CLASSIC = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
 V1 = os.environ.get("ASYNCRL_VERIFIERS_V1_PYTHON", "")
 classic = [pytest.mark.verifiers, pytest.mark.skipif(not CLASSIC, reason="no verifiers 0.2")]
 v1 = [pytest.mark.verifiers, pytest.mark.skipif(not V1, reason="no verifiers 0.4")]
+IMPORTED = {
+    CLASSIC: ("datasets", "verifiers.clients.openai_chat_completions_token_client"),
+    V1: ("renderers", "verifiers.v1.clients", "verifiers.v1.configs.agent", "verifiers.v1.utils.loaders"),
+}
+"""By interpreter: modules that take eight seconds of a processor, once for all tests."""
 
 CLASSIC_ENV = """
 import os
@@ -253,6 +260,19 @@ class World:
         return [self.chat.tokenizer.decode_all(each) for each in stretches]
 
 
+@pytest.fixture(scope="module")
+def python(
+    request: pytest.FixtureRequest, template: Template | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """An interpreter with `verifiers` in it, whose programs begin where that is imported."""
+    if template is None:
+        yield request.param
+        return
+    forks = Template(f"{template.run} {request.param}", request.param, IMPORTED[request.param])
+    yield str(stand_in(forks, tmp_path_factory.mktemp("python")))
+    forks.close()
+
+
 @pytest_asyncio.fixture
 async def world(chat: ChatFormat, endpoint: Endpoint) -> AsyncIterator[World]:
     made = World(chat, endpoint)
@@ -279,7 +299,7 @@ async def assert_scored(world: World, agent: VerifiersAgent, env: Path, row: int
     assert sample.reward == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
 async def test_a_classic_environment_with_tools_is_rolled_out_and_scored(
     world: World, classic_env: Path, python: str
 ) -> None:
@@ -287,7 +307,7 @@ async def test_a_classic_environment_with_tools_is_rolled_out_and_scored(
     await assert_scored(world, agent, classic_env, 0, "a", "so 4")
 
 
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
 async def test_a_rollout_that_fails_is_no_sample_and_a_process_that_dies_costs_its_rollouts_and_is_started_again(
     world: World, classic_env: Path, python: str
 ) -> None:
@@ -306,7 +326,7 @@ async def test_a_rollout_that_fails_is_no_sample_and_a_process_that_dies_costs_i
     assert sample.reward == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
 async def test_the_process_is_renewed_when_its_last_rollout_is_done(
     world: World, classic_env: Path, python: str, until: Any
 ) -> None:
@@ -323,7 +343,7 @@ async def test_the_process_is_renewed_when_its_last_rollout_is_done(
     assert await host._process.wait() == 0
 
 
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
 async def test_rollouts_are_scored_one_that_is_cancelled_asks_no_more_and_an_orphan_ends(
     world: World, classic_env: Path, python: str, until: Any
 ) -> None:
@@ -342,12 +362,12 @@ async def test_rollouts_are_scored_one_that_is_cancelled_asks_no_more_and_an_orp
         assert await host._process.wait() in (0, -signal.SIGTERM)
 
 
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
 def test_what_cannot_be_trained_is_refused_by_its_reason(classic_env: Path, python: str) -> None:
     def load(split: str = "train", **more: Any) -> VerifiersDataset:
         return VerifiersDataset(**{"split": split, "seed": 0, "python": python, "env": str(classic_env)} | more)
 
-    rows = load("held_out")
+    rows = load("held_out", python=CLASSIC)
     assert len(rows) == 1
     assert rows.row(0)["prompt"][-1] == {"role": "user", "content": "2+2?"}
     assert rows.row(0)["verifiers"] == {"env": str(classic_env), "split": "held_out", "row": 0}
@@ -360,7 +380,7 @@ def test_what_cannot_be_trained_is_refused_by_its_reason(classic_env: Path, pyth
             load(**more)
 
 
-@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)], indirect=True)
 async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_path: Path, python: str) -> None:
     file = tmp_path / "sums_v1.py"
     file.write_text(TASKSET)
@@ -379,7 +399,7 @@ async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_pa
         await world.run(agent, file, 1, "4", "4")
 
 
-@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)], indirect=True)
 async def test_each_agent_of_a_v1_environment_has_its_own_reward_and_comparison_group(
     world: World, tmp_path: Path, python: str
 ) -> None:
@@ -404,7 +424,7 @@ async def test_each_agent_of_a_v1_environment_has_its_own_reward_and_comparison_
     assert world.endpoint.refused == {}
 
 
-@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)], indirect=True)
 async def test_the_attempts_of_verifiers_own_best_of_n_are_samples_of_one_group(
     world: World, tmp_path: Path, python: str
 ) -> None:
@@ -512,7 +532,7 @@ async def told_by(
 @pytest.mark.parametrize(
     ("kind", "texts"), [("twice", ["it is 5", "the answer is 4"]), ("tool", ["sure? a", "more th 4"])]
 )
-@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
 async def test_the_token_client_of_the_classic_api_extends_what_was_sampled(
     world: World, classic_env: Path, python: str, kind: str, texts: list[str]
 ) -> None:
@@ -531,7 +551,7 @@ async def test_the_token_client_of_the_classic_api_extends_what_was_sampled(
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)], indirect=True)
 async def test_the_train_client_of_the_v1_api_is_recorded_in_the_ids_that_it_sends(
     world: World, tmp_path: Path, tokenizer_folder: Path, python: str, thinks: bool
 ) -> None:

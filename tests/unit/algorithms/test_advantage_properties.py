@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.api.trajectory import MAX_REWARD
 from asyncrl.config.plugin_code.catalog import known, resolve
+from tests.examples import examples
 
 NAMES = sorted(known("advantage"))
 CENTRED = ("dr_grpo", "gdpo", "gpg", "grpo", "max_rl", "opo", "reinforce_pp_baseline")
@@ -77,7 +78,7 @@ def shape_of_groups(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("name", NAMES)
 @given(inputs=batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_advantages_are_finite_and_no_larger_than_the_rewards_allow(name, inputs):
     largest = inputs.rewards_S.abs().max().item()
     found = estimate(name, inputs).abs().max().item()
@@ -98,7 +99,7 @@ def test_advantages_are_finite_and_no_larger_than_the_rewards_allow(name, inputs
 
 @pytest.mark.parametrize("name", BY_TURN)
 @given(inputs=batches(), discount=st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_advantages_of_turns_are_bounded_too(name, inputs, discount):
     found = estimate(name, inputs, turn_discount=discount).abs().max().item()
     episodes_S, samples_S = shape_of_groups(inputs)
@@ -110,7 +111,7 @@ def test_advantages_of_turns_are_bounded_too(name, inputs, discount):
 
 
 @given(inputs=batches())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_each_advantage_of_grpo_is_bounded_by_the_number_of_samples_and_of_other_episodes(inputs):
     episodes_S, samples_S = shape_of_groups(inputs)
     bound_T = (samples_S * (episodes_S - 1)).double().sqrt()[inputs.seq_ids_T]
@@ -119,7 +120,7 @@ def test_each_advantage_of_grpo_is_bounded_by_the_number_of_samples_and_of_other
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"gae", "gae_turn", "max_rl", "rae", "remax"}))
 @given(inputs=batches(usual_reward, least_episodes=2), constant=st.integers(-1000, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_constant_added_to_all_rewards_changes_nothing(name, inputs, constant):
     """GAE's values, RAE's baselines and ReMax's greedy rewards would have to be moved as well (`remax` below), MaxRL
     divides by the mean reward, and a group of one episode has no baseline under `rloo`.
@@ -129,7 +130,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name, inputs, constant)
 
 
 @given(inputs=batches(usual_reward), constant=st.integers(-1000, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_constant_added_to_sampled_and_greedy_rewards_changes_nothing_under_remax(inputs, constant):
     moved = dataclasses.replace(
         inputs, rewards_S=inputs.rewards_S + constant, greedy_rewards_S=inputs.greedy_rewards_S + constant
@@ -139,7 +140,7 @@ def test_a_constant_added_to_sampled_and_greedy_rewards_changes_nothing_under_re
 
 @pytest.mark.parametrize("name", sorted({*CENTRED, *WHITENED, "rloo"}))
 @given(inputs=batches(least_episodes=2), reward=any_reward)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_equal_rewards_of_any_size_give_no_advantage(name, inputs, reward):
     equal = dataclasses.replace(inputs, rewards_S=torch.full((inputs.num_seqs,), reward))
     assert not estimate(name, equal).any()
@@ -147,7 +148,7 @@ def test_equal_rewards_of_any_size_give_no_advantage(name, inputs, reward):
 
 @pytest.mark.parametrize("name", [*CENTRED, "rloo"])
 @given(inputs=batches())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_group_of_one_episode_is_as_documented_however_many_samples_it_gives(name, inputs):
     alone = dataclasses.replace(inputs, episodes_S=torch.zeros(inputs.num_seqs, dtype=torch.int64))
     expected = torch.where(inputs.mask_T, inputs.rewards_S[inputs.seq_ids_T].double(), 0)

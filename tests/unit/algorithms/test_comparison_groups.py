@@ -27,6 +27,7 @@ from asyncrl.rollout.episode import judge, metrics_of, shape
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.calls import TrainState
 from asyncrl.trainer.trajectories.inbox import record_of
+from tests.examples import examples
 
 
 def sample(reward: float, group: str = "", episode: int = 0, length: int = 3) -> Sample:
@@ -125,7 +126,7 @@ def test_metrics_have_the_mean_reward_of_each_role() -> None:
     assert metrics_of([sample(1.0)]) == {}
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.lists(st.sampled_from(["", "a", "b/1", "\u00e9"]), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_names_survive_the_wire_and_kept_samples(groups: list[list[str]]) -> None:
     sent = [Trajectory(f"r{n}", "p", n, [sample(0.5, name) for name in names]) for n, names in enumerate(groups)]
@@ -198,7 +199,7 @@ def test_the_baseline_of_many_equal_rewards_is_the_recursions() -> None:
     assert output.advantages_T.tolist() == pytest.approx([1.5] * 7 + [1.0])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-5, 5)), min_size=2, max_size=9), st.integers(1, 8))
 def test_neither_order_nor_ranks_change_the_baselines(samples: list[tuple[str, float]], cut: int) -> None:
     before = {"a": 1.0, "c": -2.0}

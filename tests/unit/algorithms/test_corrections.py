@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
 from asyncrl.algorithms.objective import approximate_prox_logprobs
 from asyncrl.config.plugin_code.catalog import known, resolve
+from tests.examples import examples
 
 
 def correct(name: str, batch, **params: Any) -> CorrectionOutput:
@@ -122,7 +123,7 @@ def test_impossible_bounds_are_refused(ragged, name, params):
 
 
 @given(seed=st.integers(0, 10_000), current=st.integers(7, 12))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_proximal_approximation_interpolates_by_version(ragged, seed, current):
     batch = ragged(seed)
     inputs = batch.inputs()

@@ -12,6 +12,7 @@ from asyncrl.algorithms.critic import ValueNorm, ValueObjective, align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.algorithms.spec import Choice, ValueNormalisation
 from asyncrl.config.plugin_code.catalog import known, resolve
+from tests.examples import examples
 
 
 def value_inputs(seed: int, num: int = 40, dtype=torch.float64) -> ValueLossInputs:
@@ -47,7 +48,7 @@ def test_both_registered_value_losses_are_tested_here():
 
 
 @given(seed=st.integers(0, 1000), edge=st.integers(1, 7))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_value_objective_does_not_depend_on_the_cut(seed, edge):
     inputs = value_inputs(seed)
     seq_ids = torch.arange(40) // 5
@@ -78,7 +79,7 @@ def test_values_are_aligned_with_the_state_in_which_a_token_was_chosen():
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 1000))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_running_value_norm_holds_the_moments_of_all_returns_seen(sizes, seed):
     rng = np.random.default_rng(seed)
     batches = [rng.normal(3.0, 2.0, size) for size in sizes]

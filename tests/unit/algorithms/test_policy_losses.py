@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import PolicyLossInputs
 from asyncrl.config.plugin_code.catalog import known, resolve
+from tests.examples import examples
 
 LOSSES = sorted(known("policy_loss"))
 SEEDS = range(4)
@@ -226,7 +227,7 @@ def test_at_equal_policies_the_gradient_is_reinforces(ragged, name, seed):
 
 
 @given(seed=st.integers(0, 10_000), high=st.floats(0.0, 2.0))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_decoupled_is_vanilla_where_the_proximal_policy_is_the_behaviour_policy(ragged, seed, high):
     batch = ragged(seed)
     batch = dataclasses.replace(batch, prox=batch.behave)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import SelectionInputs, SelectionOutput
 from asyncrl.config.plugin_code.catalog import known, resolve
+from tests.examples import examples
 
 PARAMS = {
     "none": {},
@@ -88,7 +89,7 @@ def test_kl_cov_takes_verls_tokens() -> None:
 
 @pytest.mark.parametrize("name", PARAMS)
 @given(seed=st.integers(0, 1000), cut=st.integers(0, 25), order=st.permutations(range(25)))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_neither_order_nor_ranks_change_what_is_selected(name: str, seed: int, cut: int, order: list[int]) -> None:
     whole = made(seed)
     expected = select(name, whole)

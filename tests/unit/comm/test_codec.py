@@ -23,6 +23,7 @@ from asyncrl.comm.codec import (
     decode_as,
     encode_joined,
 )
+from tests.examples import examples
 
 _HEADER = msgspec.msgpack.Decoder(Header[dict[str, bool | int | float | str | list[Any] | dict[str, Any] | None]])
 
@@ -194,7 +195,7 @@ def test_random_bytes_raise_nothing_but_codec_error(frames: list[bytes]) -> None
         decode(frames)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(messages, st.data())
 def test_damaged_messages_decode_or_raise_codec_error(message: Message, data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode(message)]

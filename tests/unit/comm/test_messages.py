@@ -17,6 +17,7 @@ import asyncrl.trainer.messages
 from asyncrl.comm.request_reply import MessageError
 from asyncrl.comm.request_reply.messages import Failure, Reply, Request, decode, encode
 from asyncrl.trainer.messages import BeginStep, GridShare, PollBuffer
+from tests.examples import examples
 
 LIMIT = 1 << 20
 ROOMS = (asyncrl.trainer.messages, asyncrl.rollout.messages)
@@ -55,7 +56,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was_sent(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     sent = data.draw(values_of(kind))

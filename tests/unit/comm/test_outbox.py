@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from asyncrl.comm.push_pull.outbox import Outbox, OutboxFull
+from tests.examples import examples
 
 
 def make_outbox(*peers: str, high_water: int = 100, resend_after_s: float = 5.0) -> Outbox[None]:
@@ -173,4 +174,4 @@ class OutboxMachine(RuleBasedStateMachine):
 
 
 TestOutboxMachine = OutboxMachine.TestCase
-TestOutboxMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestOutboxMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)

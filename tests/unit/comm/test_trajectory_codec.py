@@ -20,6 +20,7 @@ from asyncrl.comm.trajectory_codec import (
     encode_trajectories,
     prepare,
 )
+from tests.examples import examples
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")
 
@@ -181,7 +182,7 @@ def test_a_sample_may_be_all_prompt() -> None:
 groups = st.tuples(st.integers(0, 40), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 2**32))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(groups, min_size=1, max_size=4), st.data())
 def test_prompts_shared_partly_or_not_at_all_survive_the_wire(
     drawn: list[tuple[int, list[int], int]], data: st.DataObject
@@ -501,7 +502,7 @@ def test_a_message_of_another_kind_is_refused() -> None:
     refused(Message("other", message.meta, message.arrays), "kind 'other'")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(lengths_of_samples, min_size=1, max_size=3), st.data())
 def test_damaged_trajectories_decode_or_raise_codec_error(lengths: list[list[int]], data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode_trajectories(make_trajectory(each) for each in lengths)]

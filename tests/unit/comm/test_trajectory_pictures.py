@@ -20,6 +20,7 @@ from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.trajectories.inbox import bytes_of
 from asyncrl.trainer.trajectories.inbox_store import InboxStore
+from tests.examples import examples
 
 PICTURES = [
     Picture.from_array(np.random.default_rng(seed).integers(0, 256, (20, 30, 3), np.uint8)) for seed in range(3)
@@ -72,7 +73,7 @@ parts = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.lists(parts, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_pictures_survive_the_wire_and_a_second_journey(groups: list[list[list[Part]]]) -> None:
     sent = [replace(group(*samples), rollout_id=str(number)) for number, samples in enumerate(groups)]

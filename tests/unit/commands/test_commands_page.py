@@ -18,7 +18,7 @@ from asyncrl.commands import COMMANDS
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
 HEAD = """# Commands
 
-This page is for whoever looks for a command or an option. All begin with `python -m asyncrl.launch`; if the package is
+For users who look for a command or an option. All begin with `python -m asyncrl.launch`; if the package is
 installed, `asyncrl` is the same. `COMMAND --help` prints what is here. Settings are on [their own page](settings.md).
 
 """

@@ -40,6 +40,7 @@ def adopting(url: str) -> list[str]:
     return ["generation.backend=sglang", f"generation.sglang.urls=[{url}]"]
 
 
+PPO = ("algorithm.graph=ppo", "algorithm.advantage.name=gae")
 ANYWHERE = sorted(name for name in known_experiments(experiments_dir()) if not name.endswith("gpu"))
 """The others are checked where GPUs are pretended, in tests/unit/commands/test_show_allocation.py."""
 
@@ -238,7 +239,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["policies: 'a': older versions are read from their folders", "use weight_transport=disk"],
         ),
         (["policies=[{name: a, versions: {pick: best}}]"], ["policies: versions.pick='best'", "uniform, latest"]),
-        (["policies=[{name: a, train_every: 2}]"], ["policies: 'a': train_every,", "set trained: true"]),
+        (["policies=[{name: a, train_every: 2}]"], ["policies: 'a': train_every:", "set trained: true"]),
         (["policies=[{name: a, trained: true, versions: {keep: 2}}]"], ["policies: 'a': a trained policy is asked at"]),
         (["policies=[{name: a, trained: true, train_offset: 1}]"], ["train_offset=1: no version", "use 0 to 0"]),
         (["policies=[{name: ref, trained: true}]"], ["policies: 'ref': it is a role", "another name"]),
@@ -248,15 +249,42 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["policies=[{name: a, trained: true, algorithm: {advantage: {name: grpoo}}}]"],
             ["policies: 'a': algorithm.advantage='grpoo'", "grpo"],
         ),
+        (["policies=[{name: a, ranks: own}]"], ["policies: 'a': ranks:", "set trained: true"]),
         (
-            ["policies=[{name: a, trained: true, algorithm: {critic: {ranks: own}}}]"],
-            ["policies: 'a': algorithm.critic: with several", "leave parallel and ranks out"],
+            ["policies=[{name: a, trained: true, parallel: d2}]"],
+            ["policies.a.parallel='d2': 2 ranks, more than the actor's 1", "or policies.a.ranks=own"],
+        ),
+        (
+            ["policies=[{name: a, trained: true, algorithm: {kl_coef: 1, reference: {mode: ema, ranks: own}}}]"],
+            ["policies: 'a': algorithm.reference.mode='ema'", "its ranks shared"],
+        ),
+        (
+            ["policies=[{name: a, trained: true, ranks: own, algorithm: {kl_coef: 0.1, kl: {name: full}}}]"],
+            ["policies: 'a': algorithm.kl='full'", "trainer.engine=flat"],
+        ),
+        (
+            ["policies=[{name: a, trained: true, shared_critic: true}]"],
+            ["policies: 'a': shared_critic=true: algorithm.graph has no critic", "graph=ppo"],
+        ),
+        (
+            [
+                *PPO,
+                "policies=[{name: a, trained: true, shared_critic: true, algorithm: {critic: {path: /}}}]",
+            ],
+            ["policies: 'a': shared_critic=true: its critic has the settings of algorithm.critic"],
+        ),
+        (
+            [
+                *PPO,
+                "policies=[{name: a, trained: true, shared_critic: true, "
+                "algorithm: {graph: grpo, advantage: {name: rae}}}]",
+            ],
+            ["policies: 'a': shared_critic=true: the policy's algorithm.graph has no critic"],
         ),
         (
             ["policies=[{name: a, trained: true}]", "algorithm.advantage.name=remax"],
             ["advantage='remax': with several"],
         ),
-        (["policies=[{name: a, trained: true}]", "algorithm.reference.parallel=d1"], ["all roles are where the actor"]),
         (
             ["policies=[{name: a, trained: true}]", "trainer.score_ahead=true"],
             ["trainer.score_ahead=true: with several"],

@@ -13,7 +13,7 @@ from asyncrl.config.setting import SettingInfo
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "settings.md"
 HEAD = """# Settings
 
-This page is for whoever looks for a setting: each with its default, its bounds and its meaning. `python -m
+For users who look for a setting: each with its default, its bounds and its meaning. `python -m
 asyncrl.launch EXPERIMENT --help` prints the same with the values of an experiment, and `--cfg job` the resolved
 configuration. On the command line a setting is `name=value`; in YAML, groups are nested.
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.inference import seeds
 from asyncrl.inference.embedded.model.sampling import RowSampling, sample, signed_64, uniforms_TR
+from tests.examples import examples
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.25, 0.1, 0.18])
 DRAWS = 20_000
@@ -31,7 +32,7 @@ def rows(count: int, *, top_p: float = 1.0, top_k: int = 6, min_p: float = 0.0) 
 
 
 @given(seed=st.integers(0, 2**63 - 1), offset=st.integers(0, 10_000))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_tensor_streams_equal_the_python_stream_bit_for_bit(seed: int, offset: int) -> None:
     drawn = uniforms_TR(torch.tensor([signed_64(seed)]), torch.tensor([offset]), 5)[:, 0].tolist()
     assert drawn == [seeds.uniform(seed, offset + position) for position in range(5)]

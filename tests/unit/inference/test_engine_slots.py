@@ -17,6 +17,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from tests.engine_steps import drain
+from tests.examples import examples
 
 
 def make_engine(**limits: int) -> GenerationEngine:
@@ -168,4 +169,4 @@ class AnySlots(RuleBasedStateMachine):
 
 
 TestAnySlots = AnySlots.TestCase
-TestAnySlots.settings = settings(max_examples=60, stateful_step_count=30)
+TestAnySlots.settings = settings(max_examples=examples(60), stateful_step_count=30)

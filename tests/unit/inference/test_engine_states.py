@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model import model_io
+from asyncrl.inference.embedded.model.engine_parity import check_parity
 from asyncrl.inference.embedded.model.states import SlotStates
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
@@ -309,5 +310,6 @@ def test_states_that_are_mixed_up_are_seen_at_load(
     family: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
+    monkeypatch.setattr("asyncrl.inference.embedded.engine.check_parity", check_parity)  # it is not proven yet
     with pytest.raises(UnsupportedModelError, match=r"differ from transformers. plain forward|forward with slots"):
         new_engine(family)

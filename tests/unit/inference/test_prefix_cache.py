@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncrl.inference.embedded.decoding.prefix_cache import Match, Node, PrefixCache, Rows
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix
+from tests.examples import examples
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 
@@ -107,7 +108,7 @@ class AnyUse(RuleBasedStateMachine):
 
 
 TestAnyUse = AnyUse.TestCase
-TestAnyUse.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestAnyUse.settings = settings(max_examples=examples(80), stateful_step_count=25, deadline=None)
 
 
 @given(st.lists(prefixes, min_size=1, max_size=12), prefixes)

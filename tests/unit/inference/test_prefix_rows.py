@@ -19,6 +19,7 @@ from asyncrl.inference.embedded.model.cached_attention import Reach, tree_bias
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 TOGETHER = 10**9
@@ -140,7 +141,7 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
         return [[tensor[row, :, : len(each)] for tensor in held] for row, each in enumerate(found)]  # type: ignore[index]
 
     @given(st.lists(prefixes, min_size=1, max_size=9), st.sampled_from([None, TOGETHER]), st.integers(0, 99))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     def check(found: list[Prefix], pairs: int | None, seed: int) -> None:
         draw = Random(seed)
         bases = {prefix: draw.randrange(len(prefix)) for prefix in found}

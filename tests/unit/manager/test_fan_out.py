@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.manager.fleet.fan_out import ORIGIN, UPLOADS, FanOut, Fetch
+from tests.examples import examples
 
 
 def fan_of(hosts: int, *folders: str) -> FanOut:
@@ -150,7 +151,7 @@ def test_an_origin_that_began_again_is_no_source_before_it_has_it_again() -> Non
     assert fan.poll(0.0) == [Fetch(ORIGIN, "v1", None)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(2, 12), st.data())
 def test_all_have_it_in_the_end_whatever_fails_and_in_whatever_order(hosts: int, data: st.DataObject) -> None:
     fan, now, under_way = staged_at_the_origin(hosts), 0.0, list[Fetch]()

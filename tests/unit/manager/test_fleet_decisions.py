@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncrl.manager.fleet.decisions import BACKOFF, FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, ServerState, Target
+from tests.examples import examples
 
 LIMIT_S = 10.0
 NOTHING: dict[int, int] = {}
@@ -495,5 +496,5 @@ class AnyFaults(RuleBasedStateMachine):
         assert all(life.version == self.version for life in self.fleet.servers)
 
 
-AnyFaults.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+AnyFaults.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 test_every_server_gets_to_the_newest_version_after_any_faults = AnyFaults.TestCase

@@ -20,6 +20,7 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, ServerState, Target
 from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.settings import UpdateMode
+from tests.examples import examples
 
 LIMIT_S, BATCH, GUESTS = 10.0, 2, 2
 
@@ -262,7 +263,7 @@ def _fairly(world: World, steps: int) -> None:
     raise AssertionError(f"no {steps} steps: {world.phase}, {world.store}, {states}")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1 << 32), faults=st.sampled_from([0.0, 0.05, 0.3]))
 def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: int, faults: float) -> None:
     world, random = World(), Random(seed)

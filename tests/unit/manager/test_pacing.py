@@ -17,6 +17,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.pacing import LEAST_MARGIN, DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from tests.examples import examples
 
 
 @dataclass
@@ -182,11 +183,11 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=150, stateful_step_count=60)
+TestSchedules.settings = settings(max_examples=examples(150), stateful_step_count=60)
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_any_run_ends(seed: int) -> None:
     random = Random(seed)
     low = random.uniform(0.01, 5.0)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncrl.manager.messages import RouteRequest
 from asyncrl.manager.router import POLICIES, PrefixAffine, Router, ServerView
+from tests.examples import examples
 
 
 def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
@@ -231,5 +232,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.router._of_worker
 
 
-AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+AnyOrder.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)
 test_counts_never_leak = AnyOrder.TestCase

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.manager.rollouts.staleness_gate import TRAINED, WORKER_LOST, RolloutTicket, StalenessGate
+from tests.examples import examples
 
 
 def start(gate: StalenessGate, *names: str, owner: str = "w0") -> list[int | None]:
@@ -252,7 +253,7 @@ def test_memory_is_bounded_and_forgotten_rollouts_change_nothing() -> None:
     assert gate.books() == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chance=st.randoms(use_true_random=False))
 def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_finds(chance: Random) -> None:
     gate = StalenessGate(2, 2)

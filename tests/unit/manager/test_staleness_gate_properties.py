@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from tests.examples import examples
 
 PICK = st.integers(0, 10_000)
 
@@ -200,15 +201,15 @@ class FifoTrainer(ReportsArrive):
         return all(name in self.delivered for name in order[: self.gate.batch_size])
 
 
-TrainerAndWorkers.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
-WaitingTrainer.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
-FifoTrainer.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+TrainerAndWorkers.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
+WaitingTrainer.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
+FifoTrainer.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
 test_any_interleaving = TrainerAndWorkers.TestCase
 test_any_interleaving_under_wait = WaitingTrainer.TestCase
 test_any_interleaving_in_order = FifoTrainer.TestCase
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(batch=st.integers(1, 3), eta=st.integers(0, 4), chance=st.randoms(use_true_random=False))
 def test_waiting_never_lets_a_rollout_expire_when_the_newest_finish_first(batch: int, eta: int, chance: Random) -> None:
     """The hardest load for `blocking`: starts as many as allowed, and mostly the newest rollouts finish."""

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from asyncrl.master.data.step_plan import Dealing, assign, minibatches_of_groups
 from asyncrl.trainer.messages import RolloutRecord
+from tests.examples import examples
 
 
 def records(tokens: list[int], workers: list[int]) -> list[RolloutRecord]:
@@ -76,7 +77,7 @@ PLAIN = load_benchmark()
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObject) -> None:
     minibatches, ranks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
     groups = minibatches * data.draw(st.integers(1, 30))

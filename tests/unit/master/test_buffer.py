@@ -16,6 +16,7 @@ from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
+from tests.examples import examples
 
 
 def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str = "r", worker: int = 0) -> RolloutRecord:
@@ -170,7 +171,7 @@ def test_what_does_not_expire_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_what_expires_is_what_a_look_at_every_record_finds(policy: str, data: st.DataObject) -> None:
     """Holds for records that arrive late, are taken, or hold no token at all."""
@@ -264,7 +265,7 @@ class TestRandomHistories:
                 assert len(self.trained) == len(set(self.trained)) == len(self.buffer.used)
                 assert len(self.told) == len(set(self.told))
 
-        History.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+        History.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
         History.TestCase("runTest").runTest()  # type: ignore[no-untyped-call]
 
 

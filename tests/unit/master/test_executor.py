@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.settings import PolicyConfig
+from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.executor import ExecutionError, Executor, LateCall
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.messages import CallStats, RunCall
+from asyncrl.trainer.parallel.placement import placement
+from asyncrl.trainer.settings import RoleRanks
+from tests.examples import examples
 
 
 @dataclass
@@ -71,6 +77,21 @@ async def test_independent_calls_on_different_workers_overlap() -> None:
     assert "time/train_s" in stats
 
 
+async def test_policies_on_ranks_of_their_own_are_trained_at_the_same_time() -> None:
+    config, policy = ExperimentConfig(), PolicyConfig("judge", trained=True)
+    events = {}
+    for ranks in RoleRanks:
+        run = replace(config, policies=[replace(policy, ranks=ranks)])
+        graph, placed = load_graph(run), placement(run)
+        workers = Workers(placed.workers, rounds={("actor_train", 0): 9, ("judge/actor_train", placed.workers - 1): 9})
+        await Executor(graph, placed.routing_table().placement, list(workers), 1.0).run()
+        events[ranks] = [(edge, name) for edge, name in workers.events if name.endswith("actor_train")]
+    apart = [("begin", "actor_train"), ("end", "actor_train")]
+    judged = [("begin", "judge/actor_train"), ("end", "judge/actor_train")]
+    assert events[RoleRanks.shared] == [*apart, *judged]
+    assert events[RoleRanks.own] == [apart[0], judged[0], apart[1], judged[1]]
+
+
 async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
     workers = Workers(2, rounds={("left", 1): 50})
     await Executor(DIAMOND, {"actor": [0, 1], "ref": [0]}, list(workers), 1.0).run()
@@ -79,7 +100,7 @@ async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_two_calls_arrive_in_the_same_order_on_every_worker_that_gets_both(data: st.DataObject) -> None:
     number = data.draw(st.integers(2, 7))
@@ -125,7 +146,7 @@ async def test_a_late_call_is_named_with_its_limit() -> None:
 
 
 async def test_an_idle_policys_calls_are_left_out_and_statistics_of_others_are_named() -> None:
-    calls = [Call("train", "actor", "f"), Call("judge/train", "judge", "f", policy="judge")]
+    calls = [Call("judge/train", "judge", "f", policy="judge"), Call("train", "actor", "f", after=("judge/train",))]
     executor = Executor(Graph("g", tuple(calls)), {"actor": [0], "judge": [0]}, list(Workers(1)), 1.0)
     both, own, judge = [await executor.run(idle) for idle in ((), {"judge"}, {""})]
     assert set(own) == {"train", "time/train_s"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from asyncrl.comm.ledger_lines import (
     Abandoned,
     Admitted,
@@ -21,6 +23,8 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded, Retry
+from asyncrl.verify.audit.history import Entry
+from asyncrl.verify.audit.rules import Replay
 
 SETTINGS = RunSettings(train_batch_size=2, max_head_offpolicyness=1, on_stale="drop", workers=1, seed=0)
 BATCH = TrainBatch(version=0, min_version=0, records=())
@@ -69,6 +73,27 @@ def test_a_lost_rollout_comes_back_as_it_finishes_and_no_other_does() -> None:
         recorded.take(Finished(rollout, 3, 1.0))
     assert list(recorded.open) == ["r0"]
     assert recorded.books() == LedgerBooks(2, 0, {"stale": 1}, 0, 0, 1)
+
+
+@pytest.mark.parametrize("loss", ["worker_died", "lost_with_manager"])
+def test_a_lost_rollout_that_the_trainer_dropped_has_that_end_and_does_not_come_back(loss: str) -> None:
+    lines = [begin(), admitted(0), dropped(0, loss, PromptGoes.returned, 0), dropped(0, "stale", PromptGoes.used)]
+    recorded = fold(*lines[1:])
+    for _ in range(2):
+        assert recorded.books() == LedgerBooks(1, 0, {"stale": 1}, 0, 0, 0)
+        recorded.take(Finished("r0", 3, 1.0))
+    assert not recorded.open
+    assert audited(*lines) == []
+    assert audited(*lines[:3], dropped(0, "stale", PromptGoes.returned)) != []
+    assert audited(*lines, dropped(0, "stale", PromptGoes.used)) != []
+
+
+def audited(*lines: Line) -> list[str]:
+    """What the audit finds."""
+    found: list[str] = []
+    replay = Replay(None, lambda place, what: found.append(what))
+    replay.run(Entry(number, "ledger", line) for number, line in enumerate(lines, 1))
+    return found
 
 
 def test_a_trained_rollout_stays_trained_whatever_is_told_of_it() -> None:

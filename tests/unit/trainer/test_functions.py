@@ -359,6 +359,18 @@ def test_the_actor_waits_while_the_critic_warms_up(
     assert not torch.equal(weights(rank), before)
 
 
+@pytest.mark.parametrize("elsewhere", [(), ("critic",)])
+def test_the_actor_waits_for_a_critic_on_other_ranks_too(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, elsewhere: tuple[str, ...]
+) -> None:
+    config.algorithm.critic.warmup_steps = 1
+    rank, batch = make_rank(config), make_batch(version=0)
+    batch["advantages"] = torch.ones_like(batch["behave_logprobs"])
+    call = context(config, rank, "actor_train", reads=("advantages",), roles=elsewhere)
+    batch["prox_logprobs"] = batch["behave_logprobs"]
+    assert (run_call(find_function("actor_train"), call, batch)["optimizer/steps"] > 0) == (elsewhere == ())
+
+
 def test_the_filter_keeps_groups_by_its_verdict(
     config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
 ) -> None:

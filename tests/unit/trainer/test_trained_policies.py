@@ -12,13 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from asyncrl.algorithms.spec import ValueNormalisation
 from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Sample, SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError
+from asyncrl.config.setting import ChoiceConfig, ConfigError
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.step_plan import Dealing, assign
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.executor import column_moves
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
@@ -26,9 +28,10 @@ from asyncrl.trainer.batches.policy_parts import parts_of_policies
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
 from asyncrl.trainer.model.loading import load_causal_lm
-from asyncrl.trainer.parallel.placement import model_of, placement, role_placement
+from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
 from asyncrl.weights.checkpoints.store import read_state
 
@@ -69,7 +72,7 @@ def loop_of(folder: Path, judge: ReferenceConfig, agent: Agent) -> ReferenceTrai
 
 def reports_of(folder: Path, judge: ReferenceConfig, agent: Agent) -> list[StepReport]:
     loop = loop_of(folder, judge, agent)
-    return [loop.train_step() for _ in range(4)]
+    return [loop.train_step() for _ in range(2)]
 
 
 def test_a_policy_with_learning_rate_0_is_a_frozen_one(qwen_dir: Path) -> None:
@@ -128,6 +131,61 @@ def test_the_graph_has_the_calls_of_each_policy_with_roles_of_its_own(
     assert model_of(run, graph, "judge/ref") == str(llama_dir)
     assert role_placement(run, "judge")[1].parallel is None
     assert set(placement(run, graph).grids.values()) == {placement(run, graph).actor}
+
+
+def test_a_policy_and_its_roles_have_ranks_of_their_own_where_it_asks_for_them(
+    config: ExperimentConfig, llama_dir: Path
+) -> None:
+    algorithm = {"graph": "ppo", "kl_coef": 0.1, "critic": {"parallel": "t2"}, "reference": {"ranks": "own"}}
+    config.trainer.parallel, config.algorithm.kl_coef = "d3", 0.1
+    run = with_judge(config, path=str(llama_dir), ranks=RoleRanks.own, parallel="d2", algorithm=algorithm)
+    placed = placement(run)
+    assert {role: (str(grid.layout), [*grid.members]) for role, grid in placed.grids.items()} == {
+        "actor": ("d3", [0, 1, 2]),
+        "judge": ("d2", [3, 4]),
+        "ref": ("d3", [0, 1, 2]),
+        "judge/ref": ("d2", [5, 6]),
+        "judge/critic": ("t2", [3, 4]),
+    }
+    assert {role: layout_setting(run, role) for role in placed.roles} == {
+        "actor": "trainer.parallel",
+        "judge": "policies.judge.parallel",
+        "ref": "trainer.parallel",
+        "judge/ref": "policies.judge.algorithm.reference.parallel",
+        "judge/critic": "policies.judge.algorithm.critic.parallel",
+    }
+    assert layout_setting(with_judge(config), "judge") == "trainer.parallel"
+    assert layout_setting(with_judge(config, ranks=RoleRanks.own), "judge/ref") == "policies.judge.parallel"
+
+
+def test_a_shared_critic_values_the_samples_of_all_before_it_is_trained_on_any(config: ExperimentConfig) -> None:
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae")
+    run = with_judge(config, shared_critic=True, ranks=RoleRanks.own, train_every=2)
+    order = [call.name for call in load_graph(run).order() if call.role == "critic"]
+    assert order == ["critic_inf", "judge/critic_inf", "critic_train", "judge/critic_train"]
+    before = load_graph(run).predecessors()
+    assert before["critic_train"] >= {"critic_inf", "judge/critic_inf"}
+    assert before["judge/critic_train"] >= {"judge/critic_inf", "critic_train"}
+    assert placement(run).grids["critic"] == placement(run).actor
+    steps = run.total_train_steps * run.trainer.ppo_minibatches
+    assert (run.optimizer_steps, run.critic_optimizer_steps) == (steps, steps + steps // 2)
+    assert config.critic_optimizer_steps == config.optimizer_steps
+    moves = column_moves(load_graph(run), placement(run).grids)
+    assert {(move.keys, move.policy) for each in moves.values() for move in each} == {
+        (("values",), "judge"),
+        (("returns", "value_mask"), "judge"),
+    }
+
+
+def test_a_shared_critic_is_one_model_with_one_normalisation(config: ExperimentConfig) -> None:
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae")
+    config.algorithm.critic.value_norm = ValueNormalisation.running
+    run = with_judge(config, shared_critic=True, algorithm={"aggregation": {"name": "seq_mean_token_mean"}})
+    rank = build_rank(run, load_graph(run), World(), torch.device("cpu"))
+    assert [*rank.engines] == ["actor", "judge", "critic"]
+    assert rank.engines_of("judge") == {"actor": rank.engines["judge"], "critic": rank.engines["critic"]}
+    assert rank.states["judge"].value_norm is rank.state.value_norm is not None
+    assert rank.changing == ("actor", "judge", "critic")
 
 
 def sample(reward: float, group: str = "", episode: int = 0) -> Sample:

@@ -67,24 +67,25 @@ class ShardedLoader(EngineLoader):
             built = build_policy(path, plan)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
-            engine = self._engine(optimizer, tied=built.tied is not None and lora is None)
+            steps = self._config.optimizer_steps
+            engine = self._engine(optimizer, steps, tied=built.tied is not None and lora is None)
             allowed = token_ids(self._config.rollout.sampling.allowed_token_ids)
             return ShardedPolicyEngine(built, plan, temperature=temperature, allowed=allowed, **engine)
 
         return self._place.everyone.together(build, f"building the language model in {path}")
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
-        return self._value(path, build_critic, optimizer)
+        return self._value(path, build_critic, optimizer, self._config.critic_optimizer_steps)
 
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ShardedValueEngine:
-        return self._value(path, build_reward_model, optimizer)
+        return self._value(path, build_reward_model, optimizer, self._config.optimizer_steps)
 
     def _value(
-        self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None
+        self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None, steps: int
     ) -> ShardedValueEngine:
         plan = self._plan(path, self._config.model.dtype, trained=optimizer is not None)
         return self._place.everyone.together(
-            lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, tied=False)),
+            lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, steps, tied=False)),
             f"building the value model in {path}",
         )
 
@@ -116,8 +117,7 @@ class ShardedLoader(EngineLoader):
             context=self._place.grid.context,
         )
 
-    def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
-        steps = self._config.optimizer_steps
+    def _engine(self, optimizer: OptimizerConfig | None, steps: int, tied: bool) -> dict[str, Any]:
         return {
             "place": self._place,
             "neighbours": self._neighbours,

@@ -35,6 +35,7 @@ from asyncrl.plugins.chat.request import ChatLimits, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.templates.chat import ChatError
+from tests.examples import examples
 
 from .conftest import TEMPLATES, FakePolicy
 
@@ -128,7 +129,7 @@ async def test_two_hundred_episodes_of_three_turns_do_not_drift(chat_format: Mak
     assert drifting > 180, "the policy's tokens are not those of the tokenizer, so that a drift would show"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     chat_format: MakeFormat, prompt: Prompt, data: st.DataObject
@@ -156,7 +157,7 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     assert client.metrics.get("chat/drift_text", 0) == 0
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
     chat_format: MakeFormat, prompt: Prompt, data: st.DataObject

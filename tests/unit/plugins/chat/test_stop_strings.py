@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, completed_by_last, kept_tokens
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
+from tests.examples import examples
 
 LETTERS = "ab</>\u00e9\u4f60\U0001f600"
 TEXT = st.text(st.sampled_from(LETTERS), min_size=1, max_size=12)
@@ -24,7 +25,7 @@ def first_with(ids: Sequence[int], strings: Sequence[str]) -> int | None:
     return next((n for n in range(1, len(ids) + 1) if any(s in as_bytes(ids[:n]) for s in strings)), None)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=TEXT, strings=st.lists(TEXT.map(lambda text: text[:4]), min_size=1, max_size=3), drop=st.integers(0, 3))
 def test_the_first_token_that_completes_a_string_is_the_last_kept(text: str, strings: list[str], drop: int) -> None:
     """Also where a character is split over tokens and the answer ends or begins within one."""

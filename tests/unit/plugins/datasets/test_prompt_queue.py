@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from tests.examples import examples
 
 
 def run_without_lag(
@@ -44,7 +45,7 @@ def run_without_lag(
     return batches, sorted(played)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(), st.integers(), st.integers(4, 12), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
 def test_without_lag_batches_do_not_depend_on_when_rollouts_end(
     one: int, other: int, rows: int, batch: int, rejected: float
@@ -60,7 +61,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(MOVES)
 def test_a_prompt_waits_if_and_only_if_it_is_neither_used_nor_live(moves: list[tuple[str, int]]) -> None:
     """And a queue made of what is used and of the tries of what waits hands out the same prompts as this one."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.plugins.rewards import math_answer
 from asyncrl.plugins.rewards.math_answer import answers_agree, as_number, final_answer, math_answer_reward
+from tests.examples import examples
 
 GSM8K_ROW = {"answer": "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\n#### 1,200"}
 GSM8K_TEST = [folder / "shared/data/gsm8k/test.jsonl" for folder in Path(__file__).resolve().parents]
@@ -189,7 +190,7 @@ def test_any_of_several_answers_is_right_and_a_row_without_one_is_an_error() -> 
             math_answer_reward(row, r"\boxed{None}")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.text(max_size=60))
 def test_no_completion_raises(completion: str) -> None:
     assert math_answer_reward(GSM8K_ROW, completion, last_number=True) in (0.0, 1.0)

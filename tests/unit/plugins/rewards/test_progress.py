@@ -23,6 +23,7 @@ from asyncrl.plugins.rewards.progress import (
     spearman,
     srpo_rewards,
 )
+from tests.examples import examples
 
 
 def siirls(points, won, eps):  # type: ignore[no-untyped-def]
@@ -102,7 +103,7 @@ def filled(points, won, versions, order, **kept):  # type: ignore[no-untyped-def
 
 
 @given(points_and_outcomes)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_references_of_one_version_are_siirls_batch(drawn) -> None:  # type: ignore[no-untyped-def]
     points, won, versions, order = drawn
     references, episodes = filled(points, won, versions * 0, order)
@@ -112,7 +113,7 @@ def test_references_of_one_version_are_siirls_batch(drawn) -> None:  # type: ign
 
 
 @given(points_and_outcomes, st.integers(1, 4), st.integers(0, 6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_reward_depends_on_what_is_kept_and_not_on_the_order_in_which_it_came(  # type: ignore[no-untyped-def]
     drawn, keep: int, max_staleness: int
 ) -> None:

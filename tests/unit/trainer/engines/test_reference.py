@@ -36,7 +36,8 @@ from asyncrl.trainer.trajectories.inbox import record_of
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
-STEPS = 8
+STEPS = 5
+"""With a staleness of 2, the last three are of rollouts of older weights."""
 WEIGHTED = """
 from dataclasses import replace
 

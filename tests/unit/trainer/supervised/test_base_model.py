@@ -8,6 +8,7 @@ import stat
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.supervised import base_model
 from asyncrl.trainer.supervised.base_model import (
     SHIPPED_DIR,
     SHIPPED_FILE,
@@ -31,6 +33,13 @@ from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig, SFTPhaseConfig
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def made_from_what_is_imported(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+    """The process that trains a model begins with what the tests have imported; a wheel's run starts it anew."""
+    monkeypatch.setattr(base_model, "sys", SimpleNamespace(executable=warm_python))
+
 
 SHIPPED = ("sft", "tool_calculator_base")
 TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -156,7 +165,7 @@ def test_the_first_start_copies_the_packages_model(
 
 @pytest.mark.parametrize("experiment", SHIPPED)
 def test_the_recipe_begins_as_it_did_when_the_packages_model_was_made(experiment: str, tmp_path: Path) -> None:
-    expected, losses = shipped_record(experiment)["first_losses"], []
+    expected, losses = shipped_record(experiment)["first_losses"][:5], []
 
     class Enough(Exception):
         pass

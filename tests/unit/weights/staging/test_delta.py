@@ -14,6 +14,7 @@ from asyncrl.weights.model_files.tensor_file import write_tensors
 from asyncrl.weights.staging import delta as module
 from asyncrl.weights.staging.delta import DeltaError, apply_delta, worth_a_delta, write_delta
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, file_entry
+from tests.examples import examples
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("deltas")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(old=st.binary(max_size=700), changes=st.dictionaries(st.integers(0, 699), st.integers(0, 255), max_size=9))
 def test_any_file_comes_back(folder: Path, old: bytes, changes: dict[int, int]) -> None:
     new = bytearray(old)
@@ -44,7 +45,7 @@ def test_any_file_comes_back(folder: Path, old: bytes, changes: dict[int, int]) 
         assert not paths[2].exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(place=st.integers(0, 10_000), value=st.integers(1, 255), cut=st.booleans())
 def test_a_damaged_delta_is_refused_or_leads_to_another_checksum(
     folder: Path, place: int, value: int, cut: bool

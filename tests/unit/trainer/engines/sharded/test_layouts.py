@@ -152,7 +152,7 @@ def _whole(parameter: Any) -> Any:
 
 
 CASES = [  # a layout of all three kinds has every pair of them; each kind is there by itself too, of one model
-    *(("qwen3", layout) for layout in ("d1", "t2p2")),
+    ("qwen3", "d1"),  # norms of queries and keys over slices: qwen3_moe; a head of its own over stages: mixtral
     *(("qwen2", layout) for layout in ("r2d2", "d2t2p2")),
     *(("qwen3+lora4", layout) for layout in ("d1", "t2p2")),  # with d2: merged
     ("llama+lora4", "t4"),
@@ -170,8 +170,8 @@ CASES = [  # a layout of all three kinds has every pair of them; each kind is th
 
 
 @pytest.fixture(scope="module")
-def trained_alone() -> dict[tuple[str, bool], dict[str, Any]]:
-    """By model, and whether layers are computed again: what one process makes of it."""
+def trained_alone() -> dict[tuple[str, bool, int], dict[str, Any]]:
+    """By model, whether layers are computed again, and passes over the batch: what one process makes of it."""
     return {}
 
 
@@ -187,13 +187,13 @@ def test_any_layout_trains_as_one_process_does(
     config.rollout.sampling.allowed_token_ids = "0-3,5-8,16" if how == "allowed" else ""
     # A stage's layers are computed again after another micro-batch went through them.
     config.trainer.gradient_checkpointing = how == "replay" and "p" in layout
-    config.algorithm.graph = "ppo"
-    config.algorithm.advantage.name = "gae"
+    if not how:  # a critic is laid out by the layout and the model alone
+        config.algorithm.graph, config.algorithm.advantage.name = "ppo", "gae"
     config.algorithm.kl_coef = 0.1
     config.algorithm.entropy_coef = 0.01
     config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
-    config.trainer.ppo_epochs = 2 if model == "qwen2" else 1
-    case = model, config.trainer.gradient_checkpointing
+    config.trainer.ppo_epochs = 2 if layout == "r2d2" else 1
+    case = model, config.trainer.gradient_checkpointing, config.trainer.ppo_epochs
     if case not in trained_alone:
         trained_alone[case] = train(config, World())
     alone = trained_alone[case]
@@ -216,7 +216,9 @@ def test_any_layout_trains_as_one_process_does(
         # Adapters are a third of such a small model, and half of each is in all slices.
         most = 1.7 if (model, layout) == ("llama+lora4", "t4") else 1.3
         assert 0.98 * flops <= together <= most * flops, role
-    for role in ("actor", "critic"):
+    trained = {"actor", "critic"} & alone.keys()
+    assert len(trained) == (1 if how else 2)
+    for role in trained:
         found = {name: pair for told in spread for name, pair in told[role].items()}
         assert found.keys() == alone[role].keys()
         largest = max(abs(grad).max() for grad, _ in alone[role].values())

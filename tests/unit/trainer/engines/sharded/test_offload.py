@@ -121,29 +121,7 @@ def settings_of(case: str, config: ExperimentConfig) -> str:
 
 
 @pytest.mark.parametrize("case", ["d1 bf16 ema", "d1 lora", "d2 bf16 ema recomputed", "t2 lora", "p2"])
-def test_idle_roles_in_host_memory_train_as_they_do_on_the_device(
-    case: str, everything: ExperimentConfig, on_ranks: Any, train: Train, tmp_path: Path
-) -> None:
-    config, spread = everything, settings_of(case, everything)
-    config.trainer.parallel = spread
-
-    def both(world: World) -> list[dict[str, Any]]:
-        told = []
-        for offload in (False, True):
-            config.trainer.offload = offload
-            told.append(train(config, world, tmp_path / f"offload-{offload}"))
-        return told
-
-    for kept, away in [both(World())] if spread == "d1" else on_ranks(config, both):
-        assert all(kept["on device"])
-        assert away["on device"] == [0, 0, 0, 0], "nothing is left on the device while a role is idle"
-        for mine, theirs in zip(away.pop("stats"), kept.pop("stats"), strict=True):
-            assert mine == theirs
-        same(away, kept)
-
-
-@pytest.mark.parametrize("case", ["d1 bf16", "d2 lora", "t2"])
-def test_moments_in_host_memory_are_those_on_the_device(
+def test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device(
     case: str,
     everything: ExperimentConfig,
     on_ranks: Any,
@@ -151,25 +129,29 @@ def test_moments_in_host_memory_are_those_on_the_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where a parameter takes many pieces, and where the roles are off-loaded too."""
+    """The roles alone, and with moments that are always there, of which a parameter takes many pieces."""
     config, spread = everything, settings_of(case, everything)
     config.trainer.parallel = spread
     config.optimizer.weight_decay = 0.1
     config.optimizer.schedule, config.optimizer.warmup_steps = LearningRateSchedule.cosine, 3
     monkeypatch.setattr(adamw, "PIECE", 64)
 
-    def both(world: World) -> list[dict[str, Any]]:
+    def all_ways(world: World) -> list[dict[str, Any]]:
         told = []
-        for moments_on in KeptOn:
+        for offload, moments_on in ((False, KeptOn.device), (True, KeptOn.device), (True, KeptOn.host)):
+            config.trainer.offload = offload
             config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
-            config.trainer.offload = moments_on == KeptOn.host
-            told.append(train(config, world, tmp_path / moments_on))
+            told.append(train(config, world, tmp_path / f"{offload}-{moments_on}"))
         return told
 
-    for kept, away in [both(World())] if spread == "d1" else on_ranks(config, both):
-        for mine, theirs in zip(away.pop("stats"), kept.pop("stats"), strict=True):
-            assert mine == theirs
-        same(away, kept)
+    for kept, *others in [all_ways(World())] if spread == "d1" else on_ranks(config, all_ways):
+        assert all(kept["on device"])
+        stats = kept.pop("stats")
+        for away in others:
+            assert away["on device"] == [0, 0, 0, 0], "nothing is left on the device while a role is idle"
+            for mine, theirs in zip(away.pop("stats"), stats, strict=True):
+                assert mine == theirs
+            same(away, kept)
 
 
 def test_only_moments_on_the_device_are_taken_off_it(everything: ExperimentConfig) -> None:

@@ -109,6 +109,39 @@ def test_columns_cross_between_grids_in_both_directions(
     assert not any(on_ranks(config, move))
 
 
+def test_columns_of_a_policys_samples_cross_where_not_every_rollout_has_one(
+    config: ExperimentConfig, make_trajectories: Any, on_ranks: Any
+) -> None:
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae")
+    config.trainer.parallel = "d2"
+    config.algorithm.critic.parallel, config.algorithm.critic.ranks = "d3", RoleRanks.own
+    rollouts = {each.rollout_id: each for each in make_trajectories(groups=ROLLOUTS, group_size=3)}
+    names = list(rollouts)
+    judged = [names[1], names[3], names[4]]  # two are on one rank of the critic, and one of its ranks has none
+
+    def move(world: World) -> list[int]:
+        """Return the numbers of rollouts in the batch of each grid that this rank is in."""
+        cuts = [[Assignment(name, row % 2, row % data, (0,)) for row, name in enumerate(names)] for data in (2, 3)]
+        shares = {grid: share.keeping(judged) for grid, share in shares_of(cuts, world).items()}
+        batches = {
+            grid: build_step_batch(
+                [rollouts[name] for name in share.rollout_ids], share.minibatches, version=3, num_minibatches=1
+            )
+            for grid, share in shares.items()
+        }
+        source, target = world.placement.grid("actor"), world.placement.grid("critic")
+        if source in batches:
+            for key, column in columns_of(batches[source]).items():
+                batches[source][key] = column
+        move_columns(MoveColumns(COLUMNS, "actor", "critic"), world, shares, batches)
+        if target in batches and batches[target].num_seqs:
+            for key, expected in columns_of(batches[target]).items():
+                assert torch.equal(batches[target][key], expected), key
+        return [len(share.rollout_ids) for share in shares.values()]
+
+    assert on_ranks(config, move) == [[1], [2], [1], [2], [0]]
+
+
 def test_trajectories_come_to_the_heads_of_each_grid_in_data_order_and_to_no_other_rank(
     config: ExperimentConfig, make_trajectories: Any, on_ranks: Any
 ) -> None:

@@ -1,0 +1,129 @@
+"""Calls to generation servers that end early: the server left service, or the call takes long and is aborted.
+
+A server must not be silent. After half of the time limit a call's requests are aborted: a live server returns what it
+has generated. A server that does not answer in the other half either has failed. The manager reports servers that left
+service; calls to them end at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.http.calls import HttpError, HttpTimeout
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
+
+LOSS_HOLD_S = 5.0
+"""Longest time, in s, that one call waits at the manager for a server to be lost."""
+_BACKOFF = Backoff(0.1, 5.0)
+_ABORT_LIMIT_S = 2.0
+_ABORTS = 4
+"""Aborts of a call that takes too long: a server that was just paused may forget an abort."""
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class ServerLost(HttpError):
+    """The manager reported that the server left service."""
+
+
+class ServerCalls:
+    """Calls in flight, by server. Use it from one event loop, between `start` and `close`.
+
+    Args:
+        manager: reports servers that left service.
+        timeout_s: time limit of one call in seconds.
+    """
+
+    def __init__(self, manager: ManagerClient, timeout_s: float) -> None:
+        self._manager, self._timeout_s = manager, timeout_s
+        self._calls_to: dict[str, set[asyncio.Task[Any]]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Follow the manager's reports of lost servers."""
+        self._watcher = asyncio.create_task(self._watch_losses())
+
+    async def close(self) -> None:
+        """Stop following the reports, and finish the pending aborts."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_LIMIT_S)
+
+    async def run(self, server: GenerationServerClient, rids: Sequence[str], answers: Coroutine[Any, Any, _T]) -> _T:
+        """Await `answers` of `server`. Its requests `rids` are aborted if they take long, time out or are cancelled.
+
+        Raises:
+            ServerLost: the manager reports that the server left service.
+            HttpError: the call failed.
+        """
+        call = asyncio.create_task(answers)
+        calls = self._calls_to.setdefault(server.url, set())
+        calls.add(call)
+        try:
+            half_s = self._timeout_s / 2
+            await asyncio.wait({call}, timeout=half_s)
+            while not call.done():
+                self._in_background(self._abort(server, rids, half_s))
+                await asyncio.wait({call}, timeout=half_s / _ABORTS)
+            return call.result()
+        except HttpTimeout:
+            self._in_background(self._abort(server, rids))
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if call.cancelled() and task is not None and not task.cancelling():  # by `_watch_losses`
+                raise ServerLost(f"{server.url} left service") from None
+            call.cancel()
+            self._in_background(self._abort(server, rids))
+            raise
+        finally:
+            calls.discard(call)
+            if not calls:
+                self._calls_to.pop(server.url, None)
+
+    async def _watch_losses(self) -> None:
+        """Follow the manager's reports of lost servers, and end the calls to them.
+
+        Also serves as this worker's heartbeat.
+        """
+        after, failures = -1, 0
+        while True:
+            try:
+                lost = await self._manager.lost_servers(after, LOSS_HOLD_S)
+            except (HttpError, ManagerGone) as error:  # shows where its answers are needed
+                failures += 1
+                _log.warning("the manager does not answer which servers were lost: %s", error)
+                await asyncio.sleep(_BACKOFF.delay(failures))
+                continue
+            after, failures = lost.seq, 0
+            for url in lost.urls:
+                for call in list(self._calls_to.get(url.rstrip("/"), ())):
+                    call.cancel()
+
+    async def _abort(
+        self, server: GenerationServerClient, rids: Sequence[str], limit_s: float = _ABORT_LIMIT_S
+    ) -> None:
+        """Abort requests on a server, best effort.
+
+        Each is named by its whole id: SGLang accepts a prefix only if the prefix is itself a live id.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.gather(*(server.abort(rid) for rid in rids))
+        except (HttpError, TimeoutError) as error:
+            _log.info("%s could not be asked to abort: %s", server.url, error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
