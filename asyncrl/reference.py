@@ -202,7 +202,7 @@ class Actor:
     def __init__(self, config: ReferenceConfig, model: PreTrainedModel, critic: Critic | None = None) -> None:
         self.config, self.model, self.critic = config, model, critic
         self.baselines: dict[str, float] = {}
-        """Of the advantage estimator, by role, where it has any."""
+        """Baselines of the advantage estimator by role, if it has any."""
         self.objective = Objective(config.objective, resolve)
         self.value_objective = value_functions.ValueObjective(Choice("clipped"), config.objective.aggregation, resolve)
         self.optimizer = adamw(config, model, config.lr)

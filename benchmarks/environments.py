@@ -1,4 +1,4 @@
-"""How many environments one RolloutWorker plays at once, and what that costs.
+"""Number of environments that one RolloutWorker plays at once, and its costs.
 
     python benchmarks/environments.py [--number 200] [--how loop process vectorized]
 

@@ -56,7 +56,7 @@ TARGET_RATIO = 1.3
 ENVIRONMENT = MALLOC | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 START_S, UPDATE_S = 600.0, 600.0
 COPIES_IN_MEMORY = {"float32": 4, "bfloat16": 3}
-"""Of the weights: the trainer's, the server's, the page cache, and in fp32 what the server has packed for oneDNN."""
+"""Copies of the weights: the trainer's, the server's, the page cache; in fp32 also the server's, packed for oneDNN."""
 HELD_BYTES = 1 << 30
 """Most that plain reading holds of what it has read: the whole of all models but the largest."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -43,7 +43,7 @@ class PolicyLossInputs:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """The user's columns (`rollout.columns`), [T] each; one of samples is repeated for its tokens."""
     selection: SelectionOutput | None = None
-    """What the spec's selection chose of these tokens, over the whole minibatch."""
+    """Tokens that the spec's selection chose over the whole minibatch."""
 
     @property
     def required_prox_T(self) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 _PROBE = 8
 """Rows of the probe."""
 _ROUNDINGS = 4
-"""How far both may be apart, in roundings of the largest value: each rounds two or three times."""
+"""Largest difference of the two, in roundings of the largest value: each rounds two or three times."""
 
 
 def fuse_norms(

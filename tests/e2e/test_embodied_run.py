@@ -27,7 +27,7 @@ def test_the_demo_trains_with_srpos_reward_and_survives_a_killed_encoder_and_a_k
         train_batch_size=4,
         group_size=8,
         env__run_in="process",
-        env__processes=16,
+        env__processes=8,
         rewards="[{name: srpo, path: 'asyncrl.plugins.rewards.srpo:SRPOReward', args: {encoder: server}}]",
         rollout__encoder__servers=1,
         rollout__encoder__args=f"{{folder: {ENCODER}}}",

@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "a critic in slices on the ranks of a sharded actor": {
         "trainer__parallel": "d2",
         "algorithm__critic__parallel": "t2",
+        "algorithm__critic__warmup_steps": "1",
         "profile__steps": "[2]",
         "profile__ranks": "[0,1]",
     },
@@ -36,22 +37,25 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "tensor slices, and a critic in stages on ranks of its own": {
         "trainer__parallel": "t2",
         "algorithm__critic__parallel": "p2",
+        "algorithm__critic__warmup_steps": "0",
         "algorithm__critic__ranks": "own",
     },
 }
-WITH_CRITIC = {"algorithm__graph": "ppo", "algorithm__advantage__name": "gae"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_trains_in_any_layout(start_run: Any, name: str) -> None:
-    """Finite losses, balanced books, every version published."""
+    """Finite losses, balanced books, every version published; a critic with a warm-up is trained alone at first."""
     layout = LAYOUTS[name]
-    with_critic = WITH_CRITIC if any("critic" in setting for setting in layout) else {}
-    run = start_run(**layout, **with_critic, total_train_steps=3, eval__interval=0)
+    with_critic = any("critic" in setting for setting in layout)
+    experiment = "async_ppo_critic" if with_critic else "async_ppo"
+    run = start_run(experiment, **layout, total_train_steps=3, eval__interval=0)
     assert run.wait() == 0, run.output + run.logs()
     rows = run.rows()
     assert [row["policy_version"] for row in rows] == [1, 2, 3]
-    check_losses(rows, with_critic=bool(with_critic))
+    warmup = int(layout.get("algorithm__critic__warmup_steps", 0))
+    assert [row["optimizer/steps"] > 0 for row in rows] == [step >= warmup for step in range(3)]
+    check_losses(rows, with_critic=with_critic)
     books = run.summary()["books"]
     assert books["trained"] == 3 * 4
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 LIMIT_S = 120.0
 
 
-def test_the_command_serves_a_folder_and_ends_on_sigterm(tmp_path: Path) -> None:
+def test_the_command_serves_a_folder_and_ends_on_sigterm(tmp_path: Path, warm_python: str) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=20,
@@ -28,7 +28,7 @@ def test_the_command_serves_a_folder_and_ends_on_sigterm(tmp_path: Path) -> None
         max_position_embeddings=64,
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "asyncrl.inference.embedded", "--model-path", str(tmp_path), "--port", "0"]
+    command = [warm_python, "-m", "asyncrl.inference.embedded", "--model-path", str(tmp_path), "--port", "0"]
     command += ["--skip-tokenizer-init", "--api-key", "k", "--weight-version", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:

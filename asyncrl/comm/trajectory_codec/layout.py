@@ -54,7 +54,7 @@ class PicturesHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """SHA-256 and size in bytes of each picture, once."""
     prompt: list[Span] = []
     samples: list[list[Span]] = []
-    """Of each sample, at positions after the prompt; empty where all are the prompt's."""
+    """Spans of each sample, at positions after the prompt; empty if all are the prompt's."""
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):

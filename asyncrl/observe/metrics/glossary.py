@@ -866,7 +866,7 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("servers_quarantined", "gserver_manager", "servers", "Servers that are left out after a fault."),
 )
 NO_FIGURES = frozenset({"at", "pid", "stage", "since", "ended"})
-"""What else a line of `observed/` has: when and by whom it was written, and what the process does."""
+"""Further keys in a line of `observed/`: its time, the process that wrote it, and the process's activity."""
 _FIGURES = {figure.name: figure for figure in OBSERVED}
 
 

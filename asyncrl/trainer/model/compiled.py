@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOKENWISE = ("RMSNorm", "LayerNorm", "MLP")
-"""How transformers' classes end that work token by token, whatever the model."""
+"""Endings of the names of transformers' classes that work token by token, in any model."""
 BACKEND: str | Callable[..., Any] = "inductor"
 """torch's name of the compiler, or a function that stands for it."""
 

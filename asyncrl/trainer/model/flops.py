@@ -39,7 +39,7 @@ _QUERIES = ("q_proj.weight", "q_b_proj.weight", "qkv_proj.weight")
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NO_LAYER = sys.maxsize
-"""Of a model of which only what comes after its layers is trained."""
+"""First trained layer of a model if only parameters after its layers are trained."""
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
 
 

@@ -77,7 +77,7 @@ class ParityTestable(Protocol):
         """An engine that computes `network` as this one computes its own."""
 
     pictures: Pictures | None
-    """Of `network`; None: it is used for text alone."""
+    """Pictures of `network`; None if it is used for text alone."""
 
     def plain(self, tokens: Tokens) -> Tensor:
         """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""

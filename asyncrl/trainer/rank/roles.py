@@ -67,7 +67,7 @@ class TrainingRank:
         return self._named(policy, self.world.placement.roles).keys()
 
     def _named(self, policy: str, roles: Iterable[str]) -> dict[str, str]:
-        """Of `roles`, those of a policy: by their name for the run's own policy, their name in the run."""
+        """Return the policy's roles among `roles`: from the name of the run's own policy's role to the policy's."""
         if not policy:
             return {name: name for name in roles}
         shared = {CRITIC} if policy in self.critic_sharers else set()

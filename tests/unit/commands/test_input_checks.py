@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,11 +168,11 @@ def test_evaluation_does_not_take_the_training_file_silently(write: Write) -> No
 
 @pytest.mark.parametrize("command", [["--dry-run"], []])
 def test_bad_data_ends_the_command_with_2_before_anything_is_made(
-    tmp_path: Path, write: Write, command: list[str]
+    tmp_path: Path, write: Write, command: list[str], warm_python: str
 ) -> None:
     root, bad = tmp_path / "root", write(GOOD, "{")
     settings = [f"dataset.path={bad}", f"eval.path={bad}", f"fileroot={root}"]
-    line = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *command]
+    line = [warm_python, "-m", "asyncrl.launch", "async_ppo", *settings, *command]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=170, check=False)
     assert ended.returncode == 2
     assert f"error: dataset.path='{bad}': {bad}:2 is not JSON" in ended.stderr

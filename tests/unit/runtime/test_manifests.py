@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -251,18 +250,18 @@ SETTINGS = (
 )
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asyncrl.launch", *SETTINGS, *arguments]
+def launch(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [python, "-m", "asyncrl.launch", *SETTINGS, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
 
 
-def test_a_dry_run_prints_what_kubectl_applies_and_a_run_out_of_a_pod_says_so() -> None:
-    printed = launch("--dry-run")
+def test_a_dry_run_prints_what_kubectl_applies_and_a_run_out_of_a_pod_says_so(warm_python: str) -> None:
+    printed = launch(warm_python, "--dry-run")
     assert printed.returncode == 0, printed.stderr
     objects = list(yaml.safe_load_all(printed.stdout))
     check_objects(objects)
     assert container_of(jobs_of(objects)["launcher"])["command"] == ["python", "-m", "asyncrl.launch", *SETTINGS]
     assert "#   generation_server/0  on far, " in printed.stdout
-    refused = launch()
+    refused = launch(warm_python)
     assert refused.returncode == 2
     assert "system.launcher='kubernetes': the launcher runs in a pod; --dry-run prints" in refused.stderr

@@ -175,7 +175,7 @@ class RowTensors:
     sources_B: Tensor
     """A slot of each row."""
     targets: Targets
-    """Where the slots' prefixes are in the rows."""
+    """Places of the slots' prefixes in the rows."""
 
     @classmethod
     def of(
