@@ -53,8 +53,10 @@ async def _not_evaluated(name: str, version: int) -> Any:
     raise AssertionError(f"version {version} is not to be evaluated on {name}")
 
 
-NO_EVALUATIONS: Any = (lambda version, path: None, _not_evaluated, lambda version: (), lambda *_: None)
-"""First arguments of a `VersionAnnouncer` for runs without evaluations."""
+def without_evaluations() -> VersionAnnouncer:
+    """Return the announcer of a run in which no version is evaluated."""
+    clock = asyncio.get_running_loop().time
+    return VersionAnnouncer(lambda version, path: None, _not_evaluated, lambda version: (), lambda *_: None, clock)
 
 
 def device_turns(
@@ -67,7 +69,7 @@ def device_turns(
     collector: Collector,
 ) -> DeviceTurns:
     """Return the turns of the trainer and its guests; without guests they take no time."""
-    turns, stop, clock = Turns(decisions, runner), asyncio.Event(), asyncio.get_running_loop().time
-    limits: Any = (setup.step_limit_s, clock, stop, lambda: 0.0)
-    stall = StallWatch(*limits, manager, buffer, collector, lambda: False)
+    turns, stop = Turns(decisions, runner), asyncio.Event()
+    clock: Any = asyncio.get_running_loop().time
+    stall = StallWatch(setup.step_limit_s, clock, stop, lambda: 0.0, manager, buffer, collector, starting=lambda: False)
     return DeviceTurns(turns, turns, stall, announcer, stop, setup.guests, setup.servers - setup.guests, clock)

@@ -40,7 +40,6 @@ from asyncrl.master.books.reports import decide
 from asyncrl.master.data.batches import LEND_LOOK_S
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
-from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -54,7 +53,7 @@ from asyncrl.verify.simulator.clock import run as run_virtual
 from asyncrl.verify.simulator.cores import Cores
 from asyncrl.verify.simulator.engine_model import EngineCounts
 from asyncrl.verify.simulator.faults import Fleet
-from asyncrl.verify.simulator.guests import NO_EVALUATIONS, device_turns
+from asyncrl.verify.simulator.guests import device_turns, without_evaluations
 from asyncrl.verify.simulator.host import Announcements, Processes
 from asyncrl.verify.simulator.lengths import Lengths
 from asyncrl.verify.simulator.setup import LONG, Outcome, Setup
@@ -138,7 +137,7 @@ class Simulation:
         self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
         self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
         self.manager = SimulatedManagerClient("master_worker/0", self.network, self.on)
-        self._announcer = VersionAnnouncer(*NO_EVALUATIONS, clock)
+        self._announcer = without_evaluations()
         self.turns = device_turns(
             *(setup, self._announcer, self.decisions, self.fleet_runner),
             *(self.manager, self.buffer, self.collector),
