@@ -89,7 +89,7 @@ def _qwen(kind: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     see: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": merge}
     wide = {"hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
     if kind == "qwen2_vl":
-        see |= {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
+        see |= {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2, "in_chans": 3}  # SGLang reads the last
         config, model = hf.Qwen2VLConfig, hf.Qwen2VLForConditionalGeneration
     elif kind == "qwen2_5_vl":
         see |= {**wide, "window_size": 112, "fullatt_block_indexes": [1]}
@@ -97,6 +97,7 @@ def _qwen(kind: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     else:
         see |= {**wide, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
         text["head_dim"] = HIDDEN // HEADS
+        rope["mrope_interleaved"] = True  # as in the published folders: SGLang reads it
         config, model = hf.Qwen3VLConfig, hf.Qwen3VLForConditionalGeneration
     return model(config(text_config=text, vision_config=see, **common)), tokenizer, images, {}
 

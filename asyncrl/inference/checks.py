@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks, guest_checks
 from asyncrl.inference.settings import GenerationBackend, Quantization, quantised, server_shape
-from asyncrl.inference.sglang.command import check_args
+from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
@@ -188,6 +188,7 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
             "generation.sglang.env.SGLANG_RETURN_ORIGINAL_LOGPROB: asyncrl sets it to 0, for training needs "
             "log-probabilities at the sampling temperature; leave it out"
         )
+    yield from _sglang_pictures(config)
     if generation.sglang.urls:
         yield from _urls(generation.sglang.urls, config.system)
         return
@@ -202,4 +203,25 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
             "generation.backend='sglang': sglang is not installed in this environment; make one for it by "
             "`asyncrl install sglang_gpu` (without a GPU: sglang_cpu), and name its interpreter in "
             "generation.sglang.python"
+        )
+
+
+def _sglang_pictures(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting by which SGLang would see other pictures than the trainer."""
+    path, env = config.model.path, config.generation.sglang.env
+    try:
+        described = json.loads((Path(str(path)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        served = pictures_served(config, described)
+        missing = missing_for_pictures(described) if served else ""
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # reported by the trainer's checks
+    if missing:
+        yield (
+            f"model.path={path!r}: its config.json has no {missing}, which SGLang reads of {described['model_type']}; "
+            "add it as the model's published folder has it, or use model.vision=none, or generation.backend=embedded"
+        )
+    if served and "SGLANG_VLM_CACHE_SIZE_MB" in env and config.model.vision == VisionMode.train:
+        yield (
+            f"generation.sglang.env.SGLANG_VLM_CACHE_SIZE_MB={env['SGLANG_VLM_CACHE_SIZE_MB']!r}: SGLang would show "
+            "pictures as earlier versions of the vision tower saw them; leave it out, or use model.vision=freeze"
         )

@@ -40,12 +40,19 @@ from asyncrl.inference.messages import (
     PauseRequest,
     PictureRequest,
     UpdateWeightsRequest,
+    inline_picture,
 )
 from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
 from asyncrl.inference.messages import PauseMode as PauseMode
 from asyncrl.inference.replies import MalformedReply as MalformedReply
 from asyncrl.inference.replies import RoutingWanted as RoutingWanted
-from asyncrl.inference.replies import missing_pictures, names_damage, parse_completion, parse_version
+from asyncrl.inference.replies import (
+    check_prompt_tokens,
+    missing_pictures,
+    names_damage,
+    parse_completion,
+    parse_version,
+)
 from asyncrl.inference.seeds import derive_seed as derive_seed
 
 RID_DELIMITER = ";"
@@ -73,7 +80,7 @@ class GenerateItem:
 
     Attributes:
         seed_offset: number of tokens at the end of `input_ids` that were already drawn from the random stream `seed`.
-        pictures: pictures at spans of `input_ids`; only the embedded engine takes any.
+        pictures: pictures at spans of `input_ids`.
     """
 
     rid: str
@@ -112,15 +119,34 @@ class PictureSender:
 
     Args:
         http: the connections.
+        inline: the servers are SGLang's, which get each picture with the first prompt of a request that shows it.
 
     Attributes:
         sent: number of pictures sent so far.
     """
 
-    def __init__(self, http: JsonHttp) -> None:
-        self._http = http
+    def __init__(self, http: JsonHttp, *, inline: bool = False) -> None:
+        self._http, self._inline = http, inline
         self._under_way: dict[tuple[str, str], asyncio.Task[None]] = {}
         self.sent = 0
+
+    def fields(self, *shown: Sequence[PlacedPicture], batch: bool = True) -> dict[str, Any]:
+        """Return the fields of a `GenerateRequest` that show the pictures of each prompt; none without any picture.
+
+        Args:
+            batch: the request has a list of prompts; False: one prompt by itself.
+        """
+        if not any(shown):
+            return {}
+        if not self._inline:
+            return {"pictures": [[placed.ref for placed in each] for each in shown]}
+        data = {placed.picture.sha256: placed.picture.data for each in shown for placed in each}
+        self.sent += len(data)
+        inline = [
+            [inline_picture(ref, data.pop(ref.sha256, None)) for ref in refs]
+            for refs in ([placed.ref for placed in each] for each in shown)
+        ]
+        return {"image_data": inline if batch else inline[0]}
 
     async def send(self, url: str, pictures: Mapping[str, Picture], *, timeout_s: float) -> None:
         """Return once the server at `url` has received `pictures`, by this call or another's.
@@ -207,11 +233,13 @@ class GenerationServerClient:
             return_logprob=True,
             return_routed_experts=None if routing is None else True,
             routed_experts_start_len=0 if routing is None else routing.start,
-            pictures=[[placed.ref for placed in item.pictures] for item in items] if shown else None,
+            **self._sender.fields(*(item.pictures for item in items)),
         )
         replies = await self._ask(body, shown, timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
+        for reply, item in zip(replies, items, strict=True):
+            check_prompt_tokens(reply, len(item.input_ids))
         return [
             parse_completion(reply, sampling.stop, routing, len(item.input_ids), frozen=self._frozen)
             for reply, item in zip(replies, items, strict=True)
@@ -248,9 +276,10 @@ class GenerationServerClient:
             sampling_params={"max_new_tokens": 0, "temperature": 1.0},
             return_logprob=True,
             logprob_start_len=start,
-            pictures=[[placed.ref for placed in pictures]] if pictures else None,
+            **self._sender.fields(pictures, batch=False),
         )
         reply = await self._ask(body, {each.picture.sha256: each.picture for each in pictures}, timeout_s)
+        check_prompt_tokens(reply, len(token_ids))
         try:
             entries = reply["meta_info"]["input_token_logprobs"]
             logprobs = [float(logprob) for logprob, *_ in entries[1:]]  # the first entry's is null from SGLang
@@ -372,15 +401,18 @@ class GenerationServerClient:
 
 
 @asynccontextmanager
-async def connect(url: str, security: HttpSecurity | None) -> AsyncIterator[GenerationServerClient]:
+async def connect(
+    url: str, security: HttpSecurity | None, *, inline_pictures: bool = False
+) -> AsyncIterator[GenerationServerClient]:
     """Yield a client of the server at `url` with its own connections, which are closed at the end.
 
     Args:
         security: None if the run has no secret.
+        inline_pictures: see `PictureSender`.
     """
     http = JsonHttp(security)
     try:
-        yield GenerationServerClient(http, url)
+        yield GenerationServerClient(http, url, PictureSender(http, inline=inline_pictures))
     finally:
         await http.close()
 

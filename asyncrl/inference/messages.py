@@ -6,6 +6,7 @@ either engine; the embedded engine's server decodes and checks its requests with
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Any
@@ -45,6 +46,10 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     """Pictures of each prompt, for the embedded engine. It answers with 409 and `MissingPictures` if it lacks their
     bytes.
     """
+    image_data: list[list[str] | str] | None = None
+    """Pictures of each prompt, or of the only one, for SGLang servers with asyncrl's processor of pictures, by
+    `inline_picture`.
+    """
     stream: bool = False
     # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None
@@ -53,6 +58,16 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     lora_path: Any = None
     return_hidden_states: Any = None
     return_text_in_logprobs: Any = None
+
+
+def inline_picture(ref: PictureRef, data: bytes | None) -> str:
+    """Return a picture as text: SGLang takes texts alone for pictures, and hands them to the processor as they are.
+
+    Args:
+        ref: the picture's span and hash.
+        data: content of the file; None if an earlier prompt of the request has it.
+    """
+    return f"{ref.position}:{ref.length}:{ref.sha256}:{base64.b64encode(data or b'').decode()}"
 
 
 class MissingPictures(Struct):

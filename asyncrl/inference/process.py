@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from pathlib import Path
@@ -22,13 +23,17 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.config.context import context_length
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
 from asyncrl.inference.figures import EngineFigures
 from asyncrl.inference.settings import GenerationBackend, guests_of
+from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
+from asyncrl.inference.sglang.picture_check import fault_in_pictures
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.pictures.picture_rules import PictureRulesError
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
@@ -92,6 +97,7 @@ class GenerationServer(AsyncWorker):
             observer.stage("loads the model")
             served = await host.start()
             await self._check_kept_requests(served.url)
+            await self._check_pictures(served.url)
             self._register(served)
             if self._is_guest:
                 self.resolver.withdraw(names.loading_guest_key(self.index))
@@ -160,6 +166,32 @@ class GenerationServer(AsyncWorker):
             raise EngineStartError(f"server {url} does not generate: {error}") from error
         if fault:
             raise EngineStartError(f"manager.update_mode={str(mode)!r}: server {url} {fault}")
+
+    async def _check_pictures(self, url: str) -> None:
+        """Check that an SGLang server which is shown pictures looks at them; the embedded engine proves more at load.
+
+        Raises:
+            EngineStartError: it does not, or it does not answer.
+        """
+        generation, folder = self.config.generation, Path(str(self.config.model.path))
+        if generation.backend == GenerationBackend.embedded:
+            return
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not pictures_served(self.config, described):
+            return
+        try:
+            async with connect(url, self.http_security, inline_pictures=True) as client:
+                fault = await fault_in_pictures(
+                    client,
+                    folder,
+                    vocabulary=int(described.get("text_config", described)["vocab_size"]),
+                    context=context_length(self.config, described),
+                    timeout_s=generation.start_timeout_s,
+                )
+        except (HttpError, PictureRulesError) as error:
+            raise EngineStartError(f"server {url} does not answer about pictures: {error}") from error
+        if fault:
+            raise EngineStartError(f"generation.backend='sglang': server {url} {fault}")
 
     def _register(self, served: ServedEngine) -> None:
         """Publish the engine's address with a lease, and report to the launcher that it serves."""

@@ -87,6 +87,20 @@ def parse_completion(
     return Completion(token_ids, logprobs, versions, FinishReason(finish), routed, cached_tokens=cached)
 
 
+def check_prompt_tokens(reply: object, sent: int) -> None:
+    """Check that the server read as many prompt tokens as it was sent; one that reads text anew may find others.
+
+    A reply without their number passes: SGLang leaves it out for a request that was aborted in the queue.
+
+    Raises:
+        MalformedReply: it read another number.
+    """
+    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
+    read = meta.get("prompt_tokens", sent) if isinstance(meta, Mapping) else sent
+    if read != sent:
+        raise MalformedReply(f"/generate was sent {sent} prompt tokens and read {read}: its ids are not the run's")
+
+
 def _routing(encoded: str, wanted: RoutingWanted, tokens: int) -> NDArray[Any]:
     """Decode the experts of positions `wanted.start` to the last but one: `[positions, layers, per_token]`."""
     shape = wanted.shape

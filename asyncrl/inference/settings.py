@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.config.setting import Device, Dtype, setting
 
 NO_GUESTS, ALL_GUESTS = "none", "all"
+SGLANG_PICTURES: Final = frozenset({"glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""`model_type` of the models whose pictures SGLang servers take (`asyncrl/inference/sglang/plugin`)."""
 
 
 class GenerationBackend(StrEnum):
@@ -70,8 +72,8 @@ class GenerationConfig:
     )
     picture_memory: float = setting(
         0.5,
-        "host memory for pictures as they were sent, which a server keeps for later requests (embedded engine); 0.5 "
-        "holds some 2000 of 448 x 448 as PNG",
+        "host memory for pictures that a server keeps for later requests, as they were sent (SGLang: as its model "
+        "reads them); 0.5 holds some 2000 of 448 x 448 as PNG, or 100 as Qwen2-VL reads them",
         unit="GiB",
         minimum=0.0,
     )
@@ -91,6 +93,16 @@ class GenerationConfig:
     )
     threads: int = setting(1, "CPU threads per server", minimum=1)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+
+
+def servers_take_pictures(generation: GenerationConfig, weight_transport: str, model_type: str) -> bool:
+    """Return whether the servers take the pictures of a model of transformers' type `model_type` that takes some.
+
+    SGLang servers do if they are the run's own, and get their weights from disk: others were not compared.
+    """
+    if generation.backend == GenerationBackend.embedded:
+        return True
+    return model_type in SGLANG_PICTURES and not generation.sglang.urls and weight_transport == "disk"
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class GserverManager(AsyncWorker):
             config=self.config.manager,
             checks=() if self._logprob_check is None else (self._logprob_check,),
             served_version=lambda: self._policies.served_version(),
+            inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
             log=self.log,
             clock=self._clock,
         )

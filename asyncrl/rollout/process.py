@@ -19,7 +19,7 @@ from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import finds_stop_strings, wants_prefix_first
+from asyncrl.inference.settings import GenerationBackend, finds_stop_strings, wants_prefix_first
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
@@ -98,6 +98,7 @@ class RolloutWorker(AsyncWorker):
                     frozen=[policy.name for policy in self.config.policies if policy.url is not None],
                     servers_cache=wants_prefix_first(self.config.generation) and mode != UpdateMode.in_place,
                     pictures=pictures_taken(self.config) is not None,
+                    inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):

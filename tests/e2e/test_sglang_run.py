@@ -9,11 +9,14 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from asyncrl.observe.samples import read_samples, sample_files
+from asyncrl.weights.versions.logprob_probe import read_probe
 
 from ..conftest import SGLANG_ENV, SHARED_MEMORY, left_in_memory
 from ..ports import free_ports
@@ -72,6 +75,48 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert run.survivors() == []
     assert left_in_memory(run.run_dir, shared_memory) == []
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@needs_sglang
+def test_pictures_are_what_the_trainer_sees_through_updates_of_the_vision_tower(
+    start_run: Any, vlm_folder: Callable[[str], Path]
+) -> None:
+    """A tower that SGLang remembers from an earlier version would show in the check of each update, which asks for the
+    same picture. What more there is to pictures than these numbers, the run of the embedded engine's pictures shows.
+    """
+    run = start_run(
+        "vlm_shapes",
+        experiment_name="vlm_shapes",
+        model__path=vlm_folder("qwen2_5_vl"),
+        dataset__max_prompt_tokens=None,
+        rollout__sampling__max_new_tokens=4,
+        generation__backend="sglang",
+        generation__sglang__python=PYTHON,
+        **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
+        generation__device="cpu",
+        total_train_steps=3,
+        max_head_offpolicyness=0,
+        train_batch_size=4,
+        group_size=4,
+        optimizer__lr=1e-3,
+        checkpoint__interval=0,
+        eval__interval=0,
+        samples__every=1,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert 0 < max(row["ppo/engine_gap_max"] for row in rows) < 1e-4, "server and trainer see other pictures"
+    assert min(row["grad_norm"] for row in rows) > 0
+    assert all(len(row["pictures"]) == 1 for row in read_samples(sample_files(run.run_dir / "samples")))
+    probe = read_probe(run.run_dir / "weights" / "actor" / "v3")
+    assert probe is not None
+    assert probe.sequences[-1].picture is not None
+    log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+    assert "does not serve the trainer's" not in log
+    assert re.findall(r"agrees with the trainer on v[123]", log), log
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The command line and environment of an SGLang server, from the config. Pure: nothing is read but the model's folder.
+"""The command line and environment of an SGLang server, from the config.
+
+Nothing is read but the model's folder, and this process's PYTHONPATH for a server that reads pictures in.
 
 What is set here is what asyncrl depends on, and on a CPU what makes SGLang start at all. `generation.sglang.args` and
 `generation.sglang.env` win over it, except for the few flags that the process around the server owns.
@@ -7,6 +9,7 @@ What is set here is what asyncrl depends on, and on a CPU what makes SGLang star
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +20,16 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import BASE_VERSION
+from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.pictures.picture_rules import placeholder_id
+from asyncrl.trainer.settings import VisionMode
 
 _INPUT_MARGIN = 8
 """SGLang refuses inputs that come within 6 tokens of its context length (`max_req_input_len`), as the last tokens of an
 interrupted answer do, and the last turn of a conversation."""
+_PLUGIN = Path(__file__).parent / "plugin"
 _KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 
 
@@ -118,6 +125,9 @@ def build_command(
         flags["enable_memory_saver"] = True
     if device == Device.cpu:
         flags |= _cpu_flags(config)
+    pictures = pictures_served(config, model_config)
+    if pictures and model_config["model_type"] == "qwen3_vl":
+        flags["enable_precise_embedding_interpolation"] = True  # else some paths place patches otherwise than training
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
     if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
         flags["dist_init_addr"] = f"{config.system.host}:{ports.rendezvous}"
@@ -125,7 +135,13 @@ def build_command(
     if secrets_file is not None:
         argv += ["--config", str(secrets_file)]
     argv += render_flags(flags | user)
-    env = _environment(device, generation.threads, scratch) | dict(generation.sglang.env)
+    env = _environment(device, generation.threads, scratch)
+    user_env = dict(generation.sglang.env)
+    if pictures:
+        env |= _pictures_environment(config)
+        path = [env["PYTHONPATH"], user_env.pop("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    env |= user_env
     scheme = "http" if secrets_file is None else "https"
     return ServerCommand(tuple(argv), env, f"{scheme}://{config.system.host}:{ports.http}")
 
@@ -182,4 +198,41 @@ def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
         # idle connections are closed after 5 s by default, at times just as a client sends on one
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
     }
-    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == Device.cpu else {})
+    if device == Device.cpu:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env["TORCHDYNAMO_DISABLE"] = "1"  # a vision tower's rotary embedding would be compiled at the first picture
+    return env
+
+
+def pictures_served(config: ExperimentConfig, model_config: Mapping[str, Any]) -> bool:
+    """Return whether servers of the model that `model_config` describes are shown pictures."""
+    if config.model.vision == VisionMode.none or placeholder_id(model_config) is None:
+        return False
+    kind, transport = str(model_config.get("model_type")), config.manager.weight_transport
+    return servers_take_pictures(config.generation, transport, kind)
+
+
+def missing_for_pictures(model_config: Mapping[str, Any]) -> str:
+    """Return the first field that SGLang reads of the `config.json` of a model with pictures and that is not there.
+
+    Published folders have them; transformers by itself does not write them. Empty if all are there.
+    """
+    text = model_config.get("text_config", model_config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    needed = {"qwen2_vl": ("vision_config.in_chans", model_config.get("vision_config", {}), "in_chans")}
+    needed["qwen3_vl"] = ("text_config.rope_parameters.mrope_interleaved", rope, "mrope_interleaved")
+    name, fields, key = needed.get(str(model_config.get("model_type")), ("", {"": None}, ""))
+    return "" if key in fields else name
+
+
+def _pictures_environment(config: ExperimentConfig) -> dict[str, str]:
+    """The processor of pictures, and what makes its answers right."""
+    env = {
+        "PYTHONPATH": str(_PLUGIN),
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "asyncrl_pictures",
+        "ASYNCRL_PICTURE_BYTES": str(int(config.generation.picture_memory * 2**30)),
+    }
+    if config.model.vision == VisionMode.train:
+        # SGLang keeps what the vision tower made of a picture, by content, through weight updates and flushes
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    return env

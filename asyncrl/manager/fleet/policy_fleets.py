@@ -22,6 +22,7 @@ from typing import Any
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.names import WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.runner import FleetRunner
@@ -78,6 +79,7 @@ class PolicyFleets:
                 policy=policy.name,
                 served_version=self.served_version if policy.trained else None,
                 frozen=policy.url is not None,
+                inline_pictures=config.generation.backend == GenerationBackend.sglang,
                 log=own_log,
                 clock=clock,
             )

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.names import GuestMemory
-from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode, PictureSender
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse
@@ -61,6 +61,7 @@ class FleetRunner:
         served_version: returns the version by which the gate counts. None: the least version of these servers if they
             serve the run's own policy; else the gate does not depend on them.
         frozen: somebody else runs the servers: they are never updated, and any label of theirs is version 0.
+        inline_pictures: see `PictureSender`.
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
@@ -81,12 +82,14 @@ class FleetRunner:
         policy: str = "",
         served_version: Callable[[], int | None] | None = None,
         frozen: bool = False,
+        inline_pictures: bool = False,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decisions = decisions
         self._in_use = ServersInUse(decisions, service, policy, served_version)
         self._policy, self._http, self._frozen = policy, http, frozen
+        self._sender = PictureSender(http, inline=inline_pictures)
         self._transport = transport
         self._config = config
         self._checks = checks
@@ -183,7 +186,7 @@ class FleetRunner:
 
     async def _update(self, order: BeginUpdate) -> None:
         began, began_at, served = self._clock(), time.time(), False
-        client = GenerationServerClient(self._http, order.url)
+        client = GenerationServerClient(self._http, order.url, self._sender)
         try:
             if order.released:
                 self._resident_since.setdefault(order.server, began_at)

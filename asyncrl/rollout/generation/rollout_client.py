@@ -112,6 +112,7 @@ class RolloutClient:
             once per request.
         routing: shape of the routers' choices if rollouts must record them; evaluations never do.
         pictures: True if the servers take pictures.
+        inline_pictures: see `PictureSender`.
     """
 
     def __init__(
@@ -130,10 +131,11 @@ class RolloutClient:
         servers_cache: bool = False,
         routing: RoutingShape | None = None,
         pictures: bool = False,
+        inline_pictures: bool = False,
     ) -> None:
         self._manager = manager
         self._http = JsonHttp(security)
-        self._sender = PictureSender(self._http)
+        self._sender = PictureSender(self._http, inline=inline_pictures)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.mixture import Mixture
@@ -128,11 +129,12 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
 
 def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
     """Return the rules for pictures in prompts; None if the model or the generation servers take no pictures."""
-    folder = Path(str(config.model.path)).expanduser()
-    embedded = config.generation.backend == GenerationBackend.embedded
-    if not embedded or config.model.vision == VisionMode.none or not (folder / "config.json").is_file():
+    described = Path(str(config.model.path)).expanduser() / "config.json"
+    if config.model.vision == VisionMode.none or not described.is_file():
         return None
-    return picture_rules(folder)
+    kind = str(json.loads(described.read_text(encoding="utf-8")).get("model_type"))
+    taken = servers_take_pictures(config.generation, config.manager.weight_transport, kind)
+    return picture_rules(described.parent) if taken else None
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

@@ -12,7 +12,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
@@ -115,8 +115,9 @@ class Versions:
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
         picture = probe_picture()
-        served = self._config.generation.backend == GenerationBackend.embedded
-        placeholders = policy.placeholders(picture) if served else []  # SGLang servers get no pictures
+        transport = self._config.manager.weight_transport
+        served = servers_take_pictures(self._config.generation, transport, model_config.model_type)
+        placeholders = policy.placeholders(picture) if served else []
         shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
         if shown is None:
             return LogprobProbe.of(tokens, policy.score_sequences(tokens))

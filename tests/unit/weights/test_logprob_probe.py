@@ -179,12 +179,15 @@ def test_a_picture_outside_of_its_sequence_is_refused(tmp_path: Path) -> None:
         read_probe(tmp_path)
 
 
-@pytest.mark.parametrize(("backend", "shown"), [("embedded", True), ("sglang", False)])
+@pytest.mark.parametrize(
+    ("backend", "kind", "shown"),
+    [("embedded", "llava", True), ("sglang", "llava", False), ("sglang", "qwen2_vl", True)],
+)
 def test_servers_that_take_no_pictures_are_probed_with_text(
-    backend: str, shown: bool, vlm_folder: Callable[[str], Path], make_rank: Any, tmp_path: Path
+    backend: str, kind: str, shown: bool, vlm_folder: Callable[[str], Path], make_rank: Any, tmp_path: Path
 ) -> None:
     config = ExperimentConfig()
-    config.model.path, config.generation.context_length = str(vlm_folder("llava")), 256
+    config.model.path, config.generation.context_length = str(vlm_folder(kind)), 256
     config.model.dtype, config.generation.backend = Dtype.float32, GenerationBackend(backend)
     versions = Versions(config, tmp_path, World(), make_rank(config), None, torch.device("cpu"))
     read = read_probe(versions.publish(Publish("actor", 0, to_disk=True)))

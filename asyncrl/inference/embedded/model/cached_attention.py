@@ -87,7 +87,7 @@ def slot_decode_attention(
     rows, heads, _one, dim = query_RH1D.shape
     kv_heads, length = key_RKLD.shape[1], key_RKLD.shape[2]
     group = heads // kv_heads
-    scores = torch.bmm(query_RH1D.reshape(rows * kv_heads, group, dim), key_RKLD.flatten(0, 1).transpose(1, 2))
+    scores = _products(query_RH1D.reshape(rows * kv_heads, group, dim), key_RKLD.flatten(0, 1).transpose(1, 2))
     scores = scores.view(rows, heads, length).mul_(dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -100,6 +100,15 @@ def slot_decode_attention(
         weights = weights[..., :length]
     output = torch.bmm(weights.reshape(rows * kv_heads, group, length), value_RKLE.flatten(0, 1))
     return output.view(rows, 1, heads, value_RKLE.shape[3]), None
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the batched matrix product, of 16-bit values in fp32 as attention kernels have it: in 16 bits, each score
+    would be rounded.
+    """
+    if a.dtype.itemsize > 2:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.bmm(a.float(), b.float())
 
 
 def _written_out_prefill(

@@ -74,6 +74,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "input_embeds": (None,),
+    "image_data": (None, []),
     "lora_path": (None,),
     "return_hidden_states": (None, False),
     "return_text_in_logprobs": (None, False),
