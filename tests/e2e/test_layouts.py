@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "tensor slices, and a critic in stages on ranks of its own": {
         "trainer__parallel": "t2",
         "algorithm__critic__parallel": "p2",
-        "algorithm__critic__warmup_steps": "0",
+        "algorithm__critic__warmup_steps": "1",
         "algorithm__critic__ranks": "own",
     },
 }
