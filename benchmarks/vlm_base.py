@@ -106,6 +106,7 @@ def make_untrained(tokenizer: Any) -> Any:
         "mlp_ratio": 2,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
+        "in_chans": 3,  # the name by which SGLang reads it
     }
     config = hf.Qwen2VLConfig(
         text_config=text,

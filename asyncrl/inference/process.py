@@ -267,6 +267,9 @@ class PolicyServer(GenerationServer):
         if self._trained:
             await super()._check_kept_requests(url)
 
+    async def _check_pictures(self, url: str) -> None:
+        """Check nothing: these policies read text."""
+
 
 async def follow_rests(resolver: NameResolver, key: str, url: str) -> Never:
     """Set this process's stage by what the GserverManager records under `key` (`names.GuestMemory`) of the guest at

@@ -55,7 +55,7 @@ START_S, LIMIT_S = 240.0, 240.0
 TOLERANCE = 1e-5
 ENDLESS = 3500
 """Tokens of an answer that nobody waits for."""
-LONG = {"embedded": 200, "sglang": 500}
+LONG = {"embedded": 200, "sglang": 750}
 """Tokens of an answer that is still being written when the test does something to it, and then read to its end."""
 PROMPT = (5, 6, 7, 8)
 REPOSITORY = Path(__file__).parents[2]
@@ -901,7 +901,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
     mode: PauseMode, server: Server, client: GenerationServerClient
 ) -> None:
     """Twice as many as run together: the first half spans both versions, the second is of the new one alone."""
-    running = [await server.start(server.long) for _ in range(RUNNING)]
+    running = await asyncio.gather(*(server.start(server.long) for _ in range(RUNNING)))
     queued = [
         asyncio.create_task(
             server.generate(rid=server.rid(), sampling_params={"max_new_tokens": 5, "ignore_eos": True})
