@@ -79,9 +79,10 @@ def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> 
             )
         said.add((name, path))
         if path is not None and config.model.vision != VisionMode.none and placeholder_in(path) is not None:
+            whose = "" if role == ACTOR else f"role {role}: "
             yield (
-                f"{name}={str(grid)!r}: {'' if role == ACTOR else f'role {role}: '}the model in {path!r} takes pictures, "
-                "whose tokens are not cut into parts (c); use c1, or model.vision=none for text alone"
+                f"{name}={str(grid)!r}: {whose}the model in {path!r} takes pictures, whose tokens are not cut into "
+                "parts (c); use c1, or model.vision=none for text alone"
             )
 
 
