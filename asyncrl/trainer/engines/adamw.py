@@ -66,11 +66,13 @@ class _LocalAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state[parameter] for parameter in parameters]
+            averages, squares = ([local(state[moment]) for state in states] for moment in MOMENTS)
             _update(
                 group,
                 [local(parameter) for parameter in parameters],
                 [local(cast(Tensor, parameter.grad)) for parameter in parameters],
-                *([local(state[moment]) for state in states] for moment in MOMENTS),
+                averages,
+                squares,
                 [state["step"] for state in states],
             )
 
