@@ -221,7 +221,7 @@ def fault_with_pictures(
     rounding: float,
     leak: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Return the fault of an engine on the sequences of `picture_probes`; None if it has none or there are none.
+    """Return the fault of an engine on the sequences of `picture_probes`; None without a fault or without sequences.
 
     Args:
         plain: transformers' results for them.

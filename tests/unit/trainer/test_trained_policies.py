@@ -33,7 +33,7 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
-from asyncrl.weights.checkpoints.store import read_state
+from asyncrl.weights.checkpoints.restore import read_state
 
 CONFIG = ReferenceConfig(
     seed=3, train_batch_size=4, group_size=4, ppo_minibatches=2, lr=1e-2, sampling=SamplingParams(max_new_tokens=8)

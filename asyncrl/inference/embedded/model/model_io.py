@@ -316,7 +316,7 @@ class ModelRunner:
         ]
 
     def _blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor | None:
-        """Return the pictures whose tokens see each other in both directions, [B, U]; None if there are none."""
+        """Return the picture of each token that attends in both directions, [B, U]; None if no token does."""
         pictures = self.pictures
         if pictures is None or not pictures.two_way or not bool((ids_BU >= pictures.ids.first).any()):
             return None
