@@ -38,7 +38,7 @@ from asyncrl.models.host_copies import HostCopy
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.versions.published import TensorSpec as TensorSpec

@@ -31,7 +31,7 @@ from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.rank.host_folders import HostFolders
 from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.weights.checkpoints.restore import restore, restore_newest
-from asyncrl.weights.checkpoints.store import CheckpointWriter
+from asyncrl.weights.checkpoints.writer import CheckpointWriter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 

@@ -42,7 +42,7 @@ from asyncrl.trainer.supervised.objectives import (
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints.restore import restore_newest
-from asyncrl.weights.checkpoints.store import CheckpointWriter
+from asyncrl.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.model_files.stored import MergedModel, StoredModel, from_folder
 from asyncrl.weights.versions.manifest import FileEntry, verify

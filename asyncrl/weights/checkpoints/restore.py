@@ -14,7 +14,7 @@ from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights.checkpoints.distributed import StoredTensors
 from asyncrl.weights.checkpoints.folder import latest
-from asyncrl.weights.checkpoints.store import FORMAT, Parts, all_tensors
+from asyncrl.weights.checkpoints.writer import FORMAT, Parts, all_tensors
 
 
 def restore_newest(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from asyncrl.inference.embedded.model.cached_attention import (
 )
 from asyncrl.inference.embedded.model.linears import PackedLinears
 from asyncrl.inference.embedded.model.program import AttentionMasks, DecodeInputs, DecodeProgram
-from asyncrl.inference.embedded.model.routing import RoutingSlots
+from asyncrl.inference.embedded.model.slot_experts import RoutingSlots
 from asyncrl.inference.embedded.model.states import ModuleStates, Place, states_in_modules
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routers import RoutingShape, routing_shape

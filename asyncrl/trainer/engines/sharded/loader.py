@@ -45,7 +45,7 @@ from asyncrl.trainer.model.layout_parity import (
     select_attention,
     ways,
 )
-from asyncrl.trainer.model.loading import prepare_vision
+from asyncrl.trainer.model.load_models import prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig
