@@ -31,6 +31,7 @@ from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .examples import examples
 from .proofs import keeps_proofs, proven_once
+from .rewriting import rewrite_a_share
 from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts, stand_in
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
@@ -161,6 +162,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if apart else file
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """What each worker of pytest would do itself is done once."""
+    rewrite_a_share(session.config.args)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

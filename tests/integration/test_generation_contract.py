@@ -206,6 +206,17 @@ class Server:
         body = {"model_path": str(self.backend.models[model]), "weight_version": version} | more
         return await self.post("/update_weights_from_disk", body)
 
+    async def until_updated(self, model: str, version: str) -> None:
+        """Update the weights. SGLang refuses while it holds a request that it has answered and no longer reports."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                status, reply = await self.update(model, version)
+                if status == 200:
+                    return
+                assert self.backend.kind == "sglang", reply
+                assert "requests are still running or queued" in reply["message"], reply
+                await asyncio.sleep(0.02)
+
     async def label(self) -> str:
         _, info = await self.get("/model_info")
         label: str = info["weight_version"]
@@ -272,8 +283,7 @@ async def server(backend: Backend) -> AsyncIterator[Server]:
         yield server
         server.release()
         await server.ok("/pause_generation", {"mode": "abort"})
-        status, reply = await server.update("base", "0")
-        assert status == 200, reply
+        await server.until_updated("base", "0")
         await server.ok("/continue_generation")
 
 
@@ -495,11 +505,11 @@ async def test_prompt_logprobs_are_at_temperature_1(
 
 
 async def test_prompt_logprobs_after_an_update_owe_nothing_to_what_was_cached_before_it(
-    client: GenerationServerClient, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
+    server: Server, client: GenerationServerClient, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
 ) -> None:
     prompt = [*PROMPT, *range(3, 13), VOCAB - 1, VOCAB - 2]
     for version, name in enumerate(("base", "next"), start=1):
-        await until_updated(client, str(models[name][0]), version)
+        await server.until_updated(name, str(version))
         for _ in range(2):  # the second finds the first one's prefix in the cache
             served = await client.prompt_logprobs(prompt, 6, timeout_s=LIMIT_S)
             assert_close(served, reference(models, name, prompt[7:], prompt=prompt[:7]))
@@ -703,18 +713,6 @@ async def until_load(server: Server, condition: Callable[[Json], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def until_updated(client: GenerationServerClient, model: str, version: int) -> None:
-    """Update the weights. SGLang refuses while it still holds a request that it has answered and no longer reports."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                return await client.update_weights(model, version, timeout_s=LIMIT_S)
-            except UpdateFailed as error:
-                if "requests are still running or queued" not in str(error):
-                    raise
-            await asyncio.sleep(0.02)
-
-
 async def test_aborting_an_unknown_id_is_no_error(server: Server) -> None:
     assert await server.ok("/abort_request", {"rid": "nobody;"}) == ""
 
@@ -804,12 +802,7 @@ async def test_no_cached_prefix_of_the_old_weights_is_used(
     prompt = [5 + i % 30 for i in range(200)]
     params = {"max_new_tokens": 20, "ignore_eos": True}
     for model, version in (("base", "0"), ("next", "1"), ("base", "2")):
-        async with asyncio.timeout(LIMIT_S):  # SGLang refuses while it holds a request of the test before
-            while True:
-                status, _ = await server.update(model, version)
-                if status == 200:
-                    break
-                await asyncio.sleep(0.02)
+        await server.until_updated(model, version)
         reply = await server.generate(input_ids=prompt, sampling_params=params)
         assert_close(logprobs_of(reply), reference(models, model, reply["output_ids"], prompt=prompt))
 
@@ -850,8 +843,7 @@ async def test_an_update_waits_for_what_runs_unless_told_otherwise(server: Serve
     status, reply = await server.update("next", "1")
     assert status == 200 or (server.backend.kind == "sglang" and "Weights were updated, but" in reply["message"]), reply
     assert (await stream.result())["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 300}]
-    status, reply = await server.update("next", "1")
-    assert status == 200, reply
+    await server.until_updated("next", "1")
 
 
 async def test_updates_of_a_paused_server_never_fail_however_much_runs_and_waits(server: Server) -> None:
@@ -993,7 +985,7 @@ async def test_a_refused_update_leaves_the_weights_unknown_until_a_whole_one_suc
     await server.ok("/abort_request", {"rid": stream.rid})
     await stream.result()
     server.release()
-    await until_updated(client, str(server.backend.models["next"]), 2)
+    await server.until_updated("next", "2")
     output = await server.generate(sampling_params={"max_new_tokens": 20, "ignore_eos": True})
     assert output["meta_info"]["weight_version"] == "2"
     assert_close(logprobs_of(output), reference(models, "next", output["output_ids"]))
