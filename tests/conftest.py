@@ -117,6 +117,11 @@ TO_INCLUDE = {
         'ASYNCRL_VERIFIERS_CLASSIC_PYTHON="$PWD/.venv-verifiers/bin/python" '
         'ASYNCRL_VERIFIERS_V1_PYTHON="$PWD/.venv-verifiers-v1/bin/python" make test',
     ),
+    "metaworld": (
+        "no Meta-World",
+        "python -m venv .venv-metaworld && .venv-metaworld/bin/pip install metaworld==3.1.1 imageio && "
+        'ASYNCRL_METAWORLD_PYTHON="$PWD/.venv-metaworld/bin/python" make test',
+    ),
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
     "network": ("takes minutes", "ASYNCRL_NETWORK_TESTS=1 make test, as root"),
