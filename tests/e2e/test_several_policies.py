@@ -19,7 +19,7 @@ from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, StepReport
-from asyncrl.trainer.model.loading import Critic as CriticModel
+from asyncrl.trainer.model.load_models import Critic as CriticModel
 
 pytestmark = pytest.mark.slow
 STEPS = 6
