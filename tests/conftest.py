@@ -31,6 +31,7 @@ from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .examples import examples
 from .proofs import keeps_proofs, proven_once
+from .rewriting import rewrite_a_share
 from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts, stand_in
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
@@ -116,6 +117,11 @@ TO_INCLUDE = {
         'ASYNCRL_VERIFIERS_CLASSIC_PYTHON="$PWD/.venv-verifiers/bin/python" '
         'ASYNCRL_VERIFIERS_V1_PYTHON="$PWD/.venv-verifiers-v1/bin/python" make test',
     ),
+    "metaworld": (
+        "no Meta-World",
+        "python -m venv .venv-metaworld && .venv-metaworld/bin/pip install metaworld==3.1.1 imageio && "
+        'ASYNCRL_METAWORLD_PYTHON="$PWD/.venv-metaworld/bin/python" make test',
+    ),
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
     "network": ("takes minutes", "ASYNCRL_NETWORK_TESTS=1 make test, as root"),
@@ -161,6 +167,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if apart else file
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """What each worker of pytest would do itself is done once."""
+    rewrite_a_share(session.config.args)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,7 +91,7 @@ PRELOADED = (
     "asyncrl.runtime.launchers.local",
     "asyncrl.trainer.engines.flat",
     "asyncrl.trainer.functions",
-    "asyncrl.trainer.model.loading",
+    "asyncrl.trainer.model.load_models",
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""
@@ -467,7 +467,7 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
     """Be what `request` asks for, as if it had been executed, to its end."""
     os.chdir(request["folder"])
     command = request["arguments"]
-    if command[2] == "asyncrl.launch":
+    if command[1:3] == ["-m", "asyncrl.launch"]:
         _spawn_below()
     os.environ.clear()
     os.environ.update(request["environment"])

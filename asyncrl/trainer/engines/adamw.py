@@ -55,6 +55,28 @@ def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
     return found
 
 
+class _LocalAdamW(torch.optim.AdamW):
+    """torch's AdamW over this rank's own parts. Given lists of DTensors, torch would first search for the placements of
+    the results, which takes seconds in each new process.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """See `torch.optim.AdamW`."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in parameters]
+            averages, squares = ([local(state[moment]) for state in states] for moment in MOMENTS)
+            _update(
+                group,
+                [local(parameter) for parameter in parameters],
+                [local(cast(Tensor, parameter.grad)) for parameter in parameters],
+                averages,
+                squares,
+                [state["step"] for state in states],
+            )
+
+
 class _HostMomentsAdamW(torch.optim.AdamW):
     """torch's AdamW with its moments in host memory; they pass through the device piece by piece."""
 
@@ -72,30 +94,43 @@ class _HostMomentsAdamW(torch.optim.AdamW):
                 torch.cuda.synchronize(device)  # whoever reads the moments next reads them on the host
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        state = self.state[parameter]
         values = (parameter.detach(), cast(Tensor, parameter.grad), *(state[moment] for moment in MOMENTS))
         pieces = (torch.split(local(value).view(-1), PIECE) for value in values)
         for value, grad, *hosts in zip(*pieces, strict=True):
             average, square = (host.to(value.device, non_blocking=True, copy=True) for host in hosts)
-            adamw(
-                [value],
-                [grad],
-                [average],
-                [square],
-                [],
-                [state["step"].clone()],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            _update(group, [value], [grad], [average], [square], [state["step"].clone()])
             for host, moment in zip(hosts, (average, square), strict=True):
                 host.copy_(moment, non_blocking=True)
         state["step"] += 1
+
+
+def _update(
+    group: Mapping[str, Any],
+    values: list[Tensor],
+    grads: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Run torch's fused kernel over tensors of the same `group`, with their moments and their steps so far."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        values,
+        grads,
+        averages,
+        squares,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 class ScheduledAdamW(ABC):
@@ -115,7 +150,7 @@ class ScheduledAdamW(ABC):
     ) -> None:
         self._max_grad_norm = config.max_grad_norm
         self._on_host = config.moments_on == KeptOn.host
-        self._adamw = (_HostMomentsAdamW if self._on_host else torch.optim.AdamW)(
+        self._adamw = (_HostMomentsAdamW if self._on_host else _LocalAdamW)(
             [{"params": [parameter for parameter, _ in group], "weight_decay": decay} for group, decay in groups],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -194,5 +229,5 @@ class ScheduledAdamW(ABC):
         """The norm of all gradients of all ranks, 0-d."""
 
     @abstractmethod
-    def _clipped(self) -> Iterable[nn.Parameter]:
-        """The parameters whose gradients are scaled."""
+    def _clipped(self) -> Iterable[Tensor]:
+        """Tensors with the gradients that are scaled."""

@@ -98,7 +98,7 @@ class FlatAdamW(ScheduledAdamW):
     def _norm(self) -> Tensor:
         return nn.utils.get_total_norm([self.grad])
 
-    def _clipped(self) -> Iterable[nn.Parameter]:
+    def _clipped(self) -> Iterable[Tensor]:
         return (self.flat,)
 
     def _views(self, vector: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from asyncrl.trainer.engines.adamw import ScheduledAdamW, trainable, zero_moments
 from asyncrl.trainer.engines.decay_groups import NamedParameter, decay_groups
+from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.settings import OptimizerConfig
 
@@ -72,5 +73,10 @@ class ShardedAdamW(ScheduledAdamW):
             dist.all_reduce(square, group=self._pipeline)
         return square.sqrt()
 
-    def _clipped(self) -> Iterable[nn.Parameter]:
-        return self._parameters.values()
+    def _clipped(self) -> Iterable[Tensor]:
+        """This rank's own parts, for the reason of `_LocalAdamW`."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                part = local(parameter.detach())
+                part.grad = local(parameter.grad)
+                yield part
