@@ -378,7 +378,7 @@ def _with(sample: Sample, added: Added) -> Sample:
 
 
 def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:
-    """Wrap `agent` with the rewards of episodes and groups; return `agent` itself if there are none."""
+    """Wrap `agent` with the rewards of episodes and groups; without such rewards return `agent` itself."""
     if not rewards.after_the_rollout:
         return agent
     named: type[ScoredAgent] = type(type(agent).__name__, (ScoredAgent,), {})  # as messages about it should name it

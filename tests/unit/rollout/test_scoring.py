@@ -36,7 +36,7 @@ from asyncrl.rollout.scoring import episode_of
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import USE, ChildCall
-from asyncrl.rollout.user_code_pool.processes import Lease
+from asyncrl.rollout.user_code_pool.process_pool import Lease
 from asyncrl.rollout.user_code_pool.timing import metered
 
 TOKENIZER = CharTokenizer()
