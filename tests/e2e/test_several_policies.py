@@ -22,11 +22,11 @@ from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, 
 from asyncrl.trainer.model.load_models import Critic as CriticModel
 
 pytestmark = pytest.mark.slow
-STEPS = 8
+STEPS = 6
 TOLERANCE = 1e-5
 CONFIG = ReferenceConfig(
     seed=7,
-    train_batch_size=8,
+    train_batch_size=4,
     group_size=4,
     ppo_minibatches=2,
     lr=1e-3,
