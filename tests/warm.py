@@ -91,7 +91,7 @@ PRELOADED = (
     "asyncrl.runtime.launchers.local",
     "asyncrl.trainer.engines.flat",
     "asyncrl.trainer.functions",
-    "asyncrl.trainer.model.loading",
+    "asyncrl.trainer.model.load_models",
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""

@@ -91,7 +91,7 @@ class _Leaving:
     """The last serving server waits until another is back: draining takes long."""
 
     def take_one(self) -> bool:
-        """Take a place for one more server that stops serving; False if there is none."""
+        """Take one of the places of servers that stop serving; return False if all are taken."""
         if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.under_way):
             return False
         self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
@@ -109,7 +109,7 @@ class FleetDecisions:
         update_timeout_s: an update that takes longer has failed.
         update_fraction: share of the servers that may be out of service for an update at a time; above 0, at most 1.
         staged: hosts share no folder, so that a server can only have weights that `arrived` on its host.
-        guests: servers that take turns with the trainer; None if there are none.
+        guests: servers that take turns with the trainer; None in a run without guests.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class FleetRunner:
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts. None: the least version of these servers if they
             serve the run's own policy; else the gate does not depend on them.
-        frozen: somebody else runs the servers: they are never updated, and any label of theirs is version 0.
+        frozen: the servers are not of this run. They are never updated, and their answers count as version 0.
         inline_pictures: see `PictureSender`.
         clock: seconds in which this process ran, for the limits of updates.
 
