@@ -87,7 +87,7 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
 from asyncrl.trainer.engines.decay_groups import decay_groups
-from asyncrl.trainer.model.loading import Critic as CriticModel
+from asyncrl.trainer.model.load_models import Critic as CriticModel
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 
@@ -300,9 +300,10 @@ class Actor:
         return output
 
     def minibatches(self, groups: Sequence[Sequence[Item]], version: int) -> Iterator[list[Item]]:
-        """Whole groups, of any number of samples: permuted by (run seed, version), in later passes over the batch by
-        (run seed, version, pass), those whose rewards differ first, dealt in turn, so that all minibatches of a pass
-        have as many with a signal.
+        """Yield the minibatches of all passes over the batch, made of whole groups with any number of samples.
+
+        Groups are permuted by (run seed, version), in later passes by (run seed, version, pass). Those whose rewards
+        differ are dealt first, in turn, so that all minibatches of a pass have as many groups with a signal.
         """
         for epoch in range(self.config.ppo_epochs):
             key = [self.config.seed, version, epoch] if epoch else [self.config.seed, version]

@@ -12,16 +12,13 @@ time, with the mean of each arm over its seeds, and writes `embodied.json` into 
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import arms
 import numpy as np
 
-import asyncrl
 from asyncrl.config.load import experiments_dir
 
 NAME = "embodied_srpo"
@@ -33,23 +30,9 @@ COLOURS = {"srpo": "tab:blue", "success": "tab:orange", "progress": "tab:green"}
 MEANING = {"srpo": "SRPO", "success": "success alone", "progress": "the true progress"}
 
 
-def _cpu_s(folder: Path) -> float:
-    """CPU time of the run's processes, without those of their users' code."""
-    used: dict[tuple[str, int], float] = {}
-    for file in (folder / "observed").glob("*.jsonl"):
-        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-            if "cpu_s" in line:
-                used[file.name, line["pid"]] = line["cpu_s"]
-    return sum(used.values())
-
-
 def played(arm: str, seed: int, fileroot: Path, settings: list[str]) -> dict[str, Any]:
     """What a run of `arm` learned; it is run if it has not ended."""
-    trial, folder = f"{arm}-{seed}", fileroot / NAME / f"{arm}-{seed}"
-    if not (folder / "summary.json").exists():
-        given = [f"fileroot={fileroot}", f"trial_name={trial}", f"seed={seed}", *settings]
-        subprocess.run([sys.executable, "-m", "asyncrl.launch", NAME, *given, *ARMS[arm]], check=True)
-    run = asyncrl.load_run(folder)
+    run = arms.played(NAME, f"{arm}-{seed}", fileroot, [f"seed={seed}", *settings, *ARMS[arm]])
     config = run.config
     trained = [row for row in run.metrics if "agent/success" in row]
     correlations = [row[CORRELATION] for row in trained if row.get(CORRELATION) is not None]
@@ -57,10 +40,10 @@ def played(arm: str, seed: int, fileroot: Path, settings: list[str]) -> dict[str
     return {
         "arm": arm,
         "seed": seed,
-        "success": {int(row["step"]): row[EVALUATED] for row in run.evaluations if EVALUATED in row},
+        "success": arms.evaluated(run, EVALUATED),
         "correlation": correlations,
         "episodes": int(groups * config["group_size"]),
-        "cpu_s": _cpu_s(folder),
+        "cpu_s": arms.cpu_s(run.folder),
         "engine_gap_max": max(row["ppo/engine_gap_max"] for row in trained),
     }
 
@@ -122,14 +105,8 @@ def plot(found: list[dict[str, Any]], target: Path) -> None:
 
 def main() -> None:
     """Run, print the table and draw the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fileroot", type=Path, default=Path("~/.cache/asyncrl").expanduser())
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--plot", type=Path, help="the PNG to write")
-    parser.add_argument("--set", nargs="+", default=[], help="settings of the runs, for example total_train_steps=30")
-    args = parser.parse_args()
-    found = [played(arm, seed, args.fileroot.absolute(), args.set) for seed in args.seeds for arm in args.arms]
+    args = arms.arguments(__doc__, ARMS)
+    found = [played(arm, seed, args.fileroot, args.set) for arm in args.arms for seed in args.seeds]
     print(table(found))
     (args.fileroot / "embodied.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if args.plot:

@@ -56,7 +56,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
-from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.supervised.base_model import ensure_base_model

@@ -482,7 +482,7 @@ async def _manager_reads() -> float:
         manager._decisions = SimpleNamespace(guests=SimpleNamespace(announced=0))
         manager._policies = SimpleNamespace(check=lambda target: None, published=_published)
         before = read()
-        told = [{}] if "win_rates" in inspect.signature(manager._take).parameters else []
+        told: list[Any] = [{}] if "win_rates" in inspect.signature(manager._take).parameters else []
         await manager._take(Target(1, folder), *told)
         assert taken, "it was refused"
         return (read() - before) / weights.stat().st_size

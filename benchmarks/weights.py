@@ -1,6 +1,6 @@
 """Publish to served: the time from "the train step is over" to "the server generates with the new weights".
 
-    python benchmarks/weights.py [--quick] [--sizes 1M 10M 100M 300M 1B] [--dir DIR] [--json PATH]
+    python benchmarks/weights.py [--quick] [--sizes 1M 10M 100M 300M 1B] [--links 1 10] [--dir DIR] [--json PATH]
 
 Per model size and type, in one run: `publish` (shards, checksums, manifest, fsync, rename), `check` (the manager reads
 the checksums back) and `load` (`update_weights_from_disk` of an embedded server in a process of its own, label
@@ -10,6 +10,9 @@ the other one begins; times are medians over rounds, the ratio is the median of 
 from the page cache on both sides, as they are in a run on one machine, and both processes have the allocator's settings
 that the launcher gives to a run's. `--dir` chooses the file system, by default the temporary one; /dev/shm measures
 tmpfs. A size that does not fit into memory is left out and named.
+
+`--links` adds rows of `deltas.py`: a version of 100 million parameters in bf16 on its way to a host without a shared
+folder, over links of so many Gb/s, as whole files and as what changed.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import deltas
 import psutil
 import torch
 import uvloop
@@ -228,6 +232,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="folder on the file system to measure")
+    parser.add_argument("--links", type=float, nargs="+", default=[], metavar="GBITS")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     if ENVIRONMENT.items() - os.environ.items():  # which is read once, at the start of a process
@@ -247,9 +252,13 @@ def main() -> None:
             rows.append(row)
             print_row(row)
     print(f"target: served at most {TARGET_RATIO} x plain; worst here {max(row.ratio for row in rows):.2f}")
+    if args.links:
+        print(deltas.HEADER)
+    over = [*deltas.rows(args.links, deltas.LEARNING_RATES, rounds, 100)]
     if args.json:
         derived = [asdict(row) | {"served_s": row.served_s, "plain_s": row.plain_s} for row in rows]
-        args.json.write_text(json.dumps({"target_ratio": TARGET_RATIO, "rows": derived}, indent=2) + "\n")
+        told = {"target_ratio": TARGET_RATIO, "rows": derived, "over_links": [*map(asdict, over)]}
+        args.json.write_text(json.dumps(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":

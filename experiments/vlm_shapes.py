@@ -46,14 +46,13 @@ SHAPES: Sequence[Shape] = tuple(
 )
 
 
-def drawn(shape: Shape | None) -> Image.Image:
-    """The picture of a shape; None: a white one."""
+def drawn(shape: Shape) -> Image.Image:
+    """The picture of a shape."""
     image = Image.new("RGB", (2 * CELL, 2 * CELL), "white")
-    if shape is not None:
-        x, y = shape.cell % 2 * CELL + shape.right, shape.cell // 2 * CELL + shape.down
-        fill = [0, 0, 0]
-        fill[shape.colour] = shape.shade
-        getattr(ImageDraw.Draw(image), shape.form)([x, y, x + SIDE - 1, y + SIDE - 1], fill=tuple(fill))
+    x, y = shape.cell % 2 * CELL + shape.right, shape.cell // 2 * CELL + shape.down
+    fill = [0, 0, 0]
+    fill[shape.colour] = shape.shade
+    getattr(ImageDraw.Draw(image), shape.form)([x, y, x + SIDE - 1, y + SIDE - 1], fill=tuple(fill))
     return image
 
 
@@ -68,7 +67,8 @@ class Shapes:
     Args:
         split: `train` or `held_out`; no picture is in both.
         seed: another seed gives another order.
-        blind: draw nothing, for the control: the questions and answers stay, and all pictures are white.
+        blind: show each question the picture of another row, drawn by chance, for the control: the pictures are the
+            same, and none of them tells the answer.
 
     Raises:
         ValueError: there is no such split.
@@ -78,13 +78,13 @@ class Shapes:
         if split not in ("train", "held_out"):
             raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
         self.shapes = [shape for shape in SHAPES if held_out(shape) == (split == "held_out")]
-        random.Random(f"{seed}/{split}").shuffle(self.shapes)
-        self.blind = blind
+        draw = random.Random(f"{seed}/{split}")
+        draw.shuffle(self.shapes)
+        self.shown = draw.sample(self.shapes, len(self.shapes)) if blind else self.shapes
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def row(self, index: int) -> dict[str, Any]:
         """The question, its picture and the answer."""
-        shape = self.shapes[index]
-        return {"prompt": QUESTION, "images": [drawn(None if self.blind else shape)], "answer": shape.answer}
+        return {"prompt": QUESTION, "images": [drawn(self.shown[index])], "answer": self.shapes[index].answer}

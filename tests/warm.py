@@ -91,7 +91,7 @@ PRELOADED = (
     "asyncrl.runtime.launchers.local",
     "asyncrl.trainer.engines.flat",
     "asyncrl.trainer.functions",
-    "asyncrl.trainer.model.loading",
+    "asyncrl.trainer.model.load_models",
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""
@@ -238,6 +238,7 @@ def _start(listener: socket.socket, python: str, modules: Sequence[str]) -> int:
 
 def main(number: int, modules: Sequence[str]) -> None:
     """Import everything, then fork a launcher for each request of those that connect to the socket `number`."""
+    gc.disable()  # what is imported stays
     for name in modules or (*PRELOADED, *os.environ.get(MORE_VARIABLE, "").split()):
         importlib.import_module(name)
     if not modules:
@@ -245,6 +246,7 @@ def main(number: int, modules: Sequence[str]) -> None:
     _become_titled("tests of asyncrl: template")
     gc.collect()
     gc.freeze()
+    gc.enable()
     listener = socket.socket(fileno=number)
     listener.set_inheritable(False)
     woken, wake = os.pipe()
@@ -467,7 +469,7 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
     """Be what `request` asks for, as if it had been executed, to its end."""
     os.chdir(request["folder"])
     command = request["arguments"]
-    if command[2] == "asyncrl.launch":
+    if command[1:3] == ["-m", "asyncrl.launch"]:
         _spawn_below()
     os.environ.clear()
     os.environ.update(request["environment"])

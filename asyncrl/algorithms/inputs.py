@@ -106,9 +106,9 @@ class CorrectionOutput:
 class SelectionInputs:
     """The N loss tokens of one minibatch on this rank, as they are at the step's start; constants.
 
-    `start_logprobs_T` are the proximal log-probabilities, or the behaviour policy's where there are none. `gather`
-    gives the values of all ranks, one after the other, of a tensor [N] whose length may differ between ranks; None on
-    one rank. Every rank calls it equally often.
+    `start_logprobs_T` are the proximal log-probabilities; those of the behaviour policy if none are computed.
+    `gather` concatenates a tensor [N] over all ranks, whose lengths N may differ; None on one rank. Every rank must
+    call it the same number of times.
     """
 
     start_logprobs_T: Tensor

@@ -1,7 +1,7 @@
 """Selections over a whole minibatch: `(SelectionInputs, *, params) -> SelectionOutput`.
 
-They compare a token with all others of its minibatch, on all ranks, so they are made before its first forward pass, of
-the log-probabilities at the step's start: neither the cut into micro-batches nor the number of ranks changes them.
+They compare a token with all others of its minibatch, on all ranks. So they are made from the log-probabilities at the
+step's start, before the minibatch's first forward pass, and depend neither on micro-batches nor on the number of ranks.
 """
 
 from __future__ import annotations

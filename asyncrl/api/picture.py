@@ -39,6 +39,9 @@ MAX_SIDE = 16384
 MAX_PIXELS = 1 << 25
 """Most pixels, 32 million: 100 MB when decoded."""
 
+MAX_PICTURES = 1024
+"""Most pictures of one prompt or sample."""
+
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _OTHERS = {
@@ -294,12 +297,23 @@ class PlacedPicture:
         return PlacedPicture(self.position + offset, self.length, self.picture)
 
 
+def check_count(count: int) -> None:
+    """Check that a prompt or a sample may have so many pictures.
+
+    Raises:
+        PictureError: it may not.
+    """
+    if count > MAX_PICTURES:
+        raise PictureError(f"there are {count} pictures: at most {MAX_PICTURES} in one prompt or sample")
+
+
 def check_spans(pictures: Sequence[PlacedPicture | PictureRef], tokens: int) -> None:
     """Check that the spans of `pictures` follow one another within `tokens` tokens.
 
     Raises:
-        ValueError: they overlap, are out of order or reach beyond the end.
+        ValueError: there are too many, or they overlap, are out of order or reach beyond the end.
     """
+    check_count(len(pictures))
     end = 0
     for number, placed in enumerate(pictures):
         if placed.position < end or placed.length < 1:

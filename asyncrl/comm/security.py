@@ -7,9 +7,9 @@ the run's HTTP servers use them for TLS, and its clients trust only this certifi
 that it belongs to the run before it is sent the token or anything else, and an entry in name resolution that names a
 foreign server does no harm.
 
-On ZMQ sockets every process that knows the secret is a peer, and everybody else fails the handshake: without the
-server's public key, which is published nowhere, no handshake can even begin, and a client key that is not the run's is
-refused by the `PeerGate` (a ZAP handler). Refused handshakes are counted, logged once per source, and have no other
+On ZMQ sockets every process that knows the secret is a peer, and all others fail the handshake. It cannot begin without
+the server's public key, which is published nowhere. The `PeerGate` (a ZAP handler) refuses every client key but the
+run's. Refused handshakes are counted, logged once per source, and have no other
 effect.
 """
 

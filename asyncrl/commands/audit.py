@@ -10,8 +10,8 @@ from pathlib import Path
 from asyncrl.commands.refusal import refuse
 from asyncrl.verify.audit.documents import Documents
 from asyncrl.verify.audit.folders import check_checkpoints, check_weights, role_folders, versions_in
-from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.kept import check_samples
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.rows import check_metrics
 from asyncrl.verify.audit.rules import Replay

@@ -35,7 +35,7 @@ from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
 from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.parallel.placement import worker_grid
-from asyncrl.verify.audit.history import read_ledger
+from asyncrl.verify.audit.ledger_files import read_ledger
 from asyncrl.verify.chaos import disk
 from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts
 from asyncrl.verify.chaos.plan import Fault, FaultKind, make_plan

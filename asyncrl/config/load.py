@@ -179,7 +179,7 @@ def _compose(name: str) -> tuple[DictConfig, type[Config]]:
     except MissingConfigException as error:
         missing, known = error.missing_cfg_file, _names_in(ExperimentFolders.folders)
         hint = f"{did_you_mean(str(missing), known)}; known: {', '.join((*SCHEMAS, *known))}"
-        raise ConfigError(f"experiment {name!r}: a defaults list names {missing!r}, which is none{hint}") from error
+        raise ConfigError(f"experiment {name!r}: its defaults list names an unknown {missing!r}{hint}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
     except (YAMLError, UnicodeDecodeError) as error:

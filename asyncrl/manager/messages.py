@@ -270,7 +270,7 @@ class WaitExpiringRequest(Message, frozen=True):
 
 
 class WaitExpiringReply(Message, frozen=True):
-    """The rollouts that the step still has to wait for; `clear` if there are none."""
+    """True in `clear` if the step has no rollout left to wait for."""
 
     clear: bool
     running: list[str]

@@ -26,6 +26,7 @@ from asyncrl.master.data.score_ahead import AheadScorer, frozen_calls
 from asyncrl.master.data.stall import LOOK_S, StallWatch
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
+from asyncrl.master.guest_turns import DeviceTurns
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
@@ -33,7 +34,6 @@ from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
-from asyncrl.master.turns import DeviceTurns
 from asyncrl.master.win_rates import WinRates
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult

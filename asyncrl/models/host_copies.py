@@ -32,6 +32,8 @@ from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory as _register  # as torch's own checkpoints in shared memory
 from torch.cuda._pin_memory_utils import unpin_memory as _unregister
 
+from asyncrl.models.pieces import in_pieces
+
 PIECE_BYTES = 64 << 20
 """1.2 ms at the 54 GB/s that an H100 copies. Smaller pieces would leave the bus idle in between."""
 _MEASURED_BYTES = 32 << 20
@@ -259,16 +261,8 @@ def _ended(copied: tuple[str, Tensor, HostCopy]) -> tuple[str, Tensor]:
 
 def _cut(pairs: Iterable[Pair], limit: int) -> Iterator[list[Pair]]:
     """Cut `pairs` in order into pieces of `limit` bytes at most; larger tensors are cut as well."""
-    piece: list[Pair] = []
-    size = 0
-    for target, source in (part for pair in pairs for part in _parts(*pair, limit)):
-        if piece and size + source.nbytes > limit:
-            yield piece
-            piece, size = [], 0
-        piece.append((target, source))
-        size += source.nbytes
-    if piece:
-        yield piece
+    parts = (part for pair in pairs for part in _parts(*pair, limit))
+    return in_pieces(parts, lambda part: part[1].nbytes, limit)
 
 
 def _parts(target: Tensor, source: Tensor, limit: int) -> Iterable[Pair]:

@@ -16,8 +16,8 @@ several short sequences at once, as in a run:
 
 Short sequences do not reach a window or a chunk of attention that is longer than they are. So everything is checked
 again on a copy of the model in which these lengths are short (`short_lengths`). A window of a few tokens changes little
-if attention is almost uniform, so there the tolerance is smaller: an engine may differ by a tenth of the change that
-the short lengths make, or by a few times the rounding that it showed without them.
+if attention is almost uniform, so the tolerance is smaller there. An engine may differ by a tenth of the change that
+the short lengths make, or by a few times its rounding without them.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def fault_with_pictures(
     rounding: float,
     leak: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Return the fault of an engine on the sequences of `picture_probes`; None if it has none or there are none.
+    """Return the fault of an engine on the sequences of `picture_probes`; None without a fault or without sequences.
 
     Args:
         plain: transformers' results for them.

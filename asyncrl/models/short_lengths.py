@@ -124,6 +124,7 @@ def _without_parameters() -> Iterator[None]:
     def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would draw values
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_shape  # type: ignore[method-assign, assignment]

@@ -59,8 +59,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     for version, most in sampling.max_new_tokens_from.items():
         if version < 0 or not 1 <= most <= sampling.max_new_tokens:
             yield (
-                f"rollout.sampling.max_new_tokens_from={dict(sampling.max_new_tokens_from)}: {version}: {most} is none "
-                f"of its entries; give a policy version, 0 or more, and 1 to max_new_tokens={sampling.max_new_tokens}"
+                f"rollout.sampling.max_new_tokens_from={dict(sampling.max_new_tokens_from)}: {version}: {most} is not "
+                f"valid; give a policy version, 0 or more, and 1 to max_new_tokens={sampling.max_new_tokens}"
             )
     for number, name in enumerate(config.rollout.columns):
         if (wrong := check_name(name)) or name in config.rollout.columns[:number]:

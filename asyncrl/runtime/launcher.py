@@ -162,7 +162,7 @@ class Launcher:
     async def _run_processes(self) -> int | None:
         """Run all processes to the end. Return the exit code; None if the whole run must restart."""
         self._workers.clear()
-        self._ends = asyncio.Queue()  # the ends of those that ran before are none of these
+        self._ends = asyncio.Queue()  # without the ends of the processes that ran before
         if self._claim_lost:
             return EXIT_FAILED
         for plan in plan_workers(self.config, run=self._run_of):

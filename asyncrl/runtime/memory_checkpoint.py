@@ -125,7 +125,7 @@ class MemoryCheckpoint:
 
     @property
     def version(self) -> int | None:
-        """Newest version whose state is complete; None if there is none."""
+        """Newest version whose state is complete; None before the first."""
         return max(versions_in(self.state_root), default=None)
 
     @property
@@ -209,7 +209,7 @@ def _remove_orphans() -> None:
 def _is_over(folder: Path) -> bool:
     try:
         owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=_Owner)
-    except (OSError, msgspec.DecodeError):  # it is just being made, or is none of these
+    except (OSError, msgspec.DecodeError):  # it is just being made, or is another folder
         return False
     if owner.pid:
         return _identity(owner.pid) != (owner.pid, owner.started)

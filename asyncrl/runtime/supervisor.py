@@ -356,7 +356,7 @@ def _cleans_up(pid: int) -> bool:
         return (
             name.startswith(b"torch_shm_manag")  # the kernel keeps 15 characters of a name
             or b"multiprocessing.resource_tracker" in command
-            or b"/sglang/supervisor.py\0" in command
+            or b"/sglang/reaper.py\0" in command
         )
     return False
 

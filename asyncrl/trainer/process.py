@@ -55,8 +55,8 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.varlen_attention import VARLEN
-from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.placement import placement
+from asyncrl.trainer.parallel.process_groups import Collectives
 from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests, checkpoint_path

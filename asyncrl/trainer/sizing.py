@@ -28,7 +28,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
 from asyncrl.trainer.model.attention_shape import AttentionShape
-from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
+from asyncrl.trainer.model.chunked_logprobs import MAX_LOGITS_BYTES
 from asyncrl.trainer.parallel.layout import Layout, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.settings import AttentionImplementation

@@ -21,7 +21,7 @@ from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, 
 from asyncrl.inference.messages import PauseMode
 from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.trainer.engines.base import PolicyEngine
-from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.settings import AttentionImplementation
 from gpu_rows.bench import Bench, Figure, LeftOut, tried
 from gpu_rows.training import VARIANTS, launches, rank_of

@@ -34,7 +34,7 @@ from asyncrl.trainer.model.host_activations import _Moved
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.weights.checkpoints.store import CheckpointWriter
+from asyncrl.weights.checkpoints.writer import CheckpointWriter
 
 from ..late_stream import LateStream
 

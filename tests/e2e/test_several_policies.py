@@ -19,14 +19,14 @@ from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, StepReport
-from asyncrl.trainer.model.loading import Critic as CriticModel
+from asyncrl.trainer.model.load_models import Critic as CriticModel
 
 pytestmark = pytest.mark.slow
-STEPS = 8
+STEPS = 6
 TOLERANCE = 1e-5
 CONFIG = ReferenceConfig(
     seed=7,
-    train_batch_size=8,
+    train_batch_size=4,
     group_size=4,
     ppo_minibatches=2,
     lr=1e-3,

@@ -25,6 +25,18 @@ LEASE_S = 5.0
 OUTAGE_S = 3 * LEASE_S
 CUT_S = 2 * LEASE_S
 PATIENCE_S = 3.0
+PACE_S = 1.0
+"""How long a group of answers takes: the run goes on during an outage, and leaves the processors to others."""
+PACED = f"""
+import asyncio
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+
+class Paced(SingleTurnAgent):
+    async def run_group(self, prompt, make_env, client):
+        if not prompt.prompt_id.startswith("rehearsal-"):
+            await asyncio.sleep({PACE_S})
+        return await super().run_group(prompt, make_env, client)
+"""
 KINDS = ("master_worker", "model_worker", "gserver_manager", "generation_server", "rollout_worker")
 
 
@@ -85,7 +97,9 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
     login = {"user": USER, "password_file": str(tmp_path / "password")}
     etcd.switch_authentication_on()
-    run = start_run(**over(etcd, **login))
+    (tmp_path / "paced.py").write_text(PACED)
+    paced = {"agent__path": f"{tmp_path / 'paced.py'}:Paced", "eval__interval": 0}
+    run = start_run(**over(etcd, **login), **paced)
     watched = Watched(run, etcd, **login)
     assert not [line for line in command_lines(run) if PASSWORD in line]
 

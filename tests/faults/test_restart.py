@@ -15,7 +15,7 @@ from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
-from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.trainer.parallel.collectives import Collectives
+from asyncrl.trainer.parallel.process_groups import Collectives
 
 LIMIT_S = 120.0
 pytestmark = [

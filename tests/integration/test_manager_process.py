@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
+from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, write_run_config
@@ -26,6 +27,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.fleet.decisions import DISAGREEMENTS_ALLOWED
 from asyncrl.manager.http_server import manager_registry
 from asyncrl.manager.messages import (
     ConsumedReport,
@@ -38,11 +40,12 @@ from asyncrl.manager.messages import (
     ServerStatus,
 )
 from asyncrl.manager.process import GserverManager
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.runtime.process.worker import WorkerSpec
+from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
@@ -549,6 +552,31 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     stale.stale = None
     await run.until(serving(2, 0))
     assert check.differences[0] == 0.0
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.interrupt, UpdateMode.retract])
+async def test_servers_that_never_score_as_the_trainer_does_end_the_run(
+    tmp_path: Path, start_fake_server: Any, monkeypatch: pytest.MonkeyPatch, mode: UpdateMode
+) -> None:
+    monkeypatch.setattr("asyncrl.manager.fleet.decisions.BACKOFF", Backoff(0.01, 0.01))
+    run = Run(tmp_path, config_of(update_mode=mode))
+    await run.client()
+    server = await start_fake_server()
+    server.logprobs = {"1": logprobs_of(2)}
+    run.register(0, server)
+    run.publish(1, run.weights(1, probe=probe_of(1)))
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.RaisesGroup(
+            pytest.RaisesExc(CannotContinue, match="server 0 does not .*after 5 updates in a row"),
+            flatten_subgroups=True,
+        ):
+            await run.task
+    assert server.paused, "nothing of it is handed out"
+    assert run.manager._logprob_check is not None
+    assert run.manager._logprob_check.alarms == DISAGREEMENTS_ALLOWED
+    for client in run.clients:
+        await client.close()
+    run.resolver.close()
 
 
 async def test_a_server_that_does_not_answer_the_probe_is_quarantined(run: Run, start_fake_server: Any) -> None:

@@ -199,7 +199,7 @@ async def test_the_death_of_any_of_its_processes_is_noticed_and_the_rest_ends_wi
 ) -> None:
     host = make("normal")
     served = await host.start()
-    tree = [p for p in started() if "supervisor.py" not in " ".join(p.cmdline())]
+    tree = [p for p in started() if "reaper.py" not in " ".join(p.cmdline())]
     (target,) = [p for p in tree if (p.pid == served.pid) == (victim == "sglang.launch_server")]
     target.kill()
     async with asyncio.timeout(LIMIT_S):

@@ -68,7 +68,7 @@ from asyncrl.rollout.user_code_pool import messages as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
-from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 

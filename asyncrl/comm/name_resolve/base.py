@@ -301,9 +301,9 @@ class NameResolver(ABC):
         found = {name: self._read(name) for name in self.fences}
         return any(value not in (None, self.fences[name]) for name, value in found.items())
 
-    def _found(self, subtree: Subtree, found: Mapping[str, str]) -> None:
-        """Store all entries of `subtree`; the back end works."""
-        subtree.replace(found)
+    def _found(self, subtree: Subtree, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
+        """Store all entries of `subtree`; the back end works, if only since a moment ago (`in_trouble`)."""
+        subtree.replace(found, in_trouble=in_trouble)
         self._patience.worked(_kind_of_following(subtree))
 
     def _follow(self, subtree: Subtree) -> None:
@@ -324,10 +324,14 @@ class NameResolver(ABC):
         Raises:
             OwnerFenced: this owner was replaced.
         """
-        if self._renew(name):
-            return True
-        if not self.fences:
-            return False
+        return self._renew(name) or (bool(self.fences) and self._put_back(name))
+
+    def _put_back(self, name: str) -> bool:
+        """Add the entry again if its name is free; False if another owner has it.
+
+        Raises:
+            OwnerFenced: this owner was replaced.
+        """
         value, lease_s = self._leased[name]
         try:
             self._create(name, value, lease_s, replace=False)

@@ -1,9 +1,10 @@
 """Name resolution in etcd: for clusters without a shared file system. Needs the extra `etcd`.
 
-Keys are `<root>/<name>`, values the text itself. `wait` and `watch` are etcd watches of a second, with a read between;
-`follow` is one read and a watch from its revision on.
+Keys are `<root>/<name>`, values the text itself. Only what a read finds counts: `follow`, `wait` and `watch` read, and
+an etcd watch from that revision on says when to read again. So a watch that ends (compaction, a lost connection) or
+stays silent loses no change: all is read again at the latest after CHECK_S.
 
-Each part is there for one guarantee:
+It is not shorter because each part is there for one guarantee that the client `etcd3` does not give:
 
 - One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL_S, etcd's own floor): a process
   renews once for all its entries, so etcd's load does not grow with their number.
@@ -13,14 +14,9 @@ Each part is there for one guarantee:
   survives an outage that is longer than its lease.
 - The fences are conditions of the transaction that adds an entry (`_unfenced`): a replaced process cannot add or
   restore an entry, however close the race.
-- A refused put compares value and lease (`_put`, `_hangs_on`): a put whose reply was lost is not taken for another
-  owner.
+- A refused put compares value and lease (`_put`): a put whose reply was lost is not taken for another owner.
 - A removal compares the lease or the value: a process removes its own entry only, never its successor's.
-- A watch asks for a leader (`_NEEDS_LEADER`): on a member that is cut off it ends, instead of staying silent.
-- A watch that ends, with its connection or by compaction, is followed by a new read: no change is lost.
-- Every CHECK_S seconds all keys are read again (`_follow`): a change that a watch missed silently is noticed within a
-  minute.
-- A removal after an outage is held back (`Subtree.trouble`): expired leases do not look as if all processes had died.
+- A removal after an outage is held back (`Subtree.replace`): expired leases do not look as if all processes had died.
 """
 
 from __future__ import annotations
@@ -29,24 +25,23 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveUnavailable, OwnerFenced
 from asyncrl.comm.name_resolve.etcd_access import EtcdAccess
-from asyncrl.comm.name_resolve.etcd_link import EtcdLink, LeaseGone, Stubs, etcdrpc, grpc
+from asyncrl.comm.name_resolve.etcd_link import EtcdLink, LeaseGone, etcdrpc
 from asyncrl.comm.name_resolve.subtree import Subtree
 
 MIN_TTL_S = 2
 CHECK_S = 60.0
-"""Interval in seconds of the read that finds what a watch has not reported. Some hundred keys are some 10 kB."""
+"""Longest time in seconds between two reads of what is followed. Some hundred keys are some 10 kB."""
 _WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
 _STOOD_STILL = 2 / 3
 """Share of a lease after which, without a renewal, it may lapse (`asyncrl.comm.name_resolve.lease_renewal`)."""
-_NEEDS_LEADER = (("hasleader", "true"),)
 
 
 @dataclass(slots=True)
@@ -61,9 +56,8 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """An entry with a lease of this resolver, which was there at `put_at` (monotonic seconds)."""
+    """The lease of an entry of this resolver, which was there at `put_at` (monotonic seconds)."""
 
-    value: str
     lease: _Lease
     put_at: float
 
@@ -117,7 +111,7 @@ class EtcdResolver(NameResolver):
             if lease is None:
                 self._own.pop(name, None)
             else:
-                self._own[name] = _Own(value, lease, time.monotonic())
+                self._own[name] = _Own(lease, time.monotonic())
 
     def _put(
         self, name: str, value: str, lease: _Lease | None, replace: bool, conditions: Collection[Any] = ()
@@ -135,7 +129,8 @@ class EtcdResolver(NameResolver):
             raise NameResolveUnavailable(f"the conditions for {name!r} in etcd have just changed")
         found = reply.responses[0].response_range.kvs[0]
         is_own = lease is not None and found.lease == lease_id and found.value == value.encode()
-        if not is_own or name in self._own:  # else it was put by a call whose reply was lost
+        known = self._own.get(name)
+        if not is_own or (known is not None and known.lease is lease):  # else a call put it whose reply was lost
             raise NameEntryExists(name, self.root)
 
     def _read(self, name: str) -> str | None:
@@ -192,28 +187,12 @@ class EtcdResolver(NameResolver):
         own = self._own.get(name)
         if own is None:
             return False
-        if self._is_alive(own.lease):
-            kept = own.put_at > own.lease.looked_at or name in own.lease.keys
-            if not kept:
-                self._disown(name, own)
-            return kept
-        if (unfenced := self._unfenced()) is None:
+        if not self._is_alive(own.lease):
+            return not self._fenced() and self._put_back(name)
+        kept = own.put_at > own.lease.looked_at or name in own.lease.keys
+        if not kept:
             self._disown(name, own)
-            return False
-        try:
-            lease = self._lease(own.lease.ttl_s)
-            self._put(name, own.value, lease, replace=False, conditions=unfenced)
-        except NameEntryExists:
-            if not self._hangs_on(name, lease):  # else it was put back by a call whose reply was lost
-                self._disown(name, own)
-                return False
-        except LeaseGone:
-            self._forget(lease)
-            raise
-        with self._lock:
-            if self._own.get(name) is own:  # else it was added anew or deleted meanwhile
-                self._own[name] = _Own(own.value, lease, time.monotonic())
-        return True
+        return kept
 
     def _unfenced(self) -> list[Any] | None:
         """Return transaction conditions that the fences stay as they are now; None if this process is fenced."""
@@ -232,10 +211,6 @@ class EtcdResolver(NameResolver):
         with self._lock:
             if self._own.get(name) is own:
                 del self._own[name]
-
-    def _hangs_on(self, name: str, lease: _Lease) -> bool:
-        found = self._get(name).kvs
-        return bool(found) and found[0].lease == lease.id
 
     def _lease(self, ttl_s: int) -> _Lease:
         """Return the lease of this length; request a new one if there is none."""
@@ -288,70 +263,17 @@ class EtcdResolver(NameResolver):
             create = etcdrpc.WatchCreateRequest(
                 key=(self._prefix + name).encode(), start_revision=reply.header.revision + 1
             )
-            for told in self._watch(create, min(left_s, _WAIT_S)):
-                if told.events or told.canceled:
-                    break
+            self._link.wait_for_change(create, min(left_s, _WAIT_S))
 
     def _follow(self, subtree: Subtree) -> None:
         start = self._prefix + subtree.root
         while not self._closing.is_set():
             reply = self._range(start)
-            self._found(subtree, self._entries(reply.kvs, subtree.root))
+            self._found(subtree, self._entries(reply.kvs, subtree.root), in_trouble=self._link.is_troubled)
             create = etcdrpc.WatchCreateRequest(
                 key=start.encode(), range_end=_end_of(start.encode()), start_revision=reply.header.revision + 1
             )
-            for told in self._watch(create, CHECK_S):
-                if told.canceled:
-                    raise NameResolveUnavailable(
-                        f"etcd ended the watch from revision {reply.header.revision + 1}: history before "
-                        f"{told.compact_revision} was compacted away (0: it was not that)"
-                    )
-                for event in told.events:
-                    self._take_event(subtree, event)
-
-    def _take_event(self, subtree: Subtree, event: Any) -> None:
-        name = self._name(event.kv.key)
-        if event.type != event.PUT:
-            if self._link.is_troubled:
-                subtree.trouble()
-            subtree.remove(name)
-        elif is_below(name, subtree.root):
-            subtree.put(name, event.kv.value.decode())
-
-    def _watch(self, create: Any, limit_s: float) -> Iterator[Any]:
-        """Yield the events of an etcd watch for at most `limit_s` seconds; the watch ends with the iterator."""
-        stubs: Stubs = self._link.call(lambda to: to)
-        done, over = threading.Event(), threading.Event()
-
-        def requests() -> Iterator[Any]:
-            yield etcdrpc.WatchRequest(create_request=create)
-            done.wait()  # the request side stays open as long as the stream
-
-        try:
-            stream = stubs.watch.Watch(requests(), metadata=stubs.metadata + _NEEDS_LEADER)
-        except ValueError as error:  # the channel was closed by a call that failed
-            done.set()
-            raise self._link.failed(stubs, error) from error
-
-        def end() -> None:
-            over.set()
-            stream.cancel()
-
-        limit = threading.Timer(limit_s, end)  # a deadline of gRPC's comes back as an error of any code
-        limit.daemon = True
-        limit.start()
-        try:
-            yield from stream
-        except grpc.RpcError as error:
-            if not over.is_set():
-                raise self._link.failed(stubs, error) from error
-        else:
-            if not over.is_set():
-                raise NameResolveUnavailable(f"etcd at {stubs.member} ended a watch")
-        finally:
-            limit.cancel()
-            done.set()
-            stream.cancel()
+            self._link.wait_for_change(create, CHECK_S)
 
     def _get(self, name: str) -> Any:
         request = etcdrpc.RangeRequest(key=(self._prefix + name).encode())

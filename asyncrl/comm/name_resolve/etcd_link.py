@@ -2,8 +2,9 @@
 
 Of the client etcd3, only messages and stubs are used. Its classes for clients and watches, in the last version 0.12,
 keep to one server, drop the server's error messages, and do not authenticate again when a token is no longer valid. A
-watch whose connection broke reports that once and is silent afterwards. etcd's JSON gateway, which needs no gRPC,
-accepts no login by client certificate (etcd pull request 10366). Instead:
+watch whose connection broke reports that once and is silent afterwards. etcd's JSON gateway needs no gRPC, but with
+authentication it refuses every client whose certificate has a common name, a login as well (tried with etcd 3.4: "will
+be ignored and not used as expected"). Instead:
 
 - A call that fails closes the channel. The next call opens a new one to the next member, and authenticates there. So an
   old token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
@@ -21,7 +22,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +58,9 @@ KEEPALIVE_S = 10.0
 """etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
 KEEPALIVE_LIMIT_S = 5.0
 _SLOW_CALL_S = 0.5
+_EARLY_S = 0.1  # by which the end of a wait may seem to come too early
+_NEEDS_LEADER = (("hasleader", "true"),)
+"""Asks a member that is cut off from the others to end a watch instead of staying silent."""
 _OPTIONS = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_LIMIT_S * 1000)),
@@ -148,6 +152,37 @@ class EtcdLink:
             del self._under_way[number]
             if failed or time.monotonic() > began + _SLOW_CALL_S:
                 self.trouble()
+
+    def wait_for_change(self, create: Any, limit_s: float) -> None:
+        """Return if a key of the etcd watch `create` has changed, after `limit_s` seconds at the latest.
+
+        Raises:
+            NameResolveUnavailable: the watch ended, with its connection, its leader, or because the history since its
+                first revision was compacted away. Read again.
+        """
+        stubs, done = self.call(lambda to: to), threading.Event()
+        over, reported = time.monotonic() + limit_s - _EARLY_S, None
+
+        def requests() -> Iterator[Any]:
+            yield etcdrpc.WatchRequest(create_request=create)
+            done.wait()  # the request side stays open as long as the stream
+
+        try:
+            stream = stubs.watch.Watch(requests(), timeout=limit_s, metadata=stubs.metadata + _NEEDS_LEADER)
+            for reported in stream:
+                if reported.events or reported.canceled:
+                    stream.cancel()
+                    break
+        except (grpc.RpcError, ValueError) as error:  # the deadline of gRPC comes back as an error of any code
+            if time.monotonic() < over:
+                raise self.failed(stubs, error) from error
+        else:
+            if reported is None or reported.canceled:
+                raise NameResolveUnavailable(
+                    f"etcd at {stubs.member} ended a watch: its history was compacted, or it lost its leader"
+                )
+        finally:
+            done.set()
 
     def trouble(self) -> None:
         """Note that leases may have expired while this process did not call."""

@@ -149,13 +149,13 @@ class FileResolver(NameResolver):
                     if record.owner != self._owner:
                         return False
                     if self.fences and self._clock.now() >= _expiry(record, os.fstat(file.fileno())):
-                        return self._put_back(file)
+                        return self._renew_unless_fenced(file)
                     os.utime(file.fileno())
                     return True
             except FileNotFoundError:
                 return False
 
-    def _put_back(self, file: BinaryIO) -> bool:
+    def _renew_unless_fenced(self, file: BinaryIO) -> bool:
         with self._locked():
             if self._fenced():
                 return False

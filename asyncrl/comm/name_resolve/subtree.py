@@ -1,16 +1,17 @@
 """The entries below a root, kept in memory and up to date by the resolver.
 
-A back end reports what it finds: all entries (`replace`), or one change (`put`, `remove`). Reading (`entries`) makes no
-call, so the number of look-ups does not grow with the number of processes.
+A back end reports all entries that it finds (`replace`). Reading (`entries`) makes no call, so the number of look-ups
+does not grow with the number of processes.
 
 An outage must not look as if all processes had died. While a back end is away no lease can be renewed. When it is back
 (etcd that was stopped, a link that was cut) the leases have run out: every entry is removed, and put back by its owner
 a moment later. So after a sign of trouble (`trouble`: a call failed, or took long) a removal takes effect `GRACE_S`
 late, and not at all if the entry is back by then. Without trouble it takes effect at once.
 
-    t=0 s     etcd stops answering; the watch breaks       trouble(15): removals until 23 s are held back
-    t=30 s    etcd answers again, leases have run out      trouble(30), remove("a"): held back until 38 s
-    t=31 s    the owner of "a" has put it back             put("a"): the reader never missed it
+    t=0 s     etcd stops answering
+    t=15 s    the next read fails                          trouble(): removals until 23 s are held back
+    t=30 s    etcd answers again, leases have run out      replace({}): "a" and "b" are held back until 38 s
+    t=31 s    the owner of "a" has put it back             replace({"a": ...}): the reader never missed it
     t=38 s    nobody has put "b" back                      it is gone
 """
 
@@ -63,26 +64,17 @@ class Subtree:
         """Return the value under `name`; None if there is none."""
         return self.entries().get(name)
 
-    def replace(self, found: Mapping[str, str]) -> None:
-        """Store all entries; the back end works."""
+    def replace(self, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
+        """Store all entries; the back end works. `in_trouble`: it may not have worked until a moment ago."""
         with self._lock:
-            if self._away:
-                self._away, self._trouble_until = False, self._clock() + GRACE_S
-            for name in self._present.keys() - found.keys():
-                self._leave(name)
+            now = self._clock()
+            gone = self._present.keys() - found.keys()
+            if self._away or (in_trouble and gone):
+                self._away, self._trouble_until = False, now + GRACE_S
+            if now < self._trouble_until:
+                self._leaving |= {name: (self._present[name], self._trouble_until) for name in gone}
             self._present = dict(found)
             self._leaving = {name: left for name, left in self._leaving.items() if name not in found}
-
-    def put(self, name: str, value: str) -> None:
-        """Store one entry."""
-        with self._lock:
-            self._present[name] = value
-            self._leaving.pop(name, None)
-
-    def remove(self, name: str) -> None:
-        """Remove one entry, if it is there."""
-        with self._lock:
-            self._leave(name)
 
     def trouble(self) -> None:
         """Record that the back end is away, or was until now."""
@@ -94,8 +86,3 @@ class Subtree:
         """Raise `error` from all reads: the back end refuses access for good."""
         with self._lock:
             self._refused = error
-
-    def _leave(self, name: str) -> None:
-        value = self._present.pop(name, None)
-        if value is not None and self._clock() < self._trouble_until:
-            self._leaving[name] = (value, self._trouble_until)

@@ -10,7 +10,7 @@ from asyncrl.comm import running_time
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
-from asyncrl.comm.request_reply.router import CallRouter
+from asyncrl.comm.request_reply.shared_socket import CallRouter
 from asyncrl.comm.security import SocketSecurity
 
 

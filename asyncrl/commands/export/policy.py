@@ -23,7 +23,7 @@ from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
 from asyncrl.weights.checkpoints.distributed import StoredTensors
-from asyncrl.weights.checkpoints.store import read_state
+from asyncrl.weights.checkpoints.restore import read_state
 from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.model_files.adapters import are_adapters, model_name, published_name
 from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors

@@ -1,10 +1,10 @@
 """Ports for a server that binds them only later, in another process, that never collide.
 
 Three things would otherwise take a port between its choice and its binding. The kernel hands out ports for outgoing
-connections from the ephemeral range, so blocks lie below it. Another asyncrl process chooses at the same time, so every
-block is claimed by binding an abstract Unix socket named after it: the kernel makes the claim exclusive, and ends it
-when the claiming process ends, however it ends, leaving nothing behind. A stranger may still bind one; then the server
-fails to start and is started again on another block (`SGLangHost`).
+connections from the ephemeral range, so blocks lie below it. Other asyncrl processes choose at the same time, so every
+block is claimed by binding an abstract Unix socket named after it. The kernel makes the claim exclusive and ends it
+with the claiming process, however that ends. Another program may still bind one; then the server fails to start and is
+started again on another block (`SGLangHost`).
 """
 
 from __future__ import annotations

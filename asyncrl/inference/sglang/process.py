@@ -1,9 +1,9 @@
 """A server's process tree: a session of its own, its log forwarded, its death noticed at once, its end complete.
 
 SGLang is three or more processes: the HTTP server that we start, a detokenizer, and a scheduler per GPU. They run below
-a supervisor (`asyncrl.inference.sglang.supervisor`), our child, that ends all of them when its standard input, a pipe
+a reaper (`asyncrl.inference.sglang.reaper`), our child, that ends all of them when its standard input, a pipe
 from here, is closed: by `stop`, or by the kernel when this process dies. Any of SGLang's processes may die by itself.
-The kernel tells the event loop of each: of the HTTP server's end through the supervisor's exit, of the others' through
+The kernel tells the event loop of each: of the HTTP server's end through the reaper's exit, of the others' through
 pidfds, which become readable when their process ends. Nothing polls.
 """
 
@@ -22,13 +22,13 @@ from typing import Final
 
 import psutil
 
-from asyncrl.inference.sglang import supervisor
+from asyncrl.inference.sglang import reaper
 
 LAST_LINES: Final = 60  # of two schedulers that fail at once, each with a traceback
 _ERROR: Final = re.compile(r"\b\w*Error\b")
 _MAX_LINE_BYTES: Final = 1 << 20  # SGLang logs its 500 settings as one line
 _LOG_DRAIN_S: Final = 0.5
-_STOP_MARGIN_S: Final = 8.0  # what the supervisor may take beyond the grace that it gives
+_STOP_MARGIN_S: Final = 8.0  # what the reaper may take beyond the grace that it gives
 
 
 class ProcessTree:
@@ -66,7 +66,7 @@ class ProcessTree:
         self._died = asyncio.get_running_loop().create_future()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            supervisor.__file__,
+            reaper.__file__,
             str(self._grace_s),
             *self._argv,
             stdin=asyncio.subprocess.PIPE,
@@ -95,7 +95,7 @@ class ProcessTree:
         assert self._process is not None, "not started"
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self._process.pid).children()
-            if children:  # the others are orphans that the supervisor adopted later
+            if children:  # the others are orphans that the reaper adopted later
                 return min(children, key=psutil.Process.create_time).pid
         raise ProcessLookupError("the command has ended")
 
@@ -105,7 +105,7 @@ class ProcessTree:
         assert self._process.stdin is not None
         self.first_error = ""
         with contextlib.suppress(psutil.NoSuchProcess):
-            segments = supervisor.shared_memory(psutil.Process(self._process.pid))
+            segments = reaper.shared_memory(psutil.Process(self._process.pid))
             self._process.stdin.write(b"".join(os.fsencode(segment) + b"\n" for segment in segments))
         loop = asyncio.get_running_loop()
         watched = [p for p in self._descendants() if _title(p).startswith(title_prefix)]
@@ -134,7 +134,7 @@ class ProcessTree:
         try:
             await asyncio.wait_for(self._process.wait(), self._grace_s + _STOP_MARGIN_S)
         except TimeoutError:
-            self._log.error("the supervisor (pid %d) did not end; killing its process group", self._process.pid)
+            self._log.error("the reaper (pid %d) did not end; killing its process group", self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         for pidfd in self._pidfds:
@@ -164,8 +164,8 @@ class ProcessTree:
         code = await process.wait()
         await asyncio.wait({forwarding}, timeout=_LOG_DRAIN_S)
         forwarding.cancel()
-        # the supervisor reports 128 + n for signal n
-        self._report(f"the server {supervisor.describe_end(128 - code if code > 128 else code)}")
+        # the reaper reports 128 + n for signal n
+        self._report(f"the server {reaper.describe_end(128 - code if code > 128 else code)}")
 
     def _on_descendant_death(self, pidfd: int, title: str) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)

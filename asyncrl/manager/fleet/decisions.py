@@ -23,6 +23,8 @@ States of a server::
 - A server that found the files damaged before it changed its weights (the embedded engine verifies checksums as it
   reads) still has its old weights. It serves them again, and gets the next published version. If it was in quarantine,
   its weights are unknown, and it stays there.
+- A server that after an update does not score as the trainer does is updated again. If every server has done so
+  `DISAGREEMENTS_ALLOWED` times in a row, no update cures it: `never_agree` says why, and the run ends.
 - A server that fails its health check is quarantined too, and comes back the same way; if no weights are published yet
   (it has the initial model), once it is healthy. A server that reports another version than it was updated to fails
   the check: it was restarted at the same address.
@@ -71,6 +73,8 @@ _PAUSES: dict[UpdateMode, PauseMode] = {
 
 BACKOFF = Backoff(0.5, 30.0)
 """Time in seconds that a server stays in quarantine; longer with each failure."""
+DISAGREEMENTS_ALLOWED = 5
+"""Updates of a server in a row after which it may score otherwise than the trainer, before the run ends."""
 HEALTH_FAILURES_ALLOWED = 1
 """Failed health checks in a row that leave a server in service: a busy one may answer late."""
 _UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
@@ -87,7 +91,7 @@ class _Leaving:
     """The last serving server waits until another is back: draining takes long."""
 
     def take_one(self) -> bool:
-        """Take a place for one more server that stops serving; False if there is none."""
+        """Take one of the places of servers that stop serving; return False if all are taken."""
         if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.under_way):
             return False
         self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
@@ -105,7 +109,7 @@ class FleetDecisions:
         update_timeout_s: an update that takes longer has failed.
         update_fraction: share of the servers that may be out of service for an update at a time; above 0, at most 1.
         staged: hosts share no folder, so that a server can only have weights that `arrived` on its host.
-        guests: servers that take turns with the trainer; None if there are none.
+        guests: servers that take turns with the trainer; None in a run without guests.
     """
 
     def __init__(
@@ -249,7 +253,7 @@ class FleetDecisions:
             return False
         life.version = life.goal.version
         life.state = ServerState.SERVING
-        life.failures = life.health_failures = 0
+        life.failures = life.disagreements = life.health_failures = 0
         life.goal = None
         life.reason = ""
         life.released = frozenset()
@@ -284,13 +288,25 @@ class FleetDecisions:
         resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}
         return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
 
-    def failed(self, server: int, attempt: int, reason: str, now: float) -> bool:
-        """Note that the update, check or release failed."""
+    def failed(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
+        """Note that the update, check or release failed.
+
+        Args:
+            disagrees: it does not score as the trainer does.
+        """
         life = self._attempted(server, attempt)
         if life is None:
             return False
+        life.disagreements += disagrees
         self._quarantine(life, reason, now)
         return True
+
+    def never_agree(self) -> str:
+        """Return why no update makes any server score as the trainer does; empty if one may, or if there is none."""
+        lives = self.servers
+        if not lives or min(life.disagreements for life in lives) < DISAGREEMENTS_ALLOWED:
+            return ""
+        return f"{lives[0].reason}. So it was after {lives[0].disagreements} updates in a row, and no server agrees"
 
     def refused(self, server: int, attempt: int, reason: str, now: float) -> bool:
         """Note that the server refused damaged files and keeps its weights; return True if it serves those again."""
@@ -312,8 +328,11 @@ class FleetDecisions:
         life = self._servers.get(server)
         return None if life is None or life.url != url else life.version
 
-    def contradicted(self, server: int, attempt: int, reason: str, now: float) -> bool:
+    def contradicted(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
         """Note that a check found other weights on the server than update `attempt` loaded.
+
+        Args:
+            disagrees: see `failed`.
 
         Returns:
             True if it leaves service because of that; False also if a later update has begun.
@@ -321,6 +340,7 @@ class FleetDecisions:
         life = self._servers.get(server)
         if life is None or life.attempt != attempt or life.state not in (ServerState.SERVING, ServerState.DRAINING):
             return False
+        life.disagreements += disagrees
         self._quarantine(life, reason, now)
         life.version = None
         return True

@@ -2,7 +2,8 @@
 
 A difference above rounding means another model than the trainer's: weights of another version, tensors that were not
 replaced, or stale entries in a cache. The server is then quarantined and updated again, with its caches flushed, until
-it agrees. The check cannot detect a change smaller than the rounding of the server's data type.
+it agrees. If no server ever does (`FleetDecisions.never_agree`) the run ends. The check cannot detect a change smaller
+than the rounding of the server's data type.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class PolicyFleets:
             verify(Path(_of_policy(target, name).path), checksums=False)
 
     async def published(self, target: Target, win_rates: WinRatesOfPools | None = None) -> None:
-        """`target` is a version of the run's own policy, beside older ones, and was checked: it is the goal of the
-        servers of trained policies too, and each server of a pool is assigned its member, by `win_rates` if the pool is
-        prioritised.
+        """Make `target`, a checked version of the run's own policy, the goal of the servers of trained policies too.
+
+        Each server of a pool is assigned its member, by `win_rates` if the pool is prioritised.
         """
         for name in self._trained:
             self._runners[name].publish(_of_policy(target, name))

@@ -21,6 +21,7 @@ from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, Jso
 from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode, PictureSender
 from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.logprob_check import WeightsDiffer
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.update import UpdateCheck, rest_server, update_server
@@ -29,6 +30,7 @@ from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.observe import observer
+from asyncrl.runtime.process.worker import CannotContinue
 from asyncrl.weights.transports.base import ManagerEnd
 
 HEALTH_TIMEOUT_S = 5.0
@@ -36,6 +38,10 @@ HEALTH_TIMEOUT_S = 5.0
 busy.
 """
 _LONGEST_IDLE_S = 5.0
+_IF_NONE_AGREES = (
+    "raise manager.logprob_check_tolerance if this is rounding; else the server computes this model otherwise than "
+    "transformers does, so use generation.backend=embedded, or another version of SGLang"
+)
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
@@ -60,7 +66,7 @@ class FleetRunner:
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts. None: the least version of these servers if they
             serve the run's own policy; else the gate does not depend on them.
-        frozen: somebody else runs the servers: they are never updated, and any label of theirs is version 0.
+        frozen: the servers are not of this run. They are never updated, and their answers count as version 0.
         inline_pictures: see `PictureSender`.
         clock: seconds in which this process ran, for the limits of updates.
 
@@ -140,7 +146,11 @@ class FleetRunner:
         self.changed.notify()
 
     async def run(self) -> None:
-        """Carry out the fleet's orders until cancelled."""
+        """Carry out the fleet's orders until cancelled.
+
+        Raises:
+            CannotContinue: no update makes any server score as the trainer does.
+        """
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._watch_health())
@@ -171,6 +181,8 @@ class FleetRunner:
                     case CheckHealth():
                         self._spawn(self._check(order.server, order.url, ordered=True))
             self._in_use.show()
+            if reason := self._decisions.never_agree():
+                raise CannotContinue(f"{reason}: {_IF_NONE_AGREES}")
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
@@ -204,7 +216,8 @@ class FleetRunner:
             else:
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         except HttpError as error:
-            if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
+            differs = isinstance(error, WeightsDiffer)
+            if self._decisions.failed(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         else:
             if served := self._decisions.succeeded(order.server, order.attempt):
@@ -266,7 +279,8 @@ class FleetRunner:
         except HttpTimeout as error:
             self._log.info("v%d on generation server %d was not checked: %s", order.target.version, order.server, error)
         except HttpError as error:
-            if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock()):
+            differs = isinstance(error, WeightsDiffer)
+            if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
                 self._in_use.show()
                 self.changed.notify()

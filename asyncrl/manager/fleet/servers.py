@@ -41,6 +41,7 @@ class ServerLife:
     Attributes:
         version: version that it serves; None if unknown.
         failures: number of failed updates and checks since it last served.
+        disagreements: number of updates since it last served after which it did not score as the trainer does.
         due: time in seconds at which its state has to change.
         reason: cause of its state, for people.
         goal: weights of the running update.
@@ -56,6 +57,7 @@ class ServerLife:
     state: ServerState
     attempt: int = 0
     failures: int = 0
+    disagreements: int = 0
     health_failures: int = 0
     due: float = 0.0
     reason: str = ""

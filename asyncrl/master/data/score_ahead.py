@@ -33,7 +33,7 @@ class AheadScorer:
     """Has the ranks score what waits in `buffer`.
 
     Args:
-        calls: what is asked of each rollout; nothing is done where there is none.
+        calls: requests to make for each rollout; without any, nothing is scored ahead.
         actors: the actor's ranks.
         heads: number of those that receive rollouts.
     """

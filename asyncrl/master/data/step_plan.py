@@ -10,13 +10,13 @@ most one.
 pace: longest first, each to the rank with the fewest tokens among those with room. Every rank gets the same number of
 groups (one more for some if they do not divide). Each of these shares goes to the rank that already holds most of its
 tokens, so that few are moved. The tokens counted are those that ranks compute: if they share prefixes, a prefix of
-several samples of a group counts once. For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the
-shares wait in a heap, and only the pairs of rank and share that overlap are looked at one by one, n at most.
+several samples of a group counts once. For n groups over R ranks that is O(n log n + R^2), the R^2 in numpy alone. The
+shares wait in a heap. Only pairs of rank and share that overlap are visited one by one, n at most.
 `benchmarks/assignment.py` compares it with the rules carried out word by word.
 
 With several passes a group stays on one rank, in whatever minibatch a pass puts it. So a rank cannot have the same
-number of groups of every minibatch; they are dealt so that its tokens are nearly those of the others in each of them:
-longest first, each to the rank that has the fewest tokens in the group's minibatches.
+number of groups of every minibatch. Groups are dealt longest first, each to the rank that has the fewest tokens in the
+group's minibatches. So all ranks have nearly as many tokens in each minibatch.
 
 **Requests.** Each rollout goes from the data head that received it to one copy of every grid of roles. A rank receives
 only its own part: the destinations of its rollouts (`BeginStep.leaving`), and for each of its grids the rollouts of its

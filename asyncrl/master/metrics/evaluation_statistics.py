@@ -1,8 +1,8 @@
 """Metrics of an evaluation set, written as eval/<set>/<metric>.
 
-Rewards are reported as means. If the reward is a verdict (`asyncrl.api.verdict`) there are also the accuracy and, with
-several answers per prompt, pass@k: an episode is right if the verdict on its last answer was right, and wrong if it
-ended without a verdict.
+Rewards are reported as means. If the reward is a verdict (`asyncrl.api.verdict`), accuracy is reported too, and pass@k
+with several answers per prompt. An episode is right if the verdict on its last answer was right, and wrong if it ended
+without a verdict.
 
 pass@k is the probability that of k answers to a prompt at least one is right, averaged over prompts; of n answers, c of
 them right, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models

@@ -1,8 +1,8 @@
 """The row of metrics of a train step, and the wait of a row for its evaluation.
 
-The step that makes version s has row s: `step` = `policy_version` = s, the statistics of the rollouts it trained, and,
-if version s was evaluated, `eval/<set>/reward_mean` and other metrics of each set (`evaluation_statistics`), or
-`eval/<set>/failed` = 1, or `eval/<set>/cut_short` = 1 if the run was stopped meanwhile. If the initial model is
+The step that makes version s has row s: `step` = `policy_version` = s and the statistics of the rollouts it trained. If
+version s was evaluated, the row has `eval/<set>/reward_mean` and other metrics of each set (`evaluation_statistics`),
+or `eval/<set>/failed` = 1, or `eval/<set>/cut_short` = 1 if the run was stopped meanwhile. If the initial model is
 evaluated, row 0 has only that. The evaluation runs while training continues, so its row is held until it ends, and so
 are later rows: every row is written once, in order.
 """

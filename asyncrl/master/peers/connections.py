@@ -13,7 +13,7 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
+from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.manager.client import ManagerGone
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.process.descriptors import allow_connections

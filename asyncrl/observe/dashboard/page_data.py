@@ -177,7 +177,7 @@ def _timeline(history: History) -> dict[str, Any] | None:
 
 
 def _samples(folder: Path, decode: Decode | None) -> dict[str, Any]:
-    """Kept samples of some steps, from the first to the newest; `why` says why there are none."""
+    """Return kept samples of some steps, from the first to the newest; without samples, `why` has the reason."""
     files = sample_files(folder) if folder.is_dir() else []
     if not files:
         return {"rows": [], "why": "no samples were kept; samples.every=16 keeps every 16th trained rollout"}

@@ -9,7 +9,7 @@ from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.sentences import percent
 from asyncrl.observe.doctor.servers import policy_of_server
 from asyncrl.observe.history import History, Process, State
-from asyncrl.observe.history.ledger import Rollout
+from asyncrl.observe.history.ledger_history import Rollout
 from asyncrl.observe.observer import RESTS, SERVES
 
 AT_WORK = frozenset({"ready", SERVES, RESTS, "plays", "waits for the master"})

@@ -5,7 +5,7 @@ process, so it costs the run nothing and works after a crash.
 """
 
 from asyncrl.observe.history.history import History, State
-from asyncrl.observe.history.ledger import Rollout, StepOf
+from asyncrl.observe.history.ledger_history import Rollout, StepOf
 from asyncrl.observe.history.processes import Process
 
 __all__ = ["History", "Process", "Rollout", "State", "StepOf"]

@@ -25,7 +25,7 @@ from asyncrl.config.run_dir import (
     read_settings,
 )
 from asyncrl.observe.history.appended import Appended, ReadAgain
-from asyncrl.observe.history.ledger import LedgerHistory, Rollout, StepOf
+from asyncrl.observe.history.ledger_history import LedgerHistory, Rollout, StepOf
 from asyncrl.observe.history.processes import Process, ProcessHistory
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.observe.history import History, Rollout
-from asyncrl.observe.history.ledger import TRAINED
+from asyncrl.observe.history.ledger_history import TRAINED
 
 LAST_STEPS = 100
 PHASES = ("wait_for_batch", "switch", "train", "publish", "memory_checkpoint", "wait_eval")

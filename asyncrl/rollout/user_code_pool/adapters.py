@@ -16,7 +16,7 @@ from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Pr
 from asyncrl.rollout.user_code_pool.child.agent import answer, outcome_of
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
-from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S
+from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity
 

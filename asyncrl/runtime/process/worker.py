@@ -30,7 +30,7 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, TypeVar
 
 import setproctitle
 import uvloop
@@ -57,6 +57,7 @@ from asyncrl.runtime.process.waiting import await_name
 from asyncrl.runtime.settings import etcd_access
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
+_Error = TypeVar("_Error", bound=BaseException)
 _LOOKS_PER_LEASE = 3
 """Checks for progress per lease while a process starts: as often as the lease is renewed."""
 
@@ -103,13 +104,13 @@ def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float 
     return make_resolver(system.name_resolve, root, etcd=etcd, patience_s=patience_s)
 
 
-def outage_in(error: BaseException) -> NameResolveUnavailable | None:
-    """Return the error of name resolution that `error` is, or holds as a group; None if there is none."""
+def _held(error: BaseException, kind: type[_Error] | tuple[type[_Error], ...]) -> _Error | None:
+    """Return the error of this kind that `error` is, or holds as a group; None if there is none."""
     found: BaseException | None = error
     while isinstance(found, BaseExceptionGroup):
-        outages = found.subgroup(NameResolveUnavailable)
-        found = None if outages is None else outages.exceptions[0]
-    return found if isinstance(found, NameResolveUnavailable) else None
+        some = found.subgroup(kind)
+        found = None if some is None else some.exceptions[0]
+    return found if isinstance(found, kind) else None
 
 
 def outage_told(error: NameResolveUnavailable, config: ExperimentConfig) -> str:
@@ -189,14 +190,12 @@ class Worker(ABC):
             self.log.warning("%s cannot go on alone: %s", self.name, error)
             return EXIT_RESTART_TRAINER
         except BaseException as error:
-            if away := outage_in(error):
+            if away := _held(error, NameResolveUnavailable):
                 self.log.error("%s failed: %s", self.name, outage_told(away, self.config))
                 return EXIT_FAILED
-            told = isinstance(
-                error, ConfigError | CannotContinue
-            )  # its message is for people, where it was found is not
-            self.log.error("%s failed: %s", self.name, error, exc_info=not told)
-            self._tell_end("failed", f"{type(error).__name__}: {error}")
+            told = _held(error, (ConfigError, CannotContinue))  # its message is for people, where it was found is not
+            self.log.error("%s failed: %s", self.name, told or error, exc_info=told is None)
+            self._tell_end("failed", f"{type(told or error).__name__}: {told or error}")
             return EXIT_FAILED
         finally:
             self._started.set()

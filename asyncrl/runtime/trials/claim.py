@@ -8,9 +8,9 @@ A launcher holds two things while it lives, and takes both before it touches any
   lease. The same trial name under another `fileroot` has another lock but the same names.
 
 A launch that finds the entry taken is refused, and its message names the holder. The claim of a dead launch is free
-once its lease has run out, or at once if the death can be seen from here: a claim names its holder's process by id and
-start time, and the boot of the machine and the pid namespace in which these are valid. Exactly that claim is removed
-(compare and delete), and `add` has one winner. So only one of several launches gets the trial.
+once its lease has run out, or at once if the death can be seen from here. For that, a claim names its holder's process
+by id and start time, with the boot of the machine and the pid namespace in which these are valid. Exactly that claim is
+removed (compare and delete), and `add` has one winner. So only one of several launches gets the trial.
 """
 
 from __future__ import annotations

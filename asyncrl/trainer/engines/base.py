@@ -38,7 +38,7 @@ from asyncrl.models.host_copies import HostCopy
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.versions.published import TensorSpec as TensorSpec
@@ -109,10 +109,10 @@ class TrainingEngine(ABC):
         """Return the state that a checkpoint stores, the same for every layout: tensors by name, and JSON that is equal
         on all ranks.
 
-        The names are `weights.<name>` (master values, fp32), and where the role is trained `exp_avg.<name>` and
-        `exp_avg_sq.<name>`; `<name>` is the parameter's in a Hugging Face folder, tied ones once, under the
-        embedding's, and of a value model `trunk.<name>`, `head.weight` and `head.bias`. The JSON is `{"step": n}`, the
-        optimizer steps taken, and nothing where the role is frozen.
+        The tensors are `weights.<name>` (master values, fp32) and, if the role is trained, `exp_avg.<name>` and
+        `exp_avg_sq.<name>`. `<name>` is the parameter's name in a Hugging Face folder; tied parameters are there once,
+        under the embedding's name. A value model has `trunk.<name>`, `head.weight` and `head.bias`. The JSON is
+        `{"step": n}`, the optimizer steps taken; it is empty if the role is frozen.
 
         The tensors *are* the engine's storage: views, or DTensors of which this rank holds a part, and reading a
         checkpoint writes into them. A rank of a pipeline stage has the names of its own stage alone. A plain tensor is

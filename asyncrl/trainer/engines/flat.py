@@ -40,10 +40,11 @@ from asyncrl.trainer.engines.base import (
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.trainer.model.compiled import as_written, compile_layers
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
-from asyncrl.trainer.model.loading import (
+from asyncrl.trainer.model.load_models import (
     Critic,
     attention_kind,
     load_causal_lm,
@@ -61,7 +62,6 @@ from asyncrl.trainer.model.lora import (
     plain_name,
 )
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.scoring import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig, VisionMode
 from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel

@@ -20,7 +20,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
 from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.functions.minibatches import global_normalisers
-from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.settings import ReferenceMode
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"

@@ -65,22 +65,24 @@ def _not_cut(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
 
 def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
     """Yield what does not work where the tokens of a micro-batch are cut into parts."""
-    said = set()
+    said: set[tuple[str, str | None]] = set()
+    attention = config.model.attn_implementation
+    padded = attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.eager)
     for role, grid in placed.grids.items():
         name, path = layout_setting(config, role), model_of(config, graph, role)
-        if grid.context == 1 or name in said:
+        if grid.context == 1 or (name, path) in said:
             continue
-        said.add(name)
-        attention = config.model.attn_implementation
-        if attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.eager):
+        if padded and not any(name == other for other, _ in said):
             yield (
                 f"{name}={str(grid)!r}: sdpa and flex_attention work where ranks have parts of the tokens (c), and not "
                 f"model.attn_implementation={str(attention)!r}; use sdpa, or c1"
             )
+        said.add((name, path))
         if path is not None and config.model.vision != VisionMode.none and placeholder_in(path) is not None:
+            whose = "" if role == ACTOR else f"role {role}: "
             yield (
-                f"{name}={str(grid)!r}: model.path={path!r} takes pictures, whose tokens are not cut into parts (c); "
-                "use c1, or model.vision=none for text alone"
+                f"{name}={str(grid)!r}: {whose}the model in {path!r} takes pictures, whose tokens are not cut into "
+                "parts (c); use c1, or model.vision=none for text alone"
             )
 
 

@@ -25,8 +25,8 @@ from asyncrl.config.run_dir import MEETING_PREFIX
 from asyncrl.runtime.process.hardware import interface_of
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.placement import engine_of
+from asyncrl.trainer.parallel.process_groups import Collectives
 from asyncrl.trainer.parallel.rank_position import MESH_AXES, RankPosition, World
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 

@@ -30,8 +30,8 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.rank.host_folders import HostFolders
 from asyncrl.trainer.settings import ReferenceMode
-from asyncrl.weights.checkpoints import store as checkpoints
-from asyncrl.weights.checkpoints.store import CheckpointWriter
+from asyncrl.weights.checkpoints.restore import restore, restore_newest
+from asyncrl.weights.checkpoints.writer import CheckpointWriter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 
@@ -150,7 +150,7 @@ class TrainingRank:
         Raises:
             ValueError: the checkpoint is of another model or graph.
         """
-        return self._take(checkpoints.load(self._changing(), root, self.world.everyone))
+        return self._take(restore_newest(self._changing(), root, self.world.everyone))
 
     def load_memory_checkpoint(self, root: Path, *, invalid: bool) -> Any:
         """Restore the in-memory checkpoint that ranks stored in `root` on their hosts, like `load_checkpoint`.
@@ -163,7 +163,7 @@ class TrainingRank:
         """
         everyone = self.world.everyone
         path = self.folders.agree(root, everyone, invalid=invalid)
-        return None if path is None else self._take(checkpoints.restore(self._changing(), path, everyone))
+        return None if path is None else self._take(restore(self._changing(), path, everyone))
 
     def _take(self, state: dict[str, Any] | None) -> Any:
         if state is None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model, run_dir_of
-from asyncrl.trainer.supervised.ranks import other_ranks
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.start_ranks import other_ranks
 
 
 def main(config_file: Path, out_dir: Path, rank: int | None) -> None:

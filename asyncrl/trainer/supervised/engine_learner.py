@@ -41,8 +41,8 @@ from asyncrl.trainer.supervised.objectives import (
 )
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoints import store as checkpoints
-from asyncrl.weights.checkpoints.store import CheckpointWriter
+from asyncrl.weights.checkpoints.restore import restore_newest
+from asyncrl.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.model_files.stored import MergedModel, StoredModel, from_folder
 from asyncrl.weights.versions.manifest import FileEntry, verify
@@ -74,7 +74,7 @@ class EngineLearner:
         self._objective = make_objective(config, settings, world.place(ACTOR), device)
         self._engine = self._objective.engine
         engines = {ACTOR: self._engine}
-        state = checkpoints.load(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
+        state = restore_newest(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
         self.steps_done = 0 if state is None else int(state["version"])
         self._writer = CheckpointWriter(engines, (ACTOR,), world.everyone)
         if config.checkpoint.interval and not self.steps_done:

@@ -59,8 +59,8 @@ from asyncrl.trainer.supervised.engine_learner import EngineLearner
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.objectives import Measures
-from asyncrl.trainer.supervised.ranks import joined
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.start_ranks import joined
 from asyncrl.weights import atomic_dir
 
 

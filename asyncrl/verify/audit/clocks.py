@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from asyncrl.verify.audit.history import Report
+from asyncrl.verify.audit.ledger_files import Report
 
 CLOCKS_S = 60.0
 """Corrections of a clock up to so many seconds are not reported."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from asyncrl.verify.audit.history import Report
+from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
 
 CONFIG_FILE, SUMMARY_FILE, BOOKS_FILE = "config.yaml", "summary.json", "books.json"

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
-from asyncrl.verify.audit.history import Report
+from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine
 
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.comm.ledger_lines import Trained
 from asyncrl.verify.audit.documents import Settings, one_line
-from asyncrl.verify.audit.history import Report
+from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.policies import OWN, head_and_policy, strangers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from asyncrl.verify.audit.documents import Settings, Summary, one_line
-from asyncrl.verify.audit.history import Report
+from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
 from asyncrl.verify.audit.policies import wrong_row
 

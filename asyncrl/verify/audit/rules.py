@@ -34,7 +34,7 @@ from asyncrl.comm.ledger_lines import (
 from asyncrl.plugins.datasets.queue.order import epoch_of
 from asyncrl.verify.audit.clocks import Clock
 from asyncrl.verify.audit.data_order import DataOrder
-from asyncrl.verify.audit.history import Entry, Report
+from asyncrl.verify.audit.ledger_files import Entry, Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine, StepTotals
 from asyncrl.verify.audit.policies import add_policies, wrong_opponents, wrong_policies
 

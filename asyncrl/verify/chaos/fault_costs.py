@@ -16,7 +16,7 @@ from asyncrl.comm.ledger_lines import Admitted, Begin, Dropped, Finished, Step, 
 from asyncrl.config.run_dir import RESTARTS_FILE
 from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN
-from asyncrl.verify.audit.history import Entry
+from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.chaos.plan import Fault, FaultKind
 
 LAUNCHER = "launcher"

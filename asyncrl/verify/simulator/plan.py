@@ -93,7 +93,7 @@ def plan(run: MeasuredRun, devices: int, progress: Callable[[int, int], None] = 
         done += 1
         try:
             return _candidate(setup, layout, simulate(setup))
-        except (Stalled, Deadlock):  # a split on which the run would stand still is none
+        except (Stalled, Deadlock):  # the run would stand still with this split
             return None
 
     own = simulated(run.setup, run.layout)

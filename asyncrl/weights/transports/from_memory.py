@@ -24,6 +24,7 @@ from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
+from asyncrl.models.pieces import in_pieces
 from asyncrl.runtime.process.hardware import LOOPBACK
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import SendWeights
@@ -257,7 +258,7 @@ class ServerConnection(ABC):
             HttpError: the server could not be reached.
         """
         await self._call("/begin_weight_update", {}, missing_is_fine=True)
-        buckets = list(into_buckets(tensors, self._bucket_bytes))
+        buckets = list(in_pieces(tensors, lambda named: named[1].nbytes, self._bucket_bytes))
         for index, bucket in enumerate(buckets):
             last = index == len(buckets) - 1
             label = {"weight_version": str(version)} if last else {}
@@ -278,17 +279,3 @@ class ServerConnection(ABC):
             raise UpdateFailed(str(error)) from error
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise UpdateFailed(f"{url} answered {str(reply)[:300]}")
-
-
-def into_buckets(tensors: NamedTensors, limit: int) -> Iterator[NamedTensors]:
-    """`tensors` in order, cut so that no bucket exceeds `limit` bytes unless a single tensor does."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

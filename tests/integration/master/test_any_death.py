@@ -23,7 +23,7 @@ from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateB
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
-from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from tests.integration.master.fakes import FakeBoard, FakeManager, FakeWorkers, Run, make_config, rollout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from asyncrl.config.plugin_code.catalog import known
 
 
 @pytest.mark.slow
-def test_the_quick_benchmark_measures_every_loss_correction_and_advantage(tmp_path):
+def test_the_quick_benchmark_measures_every_loss_correction_and_advantage(tmp_path, warm_python):
     script = Path(__file__).parents[3] / "benchmarks" / "losses.py"
     target = tmp_path / "losses.json"
-    subprocess.run([sys.executable, script, "--quick", "--json", target], check=True, timeout=600, capture_output=True)
+    subprocess.run([warm_python, script, "--quick", "--json", target], check=True, timeout=600, capture_output=True)
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
     for kind in ("policy_loss", "correction", "value_loss", "advantage"):
         for name in known(kind):

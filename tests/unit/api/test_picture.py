@@ -16,6 +16,7 @@ from PIL import Image
 
 from asyncrl.api.picture import (
     MAX_BYTES,
+    MAX_PICTURES,
     MAX_PIXELS,
     MAX_SIDE,
     Picture,
@@ -210,6 +211,10 @@ def test_spans_follow_one_another_within_the_tokens():
     for wrong, tokens in (((second, first), 7), ((first, PlacedPicture(4, 2, picture)), 7), ((first, second), 6)):
         with pytest.raises(ValueError, match="picture 1"):
             check_spans(wrong, tokens)
+    many = [PlacedPicture(place, 1, picture) for place in range(MAX_PICTURES + 1)]
+    check_spans(many[1:], len(many))
+    with pytest.raises(ValueError, match="there are 1025 pictures: at most 1024"):
+        check_spans(many, len(many))
     for position, length, sha256 in ((-1, 1, "0" * 64), (0, 0, "0" * 64), (0, 1, "0" * 63), (0, 1, "G" * 64)):
         with pytest.raises(ValueError, match="picture"):
             PictureRef(position, length, sha256)

@@ -38,10 +38,7 @@ def subtree(clock: Clock) -> Subtree:
 
 def test_changes_are_told_at_once(subtree: Subtree) -> None:
     assert list(subtree.entries()) == ["w/a", "w/b"]
-    subtree.put("w/c", "3")
-    subtree.put("w/a", "one")
-    subtree.remove("w/b")
-    subtree.remove("w/never")
+    subtree.replace({"w/a": "one", "w/c": "3"})
     assert subtree.entries() == {"w/a": "one", "w/c": "3"}
     assert (subtree.get("w/c"), subtree.get("w/b")) == ("3", None)
     subtree.replace({"w/d": "4"})
@@ -53,15 +50,23 @@ def test_what_goes_after_an_outage_stays_until_its_owner_has_had_time(subtree: S
     clock.now += 1000.0  # it lasts, and nobody tells anything
     subtree.replace({"w/a": "1", "w/b": "2"})
     clock.now += 1.0
-    subtree.remove("w/a")
-    subtree.remove("w/b")
+    subtree.replace({})
     clock.now += 1.0
-    subtree.put("w/a", "1")
+    subtree.replace({"w/a": "1"})
     assert subtree.entries() == {"w/a": "1", "w/b": "2"}
     clock.now += GRACE_S
     assert subtree.entries() == {"w/a": "1"}
-    subtree.remove("w/a")
+    subtree.replace({})
     assert subtree.entries() == {}
+
+
+def test_what_goes_while_calls_hang_stays_as_long_and_no_longer(subtree: Subtree, clock: Clock) -> None:
+    subtree.replace({"w/a": "1"}, in_trouble=True)
+    clock.now += GRACE_S - 1.0
+    subtree.replace({"w/a": "1"}, in_trouble=True)
+    assert subtree.entries() == {"w/a": "1", "w/b": "2"}
+    clock.now += 1.0
+    assert subtree.entries() == {"w/a": "1"}
 
 
 def test_entries_that_a_new_reading_lacks_stay_as_long(subtree: Subtree, clock: Clock) -> None:
@@ -74,7 +79,7 @@ def test_entries_that_a_new_reading_lacks_stay_as_long(subtree: Subtree, clock: 
 
 def test_a_second_outage_holds_longer_what_the_first_one_held(subtree: Subtree, clock: Clock) -> None:
     subtree.trouble()
-    subtree.remove("w/a")
+    subtree.replace({"w/b": "2"})
     clock.now += GRACE_S - 1.0
     subtree.trouble()
     clock.now += GRACE_S - 1.0

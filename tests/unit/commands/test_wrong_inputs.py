@@ -207,7 +207,7 @@ RANGES: list[Case] = [
     (["optimizer.lr=nan"], "optimizer.lr=nan: not a finite number"),
     (["system.stall_timeout_s=inf"], "system.stall_timeout_s=inf: not a finite number; give one (s)"),
     (["manager.rollout_lease_s=300", "system.stall_timeout_s=200"], "manager.rollout_lease_s=300: a GserverManager"),
-    (["rollout.sampling.max_new_tokens_from={0: 500}"], "max_new_tokens_from={0: 500}: 0: 500 is none of its entries"),
+    (["rollout.sampling.max_new_tokens_from={0: 500}"], "max_new_tokens_from={0: 500}: 0: 500 is not valid"),
     (["rollout.sampling.temperature=nan"], "rollout.sampling.temperature=nan: not a finite number"),
     (["optimizer.beta1=1"], "optimizer.beta1=1.0: above the greatest allowed value; use 0.999999 or less"),
     (["optimizer.eps=0"], "optimizer.eps=0.0: below the least allowed value; use 1e-20 or more"),

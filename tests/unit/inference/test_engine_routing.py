@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.inference.client import RoutingWanted
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.serving.replies import sample_reply
+from asyncrl.inference.embedded.serving.generate_replies import sample_reply
 from asyncrl.inference.embedded.serving.requests import parse_generate
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode

@@ -58,7 +58,7 @@ from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 
 ROWS, WORKERS, SEED, HEADS = 7, 2, 0, 2

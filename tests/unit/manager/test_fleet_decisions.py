@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from asyncrl.manager.fleet.decisions import BACKOFF, FleetDecisions, UpdateMode
+from asyncrl.manager.fleet.decisions import BACKOFF, DISAGREEMENTS_ALLOWED, FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, ServerState, Target
 from tests.examples import examples
 
@@ -177,6 +177,35 @@ def test_a_failed_update_quarantines_with_growing_back_off() -> None:
         now = due
         assert updates(fleet.poll(now, NOTHING))[0].pause == "abort"
     assert waits == pytest.approx([BACKOFF.delay(failures) for failures in range(1, 10)])
+
+
+def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alone() -> None:
+    fleet = fleet_of(2)
+    fleet.publish(target(1))
+
+    def updated(now: float, *disagreeing: int, why: str = "differs") -> float:
+        for order in updates(fleet.poll(now, NOTHING)).values():
+            if order.server in disagreeing:
+                fleet.failed(order.server, order.attempt, f"{order.server} {why}", now, disagrees=why == "differs")
+            else:
+                fleet.succeeded(order.server, order.attempt)
+        return fleet.next_due() or now
+
+    now = updated(0.0, 0, 1)
+    now = updated(now, 0, 1, why="hangs")
+    for _ in range(DISAGREEMENTS_ALLOWED - 2):
+        assert not fleet.never_agree()
+        now = updated(now, 0, 1)
+    assert not fleet.never_agree(), "one of the failures was another"
+    now = updated(now, 0)
+    assert not fleet.never_agree(), "server 1 agrees"
+    fleet.publish(target(2))
+    for _ in range(DISAGREEMENTS_ALLOWED):
+        assert not fleet.never_agree()
+        now = max(life.due for life in fleet.servers)
+        updated(now, 0, 1)
+    assert fleet.never_agree().startswith("0 differs. So it was after ")
+    assert not FleetDecisions("interrupt", LIMIT_S).never_agree()
 
 
 def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:

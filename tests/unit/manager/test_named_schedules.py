@@ -19,7 +19,7 @@ from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.verify.audit.history import read_ledger
+from asyncrl.verify.audit.ledger_files import read_ledger
 from tests.unit.manager.test_any_schedule import Schedule, Worker
 
 

@@ -8,7 +8,7 @@ from asyncrl.comm.ledger_lines import Admitted, Finished, RolloutLine, RunSettin
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
-from asyncrl.verify.audit.history import Entry, read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
 
 BOOKS = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
 BATCH = TrainBatch(version=0, min_version=0, records=())

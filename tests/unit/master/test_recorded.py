@@ -23,7 +23,7 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded, Retry
-from asyncrl.verify.audit.history import Entry
+from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.audit.rules import Replay
 
 SETTINGS = RunSettings(train_batch_size=2, max_head_offpolicyness=1, on_stale="drop", workers=1, seed=0)

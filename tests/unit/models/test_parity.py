@@ -24,7 +24,7 @@ from asyncrl.trainer.batches.prefix_tree import Branches, PreOrder, Stream, lay_
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import layout_parity, packed_attention
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
-from asyncrl.trainer.model.loading import Critic
+from asyncrl.trainer.model.load_models import Critic
 from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.model.varlen_attention import VARLEN, all_pairs
 from asyncrl.trainer.settings import AttentionImplementation

@@ -526,7 +526,7 @@ def test_the_pool_dies_with_its_worker(tmp_path: Path) -> None:
         "import asyncio, os\n"
         "from asyncrl.rollout.user_code_pool.messages import CodeTarget\n"
         "from asyncrl.rollout.user_code_pool.policy import ProcessLimits\n"
-        "from asyncrl.rollout.user_code_pool.processes import ProcessPool\n"
+        "from asyncrl.rollout.user_code_pool.process_pool import ProcessPool\n"
         "async def main():\n"
         "    pool = ProcessPool(1, ProcessLimits(1 << 30, 4, 9))\n"
         f"    target = CodeTarget({str(tmp_path / 'f.py')!r} + ':pid', {{}})\n"

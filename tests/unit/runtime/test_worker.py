@@ -58,18 +58,21 @@ class Refuses(Worker):
         print(state, reason)
 
     def run(self):
-        raise {error}("agent.path='x:y': no such file")
+        raise {raised}
 
 sys.exit(Refuses(WorkerSpec("refuses", 0, Path(sys.argv[1]))).start())
 """
 
 
-@pytest.mark.parametrize("error", ["ConfigError", "Stalled"])
-def test_what_a_worker_finds_wrong_with_the_run_is_told_by_its_message_alone(tmp_path: Path, error: str) -> None:
+@pytest.mark.parametrize(("error", "within"), [("ConfigError", "{}"), ("Stalled", "ExceptionGroup('loops', [{}])")])
+def test_what_a_worker_finds_wrong_with_the_run_is_told_by_its_message_alone(
+    tmp_path: Path, error: str, within: str
+) -> None:
     config = ExperimentConfig()
     config.system.encrypt = False
     write_run_config(config, tmp_path)
-    command = [sys.executable, "-c", REFUSES.format(error=error), str(tmp_path)]
+    raised = within.format(f"{error}(\"agent.path='x:y': no such file\")")
+    command = [sys.executable, "-c", REFUSES.format(raised=raised), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     assert ended.stdout.splitlines()[-1] == f"failed {error}: agent.path='x:y': no such file"

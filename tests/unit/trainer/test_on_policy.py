@@ -21,7 +21,7 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.functions.calls import StatValues
-from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.rank.roles import TrainingRank
 from tests.engine_steps import run
 

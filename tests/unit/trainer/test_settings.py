@@ -205,8 +205,11 @@ def test_what_does_not_work_with_parts_of_the_tokens_is_refused_by_name(
     described = json.loads((qwen_dir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(described | {"vision_config": {}, "image_token_id": 3}))
     (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
+    cut = f"the model in {str(tmp_path)!r} takes pictures, whose tokens are not cut into parts (c); use c1, or"
+    config.algorithm.graph, config.algorithm.critic.path = "ppo", str(tmp_path)
+    assert f"trainer.parallel='d2c2': role critic: {cut}" in the_message(config)
     config.model.path = str(tmp_path)
-    assert any("takes pictures, whose tokens are not cut into parts (c); use c1, or" in told for told in check(config))
+    assert f"trainer.parallel='d2c2': {cut}" in the_message(config)
 
 
 def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(

@@ -35,7 +35,7 @@ from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_
 from asyncrl.trainer.model import host_activations
 from asyncrl.trainer.model.attention_shape import AttentionShape, packed_shape
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
-from asyncrl.trainer.model.loading import Critic
+from asyncrl.trainer.model.load_models import Critic
 from asyncrl.trainer.model.packed_attention import PACKED, DeviceBlock
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid

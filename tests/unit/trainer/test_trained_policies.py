@@ -27,13 +27,13 @@ from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepRepo
 from asyncrl.trainer.batches.policy_parts import parts_of_policies
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
-from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
-from asyncrl.weights.checkpoints.store import read_state
+from asyncrl.weights.checkpoints.restore import read_state
 
 CONFIG = ReferenceConfig(
     seed=3, train_batch_size=4, group_size=4, ppo_minibatches=2, lr=1e-2, sampling=SamplingParams(max_new_tokens=8)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit, main
-from asyncrl.verify.audit.history import read_ledger
+from asyncrl.verify.audit.ledger_files import read_ledger
 from tests.unit.verify.conftest import Launch, begin_run
 
 Lines = list[dict[str, Any]]

@@ -22,7 +22,7 @@ from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoints import store as checkpoints
+from asyncrl.weights.checkpoints import writer as checkpoint_writer
 from asyncrl.weights.checkpoints.folder import latest, prune, which_to_keep
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest
 
@@ -261,7 +261,7 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
     config.trainer.offload = offload
     rank, restored, stream = make_rank(config), make_rank(config), LateStream()
     expected = values(rank)
-    writer = checkpoints.CheckpointWriter(
+    writer = checkpoint_writer.CheckpointWriter(
         rank._changing(), rank.changing, rank.world.everyone, in_memory=in_memory, copies=stream.copies(PIECE)
     )
     root = tmp_path / "state"
@@ -310,7 +310,7 @@ def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_w
 ) -> None:
     rank = make_rank(config)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(checkpoint_writer, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         rank.save_checkpoint(SaveCheckpoint(str(tmp_path / "v1"), 1, {}))
         with pytest.raises(OSError, match="disk full"):
             rank.checkpoints.share(tmp_path / "v1").result(LIMIT_S)

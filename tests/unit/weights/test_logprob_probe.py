@@ -20,7 +20,7 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.messages import Publish
-from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
+from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm
 from asyncrl.trainer.parallel.rank_position import RankPosition, World
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import AttentionImplementation

@@ -17,7 +17,7 @@ from asyncrl.config.run_dir import versions_in
 from asyncrl.plugins.datasets.templates.chat import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.model_files.loading import apply_weights, load_targets, read_checkpoint, stage_weights
 from asyncrl.weights.versions import publishing as weights

@@ -14,11 +14,12 @@ from torch import Tensor
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import ManagerConfig
+from asyncrl.models.pieces import in_pieces
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports import TRANSPORTS
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
-from asyncrl.weights.transports.from_memory import MemoryTrainerEnd, into_buckets
+from asyncrl.weights.transports.from_memory import MemoryTrainerEnd
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,7 @@ def test_the_managers_end_of_every_transport_comes_without_torch() -> None:
     code = """
 import sys
 import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.parallel.worker_grid
+from asyncrl.models.pieces import in_pieces
 from asyncrl.weights.transports import TRANSPORTS
 from asyncrl.weights.transports.base import weight_transport
 for name in TRANSPORTS:
@@ -78,7 +80,7 @@ def tensors(*sizes: int) -> list[tuple[str, Tensor]]:
 def test_buckets_keep_the_order_and_stay_within_the_limit_where_a_tensor_does(
     sizes: tuple[int, ...], expected: list[list[str]]
 ) -> None:
-    buckets = into_buckets(tensors(*sizes), limit=8)
+    buckets = in_pieces(tensors(*sizes), lambda named: named[1].nbytes, limit=8)
     assert [[name for name, _ in bucket] for bucket in buckets] == expected
 
 

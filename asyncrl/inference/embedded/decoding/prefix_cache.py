@@ -116,7 +116,7 @@ class PrefixCache:
 
     def match(self, prefix: Prefix, epoch: int) -> Match | None:
         """Return the longest match of `prefix` under the weights of `epoch`, or in an older tree of its conversation;
-        None if there is none. The match counts as used.
+        None without a match. The match counts as used.
         """
         best: Match | None = None
         for each, root in sorted(self._roots.items(), reverse=True):

@@ -1,9 +1,9 @@
 """The attention function that the engine registers with transformers, and the masks that it passes to the model.
 
-Decoding is one query per row against keys of ragged length. As two batched matrix products over `rows x kv_heads` it
-needs no copy of the cache (a slice of the slot tensor collapses to one batch dimension), no repeat of the keys for
-grouped-query attention, and about half the time of torch's CPU flash kernel at one query. A prefill uses torch's
-`scaled_dot_product_attention`, except for capped logits and attention sinks, which that does not support.
+Decoding is one query per row against keys of ragged length. It is two batched matrix products over `rows x kv_heads`,
+which need no copy of the cache (a slice of the slot tensor collapses to one batch dimension) and no repeat of the keys
+for grouped-query attention. They take about half the time of torch's CPU flash kernel at one query. A prefill uses
+torch's `scaled_dot_product_attention`, except for capped logits and attention sinks, which that does not support.
 
 Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D = head dimension of queries and keys, E
 = that of values (different in DeepSeek's latent attention).

@@ -26,7 +26,7 @@ from asyncrl.inference.embedded.model.cached_attention import (
 )
 from asyncrl.inference.embedded.model.linears import PackedLinears
 from asyncrl.inference.embedded.model.program import AttentionMasks, DecodeInputs, DecodeProgram
-from asyncrl.inference.embedded.model.routing import RoutingSlots
+from asyncrl.inference.embedded.model.slot_experts import RoutingSlots
 from asyncrl.inference.embedded.model.states import ModuleStates, Place, states_in_modules
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routers import RoutingShape, routing_shape
@@ -316,7 +316,7 @@ class ModelRunner:
         ]
 
     def _blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor | None:
-        """Return the pictures whose tokens see each other in both directions, [B, U]; None if there are none."""
+        """Return the picture of each token that attends in both directions, [B, U]; None if no token does."""
         pictures = self.pictures
         if pictures is None or not pictures.two_way or not bool((ids_BU >= pictures.ids.first).any()):
             return None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncrl.api.picture import Picture, PictureError, PlacedPicture, picture_from
+from asyncrl.api.picture import Picture, PictureError, PlacedPicture, check_count, picture_from
 
 Message = Mapping[str, Any]
 Content = str | list[dict[str, Any]]
@@ -91,12 +91,13 @@ def content_of(content: Any) -> Content:
     """The content of a message in this module's form; None is no text.
 
     Raises:
-        PictureError: a part is neither text nor a picture, or a picture cannot be used.
+        PictureError: a part is neither text nor a picture, a picture cannot be used, or there are too many.
     """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise PictureError(f"the content of a message is a {type(content).__name__}: give text, or a list of parts")
+    check_count(sum(isinstance(part, Mapping) and part.get("type") in PICTURE_TYPES for part in content))
     parts: list[dict[str, Any]] = []
     for number, part in enumerate(content):
         found = _part(part, number)
@@ -231,12 +232,13 @@ def expanded(text: str, pictures: Sequence[Picture], rules: PictureRules | None)
     """Replace each picture's marker in a rendered text by its placeholders.
 
     Raises:
-        PictureError: the model takes no pictures, or the template shows another number of them.
+        PictureError: the model takes no pictures, the template shows another number of them, or there are too many.
     """
     if rules is None:
         if pictures:
             raise PictureError("it has pictures, and the model takes none")
         return text
+    check_count(len(pictures))
     pieces = text.split(rules.marker)
     if len(pieces) - 1 != len(pictures):
         raise PictureError(
@@ -279,7 +281,8 @@ def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> 
         folder: paths of pictures are relative to it and may not lead out of it; None if there are no paths.
 
     Raises:
-        PictureError: a path leads out of the folder, or the number of pictures is not the number of places.
+        PictureError: a path leads out of the folder or is a URL, the number of pictures is not the number of places, or
+            there are too many.
     """
     prompt = row["prompt"]
     column = next((row[name] for name in IMAGE_FIELDS if _has(row.get(name))), None)
@@ -297,6 +300,7 @@ def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> 
         content = made[first].get("content")
         text = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         made[first] = {**made[first], "content": [*parts, *text]}
+    check_count(sum(1 for _ in pictures_of([turn for turn in made if isinstance(turn, Mapping)])))
     return made
 
 
@@ -315,6 +319,8 @@ def _source(value: Any, folder: Path | None) -> PictureSource:
         value = _value({"image": value})
     if not isinstance(value, str) or value.startswith("data:"):
         return PictureSource(value)
+    if "://" in value:
+        raise PictureError(f"the picture {value[:80]!r} is a URL, and nothing is fetched: give a path, or a data URL")
     if folder is None:
         raise PictureError(f"the picture {value[:80]!r} is a path, which only a data file's rows may name")
     path, inside = (folder / value).resolve(), folder.resolve()

@@ -14,8 +14,8 @@ from typing import Any
 from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
+from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, Lease
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
-from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S, Lease
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 

@@ -44,11 +44,11 @@ from asyncrl.trainer.engines.sharded.stage import (
     cut_stage,
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
+from asyncrl.trainer.model.chunked_logprobs import logits_function
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import SequenceLayout
-from asyncrl.trainer.model.loading import as_classifier, is_classifier, prepare_vision, single_score
+from asyncrl.trainer.model.load_models import as_classifier, is_classifier, prepare_vision, single_score
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
-from asyncrl.trainer.model.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig, VisionMode
 from asyncrl.weights.checkpoints.distributed import StoredTensors
 from asyncrl.weights.model_files.adapters import model_name

@@ -39,7 +39,6 @@ from asyncrl.trainer.engines.base import (
 )
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
@@ -47,8 +46,9 @@ from asyncrl.trainer.engines.sharded.build import (
 from asyncrl.trainer.engines.sharded.context_parallel import cut_to_part
 from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collectives_expected
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
+from asyncrl.trainer.engines.sharded.sharded_adamw import ShardedAdamW
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
-from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.model_files.adapters import published_name

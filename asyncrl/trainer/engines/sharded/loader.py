@@ -6,8 +6,8 @@ grid's first rank checks a model of the same configuration with random weights, 
 that include one of each kind, and sends the result to the others.
 
 If ranks have parts of the tokens (`c`), the ranks of the first copy then compute the same small model together, as they
-will in training, and compare the result with transformers' plain forward: whatever else than attention looks along the
-sequence (a recurrence, a convolution) shows here.
+will in training. They compare the result with transformers' plain forward, which differs if anything but attention
+looks along the sequence (a recurrence, a convolution).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from asyncrl.trainer.model.layout_parity import (
     select_attention,
     ways,
 )
-from asyncrl.trainer.model.loading import prepare_vision
+from asyncrl.trainer.model.load_models import prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig

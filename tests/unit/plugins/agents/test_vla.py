@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from asyncrl.plugins.agents.vla import OPENVLA_OFT, ActionTokens, VLAAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import RetryLimits
-from asyncrl.rollout.scoring import episode_of
 from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code.scored_agent import episode_of
 
 STATE, WORDS = (load_plugin(f"{experiments_dir() / 'embodied_srpo.py'}:{name}") for name in ("State", "WORDS"))
 OPENVLA_IDS = range(31744, 32000)
@@ -123,6 +124,42 @@ async def test_each_turn_sees_the_newest_picture_alone_and_is_a_sample_of_its_ep
         assert not any(turn.frames for turn in before)
         assert len(last.frames) == 1 + last.metrics["steps"]
         assert [turn.pictures[0].picture for turn in turns] == list(last.frames[::2])[: len(turns)]
+
+
+CAMERAS = """
+import numpy as np
+from asyncrl.api import Environment
+from asyncrl.api.picture import Picture
+
+class Cameras(Environment):
+    def __init__(self, *, reward):
+        self.steps = 0
+
+    def shown(self):
+        levels = (self.steps, 100 + self.steps)
+        pictures = [Picture.from_array(np.full((24, 24, 3), level, np.uint8)) for level in levels]
+        return [{"type": "image", "image": picture} for picture in pictures]
+
+    async def reset(self, *, seed=None, options=None):
+        return self.shown(), {}
+
+    async def step(self, action):
+        self.steps += 1
+        return self.shown(), 0.0, False, False, {"is_success": self.steps == 3}
+"""
+
+
+async def test_the_policy_sees_every_camera_and_rewards_see_the_first(tmp_path: Path) -> None:
+    (tmp_path / "cameras.py").write_text(CAMERAS)
+    policy = Reaching()
+    samples = await played(policy, f"env.path={tmp_path / 'cameras.py'}:Cameras", "env.args={}", "group_size=1")
+
+    def levels(pictures: Iterable[Picture]) -> list[int]:
+        return [int(picture.pixels()[0, 0, 0]) for picture in pictures]
+
+    assert [levels(placed.picture for placed in sample.pictures) for sample in samples] == [[0, 100], [2, 102]]
+    assert levels(samples[-1].frames) == [0, 1, 2, 3]
+    assert {sample.reward for sample in samples} == {1.0}
 
 
 async def test_an_episode_that_runs_out_of_turns_has_failed_and_its_frames_are_chosen_evenly() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.api import Environment, Prompt, SamplingParams, ToolResult
 from asyncrl.api.generation import GenerationRequest
-from asyncrl.api.picture import Picture, PictureError
+from asyncrl.api.picture import MAX_PICTURES, Picture, PictureError
 from asyncrl.api.tool import as_result
 from asyncrl.plugins.agents.game import GameAgent
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
@@ -301,6 +301,7 @@ def test_every_usual_form_of_a_picture_is_taken(part: dict[str, Any]) -> None:
         ([{"type": "image", "source": {"type": "file", "file_id": "x"}}], "has the keys type, file_id"),
         ([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}], "part 1 .*'input_audio'"),
         ([{"type": "video", "video": "x"}], "no sounds or videos"),
+        ([{"type": "image", "image": ONE}] * (MAX_PICTURES + 1), "at most 1024 in one prompt"),
         (["text"], "part 0 of a message is 'str'"),
         (17, "is a int"),
     ],

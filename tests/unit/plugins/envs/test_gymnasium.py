@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ import psutil
 import pytest
 from gymnasium import spaces
 
+import asyncrl
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, RunIn, SamplingParams
 from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
@@ -400,3 +403,37 @@ def test_minigrid_is_played_from_pixels() -> None:
     assert [step[2] for step in steps] == [False] * 4 + [True]
     assert steps[-1][1] > 0
     env.close()
+
+
+METAWORLD = os.environ.get("ASYNCRL_METAWORLD_PYTHON", "")
+REACHES = """
+import json, sys
+
+sys.path.append(sys.argv[1])  # what the environment of metaworld lacks
+from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
+
+drawn = {"render_mode": "rgb_array", "width": 64, "height": 64, "camera_name": "corner2"}
+env = GymnasiumEnv(id="metaworld:Meta-World/MT1", kwargs={"env_name": "reach-v3", **drawn})
+shown = [env.reset(seed=1)[0]]
+for _ in range(3):
+    observation, reward, _, _, info = env.step([0.5, -0.5, 0.1, 1.0])
+    shown.append(observation)
+frames = [parts[0]["image"] for parts in shown]
+env.close()
+print(json.dumps([[frame.size for frame in frames], len({frame.sha256 for frame in frames}), reward, info["success"]]))
+"""
+
+
+@pytest.mark.metaworld
+@pytest.mark.skipif(not METAWORLD, reason="no Meta-World")
+def test_meta_world_is_played_from_pixels() -> None:
+    paths = [str(Path(asyncrl.__file__).parents[1]), str(Path(np.__file__).parents[1])]
+    environment = {**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": paths[0]}
+    command = [METAWORLD, "-c", REACHES, paths[1]]
+    played = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert played.returncode == 0, played.stderr
+    sizes, distinct, reward, success = json.loads(played.stdout.splitlines()[-1])
+    assert sizes == [[64, 64]] * 4
+    assert distinct == 4, "it moves"
+    assert reward > 0
+    assert success == 0

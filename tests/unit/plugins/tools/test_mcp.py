@@ -108,9 +108,9 @@ async def runner():
         yield made
 
 
-def _over_stdio(server: str, **settings) -> McpServerConfig:
+def _over_stdio(server: str, python: str = sys.executable, **settings) -> McpServerConfig:
     limits = {"timeout_s": LIMIT_S, "start_timeout_s": LIMIT_S}
-    return McpServerConfig(name="calc", command=sys.executable, args=[server], **limits, **settings)
+    return McpServerConfig(name="calc", command=python, args=[server], **limits, **settings)
 
 
 def _children() -> set[int]:
@@ -141,9 +141,9 @@ async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(ru
     assert _left(before) == []
 
 
-async def test_pictures_of_a_server_are_pictures(runner, server):
+async def test_pictures_of_a_server_are_pictures(runner, server, warm_python):
     async with (
-        RunTools((), [_over_stdio(server, tools=["draws"])], runner) as tools,
+        RunTools((), [_over_stdio(server, warm_python, tools=["draws"])], runner) as tools,
         tools.toolbox.session({}) as session,
     ):
         result = await session.call(ToolCall("a", "draws", {"form": "PNG"}))
@@ -154,17 +154,17 @@ async def test_pictures_of_a_server_are_pictures(runner, server):
         assert other.text == "look\n[image: the picture is GIF: give PNG or JPEG]"
 
 
-async def test_a_server_that_dies_costs_a_call_and_is_started_again(runner, server):
+async def test_a_server_that_dies_costs_a_call_and_is_started_again(runner, server, warm_python):
     before = _children()
-    async with RunTools((), [_over_stdio(server, tools=["add", "dies"])], runner) as tools:
+    async with RunTools((), [_over_stdio(server, warm_python, tools=["add", "dies"])], runner) as tools:
         for _ in range(2):
             assert (await _call(tools, "dies", {})).startswith("Error: ")
             assert await _call(tools, "add", {"a": 1}) == "2"
     assert _left(before) == []
 
 
-async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(runner, server, tmp_path):
-    config, begun = _over_stdio(server, tools=["add", "slow"]), tmp_path / "begun"
+async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(runner, server, tmp_path, warm_python):
+    config, begun = _over_stdio(server, warm_python, tools=["add", "slow"]), tmp_path / "begun"
     async with RunTools((), [config], runner) as tools:
         hanging = asyncio.create_task(_call(tools, "slow", {"begun": str(begun)}))
         async with asyncio.timeout(LIMIT_S):
@@ -180,8 +180,8 @@ async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(runner, serv
         assert await _call(tools, "add", {"a": 2}) == "3"
 
 
-async def test_a_server_over_http_is_called_the_same_way(runner, server):
-    command = [sys.executable, server, "http"]
+async def test_a_server_over_http_is_called_the_same_way(runner, server, warm_python):
+    command = [warm_python, server, "http"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         try:
             assert process.stdout is not None
@@ -207,15 +207,15 @@ async def test_a_server_over_http_is_called_the_same_way(runner, server):
     ("change", "message"),
     [
         (
-            {"args": ["/no/such/file.py"]},
+            {"command": sys.executable, "args": ["/no/such/file.py"]},
             r"mcp\[0\]: mcp server 'calc' did not start.*its stderr ends: .*can't open file '/no/such/file.py'",
         ),
         ({"tools": ["nothing"]}, r"mcp\[0\]: mcp server 'calc' has no tool 'nothing'; it has: add"),
     ],
 )
-async def test_a_server_that_does_not_serve_is_refused_at_the_start(runner, server, change, message):
+async def test_a_server_that_does_not_serve_is_refused_at_the_start(runner, server, change, message, warm_python):
     before = _children()
-    config = _over_stdio(server)
+    config = _over_stdio(server, warm_python)
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):
@@ -224,8 +224,8 @@ async def test_a_server_that_does_not_serve_is_refused_at_the_start(runner, serv
     assert _left(before) == []
 
 
-async def test_two_tools_of_one_name_are_refused(runner, server):
-    configs = [_over_stdio(server, tools=["add"]), _over_stdio(server, tools=["add"])]
+async def test_two_tools_of_one_name_are_refused(runner, server, warm_python):
+    configs = [_over_stdio(server, warm_python, tools=["add"]) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"mcp\[1\].prefix=''.*both called 'add'"):
         async with RunTools((), configs, runner):
             pass

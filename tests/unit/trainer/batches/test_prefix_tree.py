@@ -23,10 +23,10 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.model import flex_attention
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.flex_attention import FLEX, visible_blocks
-from asyncrl.trainer.model.loading import load_causal_lm, load_critic
+from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.model.packed_attention import PACKED
-from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.model.varlen_attention import VARLEN, varlen_attention
 from asyncrl.trainer.settings import OptimizerConfig
 

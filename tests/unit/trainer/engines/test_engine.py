@@ -22,9 +22,9 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.model import host_activations
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
-from asyncrl.trainer.model.loading import attention_kind, load_causal_lm, load_critic
-from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm, load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 
 from ....late_stream import LateStream

@@ -25,7 +25,7 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.model.flops import Attended, FlopCount, NotCounted, Work, model_flops
-from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode

@@ -18,7 +18,7 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
-from asyncrl.verify.audit.history import Entry
+from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault, add_costs, complete, find_work
 from asyncrl.verify.chaos.plan import Fault, FaultKind
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.trainer.model import scoring
-from asyncrl.trainer.model.scoring import EntropyMode, token_logprobs
+from asyncrl.trainer.model import chunked_logprobs
+from asyncrl.trainer.model.chunked_logprobs import EntropyMode, token_logprobs
 
 N, H, V = 23, 8, 50
 Scored = tuple[Tensor, Tensor | None]
@@ -46,7 +46,7 @@ def results(scored: Scored, hidden_NH: Tensor, head: nn.Linear) -> list[Tensor]:
 def test_a_chunk_in_blocks_gives_the_same(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden_NH, targets_N, head = inputs()
     expected = results(plain(hidden_NH, targets_N, head, 0.7, EntropyMode.differentiable), hidden_NH, head)
-    monkeypatch.setattr(scoring, "_BLOCK", block)
+    monkeypatch.setattr(chunked_logprobs, "_BLOCK", block)
     scored = token_logprobs(hidden_NH, targets_N, head, temperature=0.7, entropy=EntropyMode.differentiable)
     for got, wanted in zip(results(scored, hidden_NH, head), expected, strict=True):
         torch.testing.assert_close(got, wanted.float(), rtol=1e-5, atol=1e-5)
@@ -65,7 +65,7 @@ def test_restricted_logits_score_as_a_vocabulary_of_the_allowed_tokens_alone(dty
     scored = token_logprobs(
         hidden_NH,
         allowed_A[places_N],
-        lambda hidden: scoring.restricted(head(hidden), allowed_A),
+        lambda hidden: chunked_logprobs.restricted(head(hidden), allowed_A),
         temperature=0.7,
         entropy=EntropyMode.differentiable,
     )

@@ -8,8 +8,7 @@
 The tensors are those of every part (a role whose weights or optimizer change), named `<role>.<name>` independent of the
 layout, and each rank's random number state, `rng.<rank>.<device>`. So any number of ranks in any layout can read them.
 `state.json` has the other state of the parts, and the caller's own state, which is opaque here. Tensors are
-safetensors,
-the rest is JSON: nothing is unpickled.
+safetensors, the rest is JSON: nothing is unpickled. `restore` reads it all.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints.distributed import (
     Part,
     SavePlan,
-    StoredTensors,
     shard_metadata,
     shard_name,
     write_shard,
 )
-from asyncrl.weights.checkpoints.folder import latest, prune
+from asyncrl.weights.checkpoints.folder import prune
 from asyncrl.weights.model_files.mapped_file import MappedFile, MappedFiles
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, write_manifest
 from asyncrl.weights.versions.published import TensorSpec
@@ -215,7 +213,7 @@ class CheckpointWriter:
     def _made_plan(self) -> SavePlan:
         if self._plan is None:
             hosts = None if self._hosts is None else self._hosts.hosts
-            self._plan = SavePlan(_all_tensors(self._parts), self._ranks, hosts)
+            self._plan = SavePlan(all_tensors(self._parts), self._ranks, hosts)
         return self._plan
 
     def _make_room(self, path: Path) -> None:
@@ -293,54 +291,7 @@ class CheckpointWriter:
             return {file.path.name: file.entry()}
 
 
-def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
-    """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
-
-    Returns:
-        The state that `CheckpointWriter.begin` was given; None where there is no checkpoint, and nothing changes then.
-
-    Raises:
-        ValueError: the checkpoint is of another model or graph, or of an older asyncrl; nothing is changed then.
-    """
-    path = _agree_on_latest(root, ranks)
-    if path is None:
-        return None
-    state = read_state(path)
-    for role in parts:
-        if role not in state["roles"]:
-            raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
-    _check_same_model(path, StoredTensors(path), _all_tensors(parts), parts, ranks)
-    return restore(parts, path, ranks)
-
-
-def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
-    """Restore the checkpoint in the folder `path`, which is known to be of this model. Called by all ranks.
-
-    If ranks are on several hosts, the folder of each host has what its ranks hold.
-
-    Returns:
-        The state that `CheckpointWriter.begin` was given.
-
-    Raises:
-        PeerFailed: another rank failed to.
-        ValueError: the folder lacks a tensor that this rank holds.
-    """
-    state = read_state(path)
-    mine = _all_tensors(parts)
-    stored = StoredTensors(path, {name: tensor.shape for name, tensor in mine.items()})
-
-    def read() -> None:
-        for role, part in parts.items():
-            with part.on_device():
-                stored.read_into({n: tensor for n, tensor in mine.items() if n.startswith(f"{role}.")})
-                part.load_state(state["roles"][role])
-        _restore_rng(stored, ranks.rank)
-
-    ranks.together(read, f"reading {path}")
-    return state
-
-
-def _all_tensors(parts: Parts) -> dict[str, Tensor]:
+def all_tensors(parts: Parts) -> dict[str, Tensor]:
     """Return the tensors of all roles by name. A tensor of an idle role has values only while the role works."""
     tensors: dict[str, Tensor] = {}
     for role, part in parts.items():
@@ -349,71 +300,8 @@ def _all_tensors(parts: Parts) -> dict[str, Tensor]:
     return tensors
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Read the state of the checkpoint `path` beside its tensors.
-
-    Raises:
-        ValueError: it is of an older asyncrl.
-    """
-    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
-    if state.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} was written by another version of asyncrl (format {state.get('format', 2)}, this one reads "
-            f"{FORMAT}); continue with the version that wrote it, or set resume=restart to start over"
-        )
-    return state
-
-
-def _check_same_model(
-    path: Path, stored: StoredTensors, mine: Mapping[str, Tensor], roles: Collection[str], ranks: Ranks
-) -> None:
-    """Check that the ranks together hold exactly the tensors that are stored of `roles`, in the same shapes.
-
-    Raises:
-        ValueError: they do not; the message names the difference.
-    """
-    names = sorted(name for name in stored.shapes if name.partition(".")[0] in roles)
-    wanted = ranks.all_reduce_max(torch.tensor([float(name in mine) for name in names]))
-    wrong = [name for name, tensor in mine.items() if stored.shapes.get(name) != tuple(tensor.shape)]
-    wrong += [name for name, flag in zip(names, wanted.tolist(), strict=True) if not flag]
-
-    def refuse() -> None:
-        if wrong:
-            raise ValueError(
-                f"{path} is of a model with other parameters ({len(wrong)} differ, for example {wrong[0]!r}); start a "
-                "new trial, or set resume=restart"
-            )
-
-    ranks.together(refuse, f"comparing the model with {path}")
-
-
-def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
-    """Return the newest checkpoint.
-
-    The leading rank checks the files and the others follow, so that all choose the same.
-    """
-    number = -1
-
-    def look() -> None:
-        nonlocal number
-        if ranks.leads and (found := latest(root)) is not None:
-            number = int(found.name[1:])
-
-    ranks.together(look, f"looking for a checkpoint in {root}")
-    chosen = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
-    return None if chosen < 0 else root / f"v{chosen}"
-
-
 def _rng_state(rank: int) -> dict[str, Tensor]:
     state = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _restore_rng(stored: StoredTensors, rank: int) -> None:
-    """Restore this rank's random number state. A rank that the run had not when it saved keeps its current state."""
-    if (name := f"rng.{rank}.cpu") in stored.shapes:
-        torch.set_rng_state(stored.read(name))
-    if (name := f"rng.{rank}.cuda") in stored.shapes and torch.cuda.is_available():
-        torch.cuda.set_rng_state(stored.read(name))

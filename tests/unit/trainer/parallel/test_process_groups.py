@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.parallel.collectives import Collectives
+from asyncrl.trainer.parallel.process_groups import Collectives
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.parallel.world import training_world
@@ -165,7 +165,7 @@ def test_a_socket_that_has_closed_by_the_time_it_is_looked_at_is_passed_over(mon
         seen = {closed.fileno(): os.fstat(closed.fileno()).st_ino, others.fileno(): 1}
         closed.close()
         looks = iter([{}, seen])
-        monkeypatch.setattr("asyncrl.trainer.parallel.collectives._sockets", lambda: next(looks))
+        monkeypatch.setattr("asyncrl.trainer.parallel.process_groups._sockets", lambda: next(looks))
         with Collectives().making(torch.device("cpu")):
             pass
         with socket.create_connection(others.getsockname(), LIMIT_S):

@@ -1,6 +1,6 @@
 """The process between a GenerationServer and an SGLang server, which ends all of the latter when either of them ends.
 
-    python supervisor.py GRACE_S COMMAND [ARGUMENT ...]
+    python reaper.py GRACE_S COMMAND [ARGUMENT ...]
 
 SGLang is a tree of processes that ask the kernel to die with their parent, but if the tree is killed while it starts,
 processes that have not asked yet may remain. So this process, which does nothing else, adopts every orphan of the tree
