@@ -6,13 +6,27 @@ same time, and then once for all of them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from asyncrl.commands.notebook import LoadedRun, load_run
+
+
+def arguments(description: str | None, arms: Collection[str]) -> argparse.Namespace:
+    """Return the command's arguments: `fileroot`, `seeds`, `arms`, `plot` and `set`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fileroot", type=Path, default=Path("~/.cache/asyncrl").expanduser())
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
+    parser.add_argument("--plot", type=Path, help="the PNG to write")
+    parser.add_argument("--set", nargs="+", default=[], help="settings of the runs, for example total_train_steps=30")
+    args = parser.parse_args()
+    args.fileroot = args.fileroot.absolute()
+    return args
 
 
 def played(experiment: str, trial: str, fileroot: Path, settings: Sequence[str]) -> LoadedRun:

@@ -17,6 +17,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -174,31 +175,38 @@ def measure(
     return Row(link, lr, statistics.median(seconds[False]), statistics.median(seconds[True]), share)
 
 
+HEADER = f"{'Gb/s':>5}{'lr':>8}{'bytes':>8}{'whole':>10}{'delta':>10}{'faster':>9}"
+
+
+def rows(links: Sequence[float], rates: Sequence[float], rounds: int, millions: int) -> Iterator[Row]:
+    """Yield a row for each link and learning rate, and print it below `HEADER`."""
+    for link in links:
+        for lr in rates:
+            with tempfile.TemporaryDirectory() as folder:
+                secret = Path(folder) / "secret"
+                RunSecret.create(secret)
+                security = RunSecret.load(secret).http()
+                row = measure(link, lr, rounds, millions, Path(folder), secret, security)
+            print(
+                f"{link:>5g}{lr:>8g}{row.share:>8.1%}{row.whole_s:>8.2f} s{row.delta_s:>8.2f} s"
+                f"{row.whole_s / row.delta_s:>7.1f} x",
+                flush=True,
+            )
+            yield row
+
+
 def main() -> None:
-    """Print a row for each link and learning rate."""
+    """Print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=100, help="millions")
     parser.add_argument("--links", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="Gb/s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
-    print(f"{'Gb/s':>5}{'lr':>8}{'bytes':>8}{'whole':>10}{'delta':>10}{'faster':>9}")
-    for link in args.links:
-        for lr in LEARNING_RATES:
-            with tempfile.TemporaryDirectory() as folder:
-                secret = Path(folder) / "secret"
-                RunSecret.create(secret)
-                security = RunSecret.load(secret).http()
-                row = measure(link, lr, args.rounds, args.parameters, Path(folder), secret, security)
-            rows.append(row)
-            print(
-                f"{link:>5g}{lr:>8g}{row.share:>8.1%}{row.whole_s:>8.2f} s{row.delta_s:>8.2f} s"
-                f"{row.whole_s / row.delta_s:>7.1f} x",
-                flush=True,
-            )
+    print(HEADER)
+    measured = [*rows(args.links, LEARNING_RATES, args.rounds, args.parameters)]
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows]))
+        args.json.write_text(json.dumps([asdict(row) for row in measured]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ time, with the mean of each arm over its seeds, and writes `embodied.json` into 
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -106,14 +105,8 @@ def plot(found: list[dict[str, Any]], target: Path) -> None:
 
 def main() -> None:
     """Run, print the table and draw the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fileroot", type=Path, default=Path("~/.cache/asyncrl").expanduser())
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--plot", type=Path, help="the PNG to write")
-    parser.add_argument("--set", nargs="+", default=[], help="settings of the runs, for example total_train_steps=30")
-    args = parser.parse_args()
-    found = [played(arm, seed, args.fileroot.absolute(), args.set) for seed in args.seeds for arm in args.arms]
+    args = arms.arguments(__doc__, ARMS)
+    found = [played(arm, seed, args.fileroot, args.set) for arm in args.arms for seed in args.seeds]
     print(table(found))
     (args.fileroot / "embodied.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if args.plot:

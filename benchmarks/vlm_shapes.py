@@ -9,7 +9,6 @@ apart, with the mean of each arm over its seeds. A run that has ended is read an
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -86,14 +85,8 @@ def plot(found: Sequence[Learned], target: Path) -> None:
 
 def main() -> None:
     """Run, print the table and draw the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fileroot", type=Path, default=Path("~/.cache/asyncrl").expanduser())
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--plot", type=Path, help="the PNG to write")
-    parser.add_argument("--set", nargs="+", default=[], help="settings of the runs, for example total_train_steps=30")
-    args = parser.parse_args()
-    found = [learned(arm, seed, args.fileroot.absolute(), args.set) for seed in args.seeds for arm in args.arms]
+    args = arms.arguments(__doc__, ARMS)
+    found = [learned(arm, seed, args.fileroot, args.set) for arm in args.arms for seed in args.seeds]
     print(table([*found, *means(found)]))
     if args.plot:
         plot(found, args.plot)

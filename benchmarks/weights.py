@@ -1,6 +1,6 @@
 """Publish to served: the time from "the train step is over" to "the server generates with the new weights".
 
-    python benchmarks/weights.py [--quick] [--sizes 1M 10M 100M 300M 1B] [--dir DIR] [--json PATH]
+    python benchmarks/weights.py [--quick] [--sizes 1M 10M 100M 300M 1B] [--links 1 10] [--dir DIR] [--json PATH]
 
 Per model size and type, in one run: `publish` (shards, checksums, manifest, fsync, rename), `check` (the manager reads
 the checksums back) and `load` (`update_weights_from_disk` of an embedded server in a process of its own, label
@@ -10,6 +10,9 @@ the other one begins; times are medians over rounds, the ratio is the median of 
 from the page cache on both sides, as they are in a run on one machine, and both processes have the allocator's settings
 that the launcher gives to a run's. `--dir` chooses the file system, by default the temporary one; /dev/shm measures
 tmpfs. A size that does not fit into memory is left out and named.
+
+`--links` adds rows of `deltas.py`: a version of 100 million parameters in bf16 on its way to a host without a shared
+folder, over links of so many Gb/s, as whole files and as what changed.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import deltas
 import psutil
 import torch
 import uvloop
@@ -37,10 +42,11 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
+from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.ranks import Ranks
@@ -113,7 +119,7 @@ def config_of(size: str) -> Qwen2Config:
 def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
     """A model of that size with cheap weights: only their bytes matter."""
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config_of(size)).to(dtype)
+        model: Any = Qwen2ForCausalLM(config_of(size)).to(dtype=dtype)  # type: ignore[call-arg]
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
@@ -122,12 +128,12 @@ def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @contextmanager
-def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, HttpSecurity]]:
+def serve(model_dir: Path, dtype: Dtype, run_dir: Path) -> Iterator[tuple[str, HttpSecurity]]:
     """An embedded server of that model: its URL, token and certificate."""
     config = ExperimentConfig()
     config.model.path = str(model_dir)
     config.generation.dtype = dtype
-    config.generation.device = "cpu"
+    config.generation.device = Device.cpu
     config.generation.context_length = 128
     config.generation.start_timeout_s = START_S
     config.generation.max_total_tokens = 1024
@@ -137,7 +143,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, Htt
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
         server = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
-    resolver = make_resolver("file", str(run_dir / "name_resolve"))
+    resolver = make_resolver(NameBackend.file, str(run_dir / "name_resolve"))
     try:
         yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security
     finally:
@@ -186,7 +192,7 @@ async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
     model.save_pretrained(folder / "base")
     shared = SharedFiles(model.config, tokenizer_assets(folder / "base"))
     plains, serveds = [], []
-    with serve(folder / "base", dtype, folder / "run") as (url, security):
+    with serve(folder / "base", Dtype(dtype), folder / "run") as (url, security):
         http = JsonHttp(security)
         server = GenerationServerClient(http, url)
         for version in range(1, rounds + 2):
@@ -226,6 +232,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="folder on the file system to measure")
+    parser.add_argument("--links", type=float, nargs="+", default=[], metavar="GBITS")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     if ENVIRONMENT.items() - os.environ.items():  # which is read once, at the start of a process
@@ -245,9 +252,13 @@ def main() -> None:
             rows.append(row)
             print_row(row)
     print(f"target: served at most {TARGET_RATIO} x plain; worst here {max(row.ratio for row in rows):.2f}")
+    if args.links:
+        print(deltas.HEADER)
+    over = [*deltas.rows(args.links, deltas.LEARNING_RATES, rounds, 100)]
     if args.json:
         derived = [asdict(row) | {"served_s": row.served_s, "plain_s": row.plain_s} for row in rows]
-        args.json.write_text(json.dumps({"target_ratio": TARGET_RATIO, "rows": derived}, indent=2) + "\n")
+        told = {"target_ratio": TARGET_RATIO, "rows": derived, "over_links": [*map(asdict, over)]}
+        args.json.write_text(json.dumps(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -238,6 +238,7 @@ def _start(listener: socket.socket, python: str, modules: Sequence[str]) -> int:
 
 def main(number: int, modules: Sequence[str]) -> None:
     """Import everything, then fork a launcher for each request of those that connect to the socket `number`."""
+    gc.disable()  # what is imported stays
     for name in modules or (*PRELOADED, *os.environ.get(MORE_VARIABLE, "").split()):
         importlib.import_module(name)
     if not modules:
@@ -245,6 +246,7 @@ def main(number: int, modules: Sequence[str]) -> None:
     _become_titled("tests of asyncrl: template")
     gc.collect()
     gc.freeze()
+    gc.enable()
     listener = socket.socket(fileno=number)
     listener.set_inheritable(False)
     woken, wake = os.pipe()

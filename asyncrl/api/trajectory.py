@@ -356,7 +356,7 @@ def with_turn_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> li
 
 def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
     """`[T]`: the rewards of the turns of `samples`, 0 where one has none; None where none has any."""
-    if all(sample.token_rewards is None for sample in samples):
+    if all([sample.token_rewards is None for sample in samples]):
         return None
     return np.concatenate(
         [
@@ -370,12 +370,14 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
 
 def join_groups(samples: Sequence[Sample]) -> tuple[str, ...]:
     """`[S]`: the comparison groups of `samples`; empty if none is named."""
-    groups = tuple(sample.group for sample in samples)
-    return groups if any(groups) else ()
+    groups = [sample.group for sample in samples]
+    return tuple(groups) if any(groups) else ()
 
 
 def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float32]]:
     """`[T]` by name: the token columns of `samples`, 0 where one does not have it."""
+    if not any([sample.token_columns for sample in samples]):
+        return {}
     names = dict.fromkeys(name for sample in samples for name in sample.token_columns)
     return {
         name: np.concatenate(
@@ -387,8 +389,8 @@ def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float3
 
 def join_pictures(samples: Sequence[Sample]) -> tuple[tuple[PlacedPicture, ...], ...]:
     """The pictures of each of `samples`; empty where no sample has any."""
-    pictures = tuple(sample.pictures for sample in samples)
-    return pictures if any(pictures) else ()
+    pictures = [sample.pictures for sample in samples]
+    return tuple(pictures) if any(pictures) else ()
 
 
 def unrecorded(dtype: np.dtype[Any]) -> int:
@@ -422,6 +424,8 @@ def join_routing(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
 
 def named_columns(by_sample: Sequence[Mapping[str, float]]) -> dict[str, NDArray[np.float64]]:
     """For every name in one of the S mappings a column `[S]`, NaN where a mapping does not have it."""
+    if not any(by_sample):
+        return {}
     names = dict.fromkeys(name for numbers in by_sample for name in numbers)
     return {name: np.array([numbers.get(name, math.nan) for numbers in by_sample]) for name in names}
 

@@ -1,4 +1,6 @@
-"""The reasons for which rollouts are dropped: they leave the count without being trained."""
+"""The reasons for which rollouts are dropped: they leave the count without being trained; and that of evaluations which
+have no result although nothing failed.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,8 @@ class DropReason(StrEnum):
     """Its RolloutWorker died while working on it, more than once; the prompt is not tried again."""
 
 
+CUT_SHORT = "cut short by the end of the run"
+"""The reason of an evaluation that had not ended when the run was stopped."""
 FAILURES: dict[str, str] = {
     DropReason.invalid_prompt: "as their rows make no prompt",
     DropReason.failed: "in the agent, the environment, the dataset or a server",

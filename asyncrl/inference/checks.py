@@ -11,14 +11,18 @@ from urllib.parse import urlsplit
 
 from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Device
+from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference import gpu_checks, guest_checks
-from asyncrl.inference.settings import GenerationBackend, Quantization, quantised, server_shape
+from asyncrl.inference.settings import GenerationBackend, Quantization, quantised, server_shape, sglang_flags
 from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
 from asyncrl.models.pictures.picture_rules import placeholder_in
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode
+
+ANY_TYPE = ("bitsandbytes", "gguf")
+"""SGLang's quantisations that compute in float32 too."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -82,7 +86,15 @@ def _quantised(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.correction='none': {said} makes servers sample from another policy than the trainer's, which "
             "decoupled_ppo weighs by a correction only; use algorithm.correction.name=token_truncate"
         )
-    if generation.backend == GenerationBackend.sglang and config.manager.weight_transport != "disk":
+    if generation.backend != GenerationBackend.sglang:
+        return
+    any_type = sglang_flags(generation)["quantization"] in ANY_TYPE
+    if with_types(config).generation.dtype == Dtype.float32 and not any_type:
+        yield (
+            f"generation.dtype={str(generation.dtype)!r}: with {said} SGLang does not compute in float32, which "
+            "generation.dtype=auto is on a CPU; use bfloat16"
+        )
+    if config.manager.weight_transport != "disk":
         yield (
             f"manager.weight_transport={config.manager.weight_transport!r}: whether SGLang quantises weights anew that "
             f"it gets from memory is not known for {said}; use weight_transport=disk"

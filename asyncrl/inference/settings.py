@@ -194,9 +194,8 @@ def quantised(generation: GenerationConfig) -> str:
     if generation.backend == GenerationBackend.embedded:
         chosen = generation.quantization
         return "" if chosen == Quantization.none else f"generation.quantization={chosen}"
-    flags = sglang_flags(generation)
-    named = {name: flags.get(name) for name in ("quantization", "torchao_config")}
-    return next((f"generation.sglang.args.{name}={value!r}" for name, value in named.items() if value), "")
+    method = sglang_flags(generation).get("quantization")
+    return f"generation.sglang.args.quantization={method!r}" if method and method != "unquant" else ""
 
 
 def adopts(generation: GenerationConfig) -> bool:

@@ -252,6 +252,7 @@ class RolloutWorker(AsyncWorker):
                 raise
             raise CannotContinue(f"all rollouts fail, the last one as {failed}") from error
         finally:
+            self._evaluator.cancel()
             await cancel(*working, stopping)
 
     @property

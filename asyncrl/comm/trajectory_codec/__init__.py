@@ -8,8 +8,8 @@ A trajectory's prompt is the longest run of tokens that all its samples begin wi
 every sample.
 
 Arrays; R are the trajectories of the message, S their samples, N those of trajectories with comparison groups, P the
-tokens of their prompts and T those that follow a prompt, W those of T in trajectories whose turns were rewarded, B and
-C bytes, all in order:
+tokens of their prompts and T those that follow a prompt, W those of T in trajectories whose turns were rewarded, K
+numbers, B and C bytes, all in order:
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -20,18 +20,21 @@ C bytes, all in order:
     rewards          float64  [S]  finite
     truncated        uint8    [S]  0 or 1
     episodes         int32    [S]  at least 0
-    token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
-    rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
-    grouped          uint8    [R]  0 or 1: whether samples of the trajectory name comparison groups
-    groups           uint8    [N]  of the samples of those trajectories, position among the names of its header
-    routing          uint8    [B]  of each trajectory whose header says its shape, experts by token, layer and place
-                                   among the token's, little-endian: of its prompt, then of what follows
-    routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
-and, in a message with pictures:
+and of these only the pairs of which some trajectory of the message has any:
 
+    token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
+    rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
+    groups           uint8    [N]  of the samples of those trajectories, position among the names of its header
+    grouped          uint8    [R]  0 or 1: whether samples of the trajectory name comparison groups
+    token_columns    float32  [K]  of each trajectory the columns that its header names, one after the other, each like
+                                   token_rewards
+    column_sizes     int64    [R]  numbers of each trajectory's columns, at least 0
+    routing          uint8    [B]  of each trajectory whose header says its shape, experts by token, layer and place
+                                   among the token's, little-endian: of its prompt, then of what follows
+    routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
     pictures         uint8    [C]  of each trajectory the content of each of its pictures, once
     picture_sizes    int64    [R]  bytes of each trajectory's pictures, at least 0
 

@@ -26,7 +26,8 @@ from asyncrl.comm.trajectory_codec.layout import (
     BY_TOKEN,
     DTYPES,
     KIND,
-    PICTURE_DTYPES,
+    PAIRS,
+    REQUIRED,
     ROUTING_DTYPES,
     PicturesHeader,
     RoutingHeader,
@@ -69,11 +70,10 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     sound = _fault(prompts, SampleColumns(*columns, *by_sample)) is None  # only if that finds a fault, look at each
     token_ends = list(accumulate(lengths))
     token_rewards = _token_rewards(arrays, sizes, token_ends)
-    routing_sizes = _counts(arrays, "routing_sizes", len(meta), least=0)
-    routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
-    column_sizes = _counts(arrays, "column_sizes", len(meta), least=0)
-    token_columns = np.split(_array(arrays, "token_columns", sum(column_sizes)), [*accumulate(column_sizes)][:-1])
-    contents, groups = _contents(arrays, len(meta)), _groups(arrays, sizes)
+    routing, token_columns, contents = (
+        _by_trajectory(arrays, name, len(meta)) for name in ("routing", "token_columns", "pictures")
+    )
+    groups = _groups(arrays, sizes)
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
     of_each = (meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, groups)
@@ -118,8 +118,12 @@ def _parts(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], 
     header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
     if header.kind != KIND:
         raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
-    if arrays.keys() not in (DTYPES.keys(), DTYPES.keys() | PICTURE_DTYPES.keys()):
-        raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(DTYPES)}")
+    named = arrays.keys()
+    if not REQUIRED <= named <= DTYPES.keys() or any((name in named) != (by in named) for name, by in PAIRS.items()):
+        raise CodecError(
+            f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(REQUIRED)}, and if at all these in "
+            f"pairs: {', '.join(f'{name} and {by}' for name, by in PAIRS.items())}"
+        )
     return header.meta, arrays
 
 
@@ -134,6 +138,8 @@ def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:
 
 def _groups(arrays: dict[str, Array], sizes: Sequence[int]) -> list[list[int]]:
     """Return for each trajectory the numbers of its samples' comparison groups; empty if it names none."""
+    if "groups" not in arrays:
+        return [[]] * len(sizes)
     own_sizes = [size if flag else 0 for size, flag in zip(sizes, _flags(arrays, "grouped", len(sizes)), strict=True)]
     numbers = _array(arrays, "groups", sum(own_sizes)).tolist()
     ends = [*accumulate(own_sizes)]
@@ -158,6 +164,8 @@ def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
 
 def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
     """Return each trajectory's part of the column, or None; `token_ends` has the end of each sample's tokens."""
+    if "token_rewards" not in arrays:
+        return [None] * len(sizes)
     flags = _flags(arrays, "rewarded", len(sizes))
     ends = [token_ends[end - 1] for end in accumulate(sizes)]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -170,12 +178,13 @@ def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: S
     return parts
 
 
-def _contents(arrays: dict[str, Array], trajectories: int) -> list[Array]:
-    """Return the bytes of each trajectory's pictures."""
-    if "pictures" not in arrays:
-        return [np.empty(0, np.uint8)] * trajectories
-    sizes = _counts(arrays, "picture_sizes", trajectories, least=0)
-    return np.split(_array(arrays, "pictures", sum(sizes)), [*accumulate(sizes)][:-1])
+def _by_trajectory(arrays: dict[str, Array], name: str, trajectories: int) -> list[Array]:
+    """Return each trajectory's part of the array `name`, by the sizes that come with it; all empty without it."""
+    if name not in arrays:
+        return [np.empty(0, DTYPES[name])] * trajectories
+    sizes = _counts(arrays, PAIRS[name], trajectories, least=0)
+    whole = _array(arrays, name, sum(sizes))
+    return [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _pictures(
@@ -282,7 +291,7 @@ def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> 
 
 def _array(arrays: dict[str, Array], name: str, length: int) -> Array:
     """Return the array `name`, which must have its dtype and this length."""
-    array, dtype = arrays[name], (DTYPES | PICTURE_DTYPES)[name]
+    array, dtype = arrays[name], DTYPES[name]
     if array.dtype != dtype or array.shape != (length,):
         raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")
     return array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle
 from operator import attrgetter
@@ -40,7 +40,7 @@ from asyncrl.comm.trajectory_codec.layout import (
     KIND,
     MAX_ROUTED_EXPERTS,
     MAX_ROUTED_LAYERS,
-    PICTURE_DTYPES,
+    PAIRS,
     ROUTING_DTYPES,
     PicturesHeader,
     RoutingHeader,
@@ -227,9 +227,9 @@ def _pictures(
         contents[sha256] = placed.picture.data
         return placed.position, placed.length, numbers.setdefault(sha256, len(numbers))
 
-    own = [[span(placed) for placed in each] for each in (prompt, *samples)]
-    if not contents:
+    if not prompt and not any(samples):
         return None, []
+    own = [[span(placed) for placed in each] for each in (prompt, *samples)]
     sizes = [(sha256, len(data)) for sha256, data in contents.items()]
     return PicturesHeader(sizes, own[0], own[1:] if any(own[1:]) else []), [*contents.values()]
 
@@ -252,9 +252,9 @@ def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
     Raises:
         CodecError: the parts differ in shape, or their type or size is not supported.
     """
-    kinds = {(own.dtype, own.shape[1:]) for own in routing}
-    if not kinds:
+    if not routing:
         return None
+    kinds = {(own.dtype, own.shape[1:]) for own in routing}
     dtype, shape = kinds.pop()
     if kinds or dtype not in ROUTING_DTYPES.values():
         raise CodecError(f"trajectory.routing is {dtype} {shape}, and {kinds}: use uint8 or uint16, of one shape")
@@ -315,15 +315,7 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     rewards = chain.from_iterable([each.rewards for each in samples])
     truncated = chain.from_iterable([each.truncated for each in samples])
     episodes = [*chain.from_iterable([each.episodes for each in samples])]
-    rewarded = [each.token_rewards is not None for each in samples]
-    token_rewards = [each.token_rewards for each in samples if each.token_rewards is not None]
-    token_columns = [*chain.from_iterable([each.token_columns.values() for each in samples])]
-    column_sizes = [sum(map(len, each.token_columns.values())) for each in samples]
     prompts = [each.prompt for each in samples]
-    routing = [*chain.from_iterable([each.routing for each in prepared])]
-    routing_sizes = [sum(map(len, each.routing)) for each in prepared]
-    pictures = [*chain.from_iterable([each.pictures for each in prepared])]
-    groups = [*chain.from_iterable([each.groups for each in prepared])]
     sizes, prompt_lengths = [len(each.lengths) for each in samples], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
         ("prompts", sum(prompt_lengths), prompts),
@@ -332,23 +324,33 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("rewards", len(lengths), [struct.pack(f"<{len(lengths)}d", *rewards)]),
         ("truncated", len(lengths), [bytes(truncated)]),
         ("episodes", len(lengths), [struct.pack(f"<{len(lengths)}i", *episodes)]),
-        ("token_rewards", sum(map(len, token_rewards)), token_rewards),
-        ("rewarded", len(sizes), [bytes(rewarded)]),
-        ("token_columns", sum(map(len, token_columns)), token_columns),
-        ("column_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *column_sizes)]),
-        ("grouped", len(sizes), [bytes(bool(each.groups) for each in prepared)]),
-        ("groups", len(groups), [bytes(groups)]),
-        ("routing", sum(map(len, routing)), routing),
-        ("routing_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *routing_sizes)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
         ("prompt_lengths", len(sizes), [struct.pack(f"<{len(sizes)}q", *prompt_lengths)]),
+        *_optional_columns(prepared),
     ]
     joined = {name: Column(DTYPES[name], (length,), parts) for name, length, parts in columns}
-    if pictures:
-        picture_sizes = struct.pack(f"<{len(sizes)}q", *(sum(map(len, each.pictures)) for each in prepared))
-        joined["pictures"] = Column(PICTURE_DTYPES["pictures"], (sum(map(len, pictures)),), pictures)
-        joined["picture_sizes"] = Column(PICTURE_DTYPES["picture_sizes"], (len(sizes),), [picture_sizes])
     return encode_joined(KIND, [each.entry for each in prepared], joined, max_bytes=max_bytes)
+
+
+def _optional_columns(prepared: Sequence[Prepared]) -> Iterator[tuple[str, int, Sequence[Any]]]:
+    """Yield name, length and parts of the columns that few messages have, each with the one that divides it."""
+    rewards = [each.samples.token_rewards for each in prepared]
+    if any(own is not None for own in rewards):
+        given = [own for own in rewards if own is not None]
+        yield "token_rewards", sum(map(len, given)), given
+        yield "rewarded", len(rewards), [bytes(own is not None for own in rewards)]
+    if any(each.groups for each in prepared):
+        yield "groups", sum(len(each.groups) for each in prepared), [bytes(each.groups) for each in prepared]
+        yield "grouped", len(prepared), [bytes(bool(each.groups) for each in prepared)]
+    for name, parts in (
+        ("token_columns", [[*each.samples.token_columns.values()] for each in prepared]),
+        ("routing", [each.routing for each in prepared]),
+        ("pictures", [each.pictures for each in prepared]),
+    ):
+        if any(parts):
+            sizes = [sum(map(len, own)) for own in parts]
+            yield name, sum(sizes), [*chain.from_iterable(parts)]
+            yield PAIRS[name], len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:

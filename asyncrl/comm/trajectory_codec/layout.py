@@ -11,15 +11,29 @@ from asyncrl.api.trajectory import MAX_GROUP_LENGTH, MAX_GROUPS
 
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
-DTYPES: dict[str, np.dtype[Any]] = {
+_REQUIRED: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
-    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes", "column_sizes")},
-    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing", "grouped", "groups")},
-    **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards", "token_columns")},
+    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths")},
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated")},
+    "behave_logprobs": np.dtype(np.float32),
     "rewards": np.dtype(np.float64),
 }
-PICTURE_DTYPES: dict[str, np.dtype[Any]] = {"pictures": np.dtype(np.uint8), "picture_sizes": np.dtype(np.int64)}
-"""Arrays that are absent where no trajectory of the message has a picture."""
+_OPTIONAL: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(np.int64) for name in ("routing_sizes", "column_sizes", "picture_sizes")},
+    **{name: np.dtype(np.uint8) for name in ("rewarded", "grouped", "groups", "routing", "pictures")},
+    **{name: np.dtype(np.float32) for name in ("token_rewards", "token_columns")},
+}
+DTYPES = _REQUIRED | _OPTIONAL
+REQUIRED = _REQUIRED.keys()
+PAIRS = {
+    "token_rewards": "rewarded",
+    "token_columns": "column_sizes",
+    "groups": "grouped",
+    "routing": "routing_sizes",
+    "pictures": "picture_sizes",
+}
+"""What only some trajectories have, and the array that tells how much of it each has: both are absent from a message in
+which no trajectory has any."""
 BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
 """Bounds of a routing in a header, layers and experts per token; far above any model."""

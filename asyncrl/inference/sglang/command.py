@@ -51,6 +51,8 @@ OWNED_FLAGS: Mapping[str, str] = {
     "weight_version": "policy versions are the run's",
 }
 """Flags that `generation.sglang.args` may not hold, and what to do instead."""
+DROPPED_FLAGS: Mapping[str, str] = {"torchao_config": "use quantization (fp8, w8a8_int8)"}
+"""Flags that SGLang had, and what to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,14 @@ def check_args(args: Mapping[str, Any]) -> None:
     """Check `generation.sglang.args`.
 
     Raises:
-        ValueError: it holds a flag that another setting owns; the message names the flag and that setting.
+        ValueError: it holds a flag that another setting owns, or that SGLang dropped; the message names the flag and
+            what to use instead.
     """
     for key, value in args.items():
-        instead = OWNED_FLAGS.get(key.lstrip("-").replace("-", "_"))
-        if instead is not None:
-            raise ValueError(f"generation.sglang.args.{key}={value!r}: this flag is set by asyncrl; {instead}")
+        name = key.lstrip("-").replace("-", "_")
+        for flags, why in ((OWNED_FLAGS, "this flag is set by asyncrl"), (DROPPED_FLAGS, "SGLang dropped this flag")):
+            if name in flags:
+                raise ValueError(f"generation.sglang.args.{key}={value!r}: {why}; {flags[name]}")
 
 
 def build_command(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import FAILURES, DropReason, is_filter_reason
+from asyncrl.comm.drop_reasons import CUT_SHORT, FAILURES, DropReason, is_filter_reason
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
@@ -23,7 +23,7 @@ from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
 from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
-from asyncrl.master.peers.policy_versions import CUT_SHORT, Outcomes
+from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.observe.metrics.sample_tables import SampleTables
 from asyncrl.observe.metrics.sinks import MetricsWriter, read_rows

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from asyncrl.comm.drop_reasons import CUT_SHORT
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.manager.settings import VersionPoolConfig
 from asyncrl.master.peers.rank_clients import RankClients
@@ -29,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 Outcomes: TypeAlias = Mapping[str, EvaluationResult | str]
 """For each set, its result or the reason why it has none."""
-CUT_SHORT = "cut short by the end of the run"
-"""The reason if the run was stopped before the evaluation of a set had ended."""
 
 
 class VersionAnnouncer:

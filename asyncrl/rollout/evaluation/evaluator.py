@@ -74,10 +74,14 @@ class Evaluator:
             Exception: an episode failed in its last attempt, with the error of the agent, environment, reward or
                 server.
         """
-        if self._running is not None:
-            self._running.cancel()
+        self.cancel()
         self._running = asyncio.create_task(self._evaluate(name, version))
         return await self._running
+
+    def cancel(self) -> None:
+        """End a running evaluation: the run stops, and nothing waits for its result."""
+        if self._running is not None:
+            self._running.cancel()
 
     async def _evaluate(self, name: str, version: int) -> EvaluationResult:
         each, rows = self._components.prompts.eval_sets[name]

@@ -20,4 +20,5 @@ class EvaluationWorker(RolloutWorker):
             self.ready()
             await self.stop.wait()
         finally:
+            self._evaluator.cancel()
             server.close()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.comm.drop_reasons import CUT_SHORT, failure, lost_episodes
 from asyncrl.config.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.observe.metrics.learning import FlatSteps
@@ -39,10 +39,7 @@ def summary_lines(run_dir: Path) -> list[str]:
     else:
         lines.append(f"steps      {summary['steps']}")
         lines += [f"evaluated  {evaluated_line(name, figures)}" for name, figures in sorted(summary["eval"].items())]
-        lines += [
-            f"FAILED     evaluation of version {failed['version']} on {failed['set']}: {failed['reason']}"
-            for failed in summary["evaluations_failed"]
-        ]
+        lines += map(_without_result, summary["evaluations_failed"])
         lines += _books_lines(summary["books"])
     lines += _lost_episodes(run_dir / METRICS_FILE)
     lines += _flat_steps(run_dir / METRICS_FILE)
@@ -55,6 +52,14 @@ def summary_lines(run_dir: Path) -> list[str]:
         f"weights    {run_dir / WEIGHTS_DIR}",
         f"logs       {run_dir / LOGS_DIR}",
     ]
+
+
+def _without_result(evaluation: Mapping[str, Any]) -> str:
+    """Return a line on an evaluation that failed or was cut short."""
+    which = f"evaluation of version {evaluation['version']} on {evaluation['set']}"
+    if evaluation["reason"] == CUT_SHORT:
+        return f"CUT SHORT  {which}: the run was stopped before it had ended"
+    return f"FAILED     {which}: {evaluation['reason']}"
 
 
 def _lost_episodes(metrics: Path) -> list[str]:

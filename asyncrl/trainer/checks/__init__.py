@@ -136,7 +136,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
     published = config.model.publish_dtype in (Dtype.auto, config.model.dtype)
     same = generation.backend == GenerationBackend.embedded and generation.dtype == config.model.dtype
     same = same and published and not quantised(generation)
-    if algorithm.prox == ProximalMode.behave and not same:
+    if algorithm.prox == ProximalMode.behave and correction != "opsm" and not same:
         yield (
             f"algorithm.prox='behave': generation.backend={str(generation.backend)!r} in {generation.dtype} rounds "
             f"otherwise than training in {config.model.dtype}, and algorithm.correction={correction!r}, which would "
@@ -214,12 +214,12 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
 def _proximal(config: ExperimentConfig) -> Iterator[str]:
     """The behaviour policy for the proximal one, where they need not be the same."""
     algorithm, eta = config.algorithm, config.max_head_offpolicyness
-    refers = algorithm.policy_loss.name == "decoupled_ppo" or algorithm.correction.name != "none"
+    refers = algorithm.policy_loss.name == "decoupled_ppo" or algorithm.correction.name not in ("none", "opsm")
     if algorithm.prox != ProximalMode.behave or not refers:
         return
     instead = (
         "use algorithm.prox=recompute, or a loss around the behaviour policy: algorithm.policy_loss.name=ppo_clip with "
-        "algorithm.correction.name=none"
+        "algorithm.correction.name=none (or opsm)"
     )
     if eta > 0:
         yield (

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, PolicyLossInputs
+from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, PolicyLossInputs, SelectionInputs
 from asyncrl.algorithms.objective import Objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.spec import Choice, ObjectiveSpec, ProximalMode
 from asyncrl.config.plugin_code.catalog import resolve
 
 LOGPROBS = [-0.5, -1.2, -0.1, -2.0, -0.3, -0.9]
 OLD = [-0.9, -1.0, -0.4, -1.1, -0.35, -1.6]
+REFERENCE = [-0.7, -1.1, -0.3, -1.5, -0.5, -1.0]
 ADVANTAGES = [1.0, 1.0, 1.0, -0.5, -0.5, -0.5]
 SEQUENCES = [0, 0, 0, 1, 1, 1]
 
@@ -34,7 +35,7 @@ def batch() -> PolicyLossInputs:
 def found(spec: ObjectiveSpec) -> tuple[float, list[float]]:
     objective, inputs = Objective(spec, resolve), batch()
     normaliser = objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
-    loss, _ = objective(inputs, None, normaliser)
+    loss, _ = objective(inputs, torch.tensor(REFERENCE, dtype=torch.float64), normaliser)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs_T)
     return float(loss), gradient.tolist()
 
@@ -70,6 +71,58 @@ def test_reinforce_with_the_squared_log_ratio_is_verls_dro() -> None:
     verl = [-0.14666666666666667, -0.17666666666666667, -0.15166666666666664]
     verl += [0.03833333333333334, 0.08583333333333333, 0.11833333333333333]
     assert gradient == pytest.approx(verl, abs=1e-12)
+
+
+def test_clip_cov_masks_verls_tokens() -> None:
+    """`compute_policy_loss_clip_cov` without its clip, clip_cov_ratio 0.34, covariances between 0.1 and 0.6: the two
+    tokens there, so that nothing is left to the draw.
+    """
+    inputs = batch()
+    told = (inputs.logprobs_T.detach(), inputs.behave_logprobs_T, inputs.advantages_T)
+    chosen = resolve("selection", "clip_cov", {"ratio": 0.34, "low": 0.1, "high": 0.6})(SelectionInputs(*told))
+    _, gradient = found(spec("ppo_clip", clip_low=1.0, clip_high=5.0))
+    verl = [0.0, -0.136455125512997, 0.0, 0.033880804978383264, 0.087605924698002, 0.1678127256225397]
+    assert (torch.tensor(gradient) * chosen.keep_T).tolist() == pytest.approx(verl, abs=1e-7)
+
+
+def test_gspo_is_verls_token_form() -> None:
+    """`compute_policy_loss_gspo`, clip_ratio_low 0.03 and clip_ratio_high 0.4; the second sequence is clipped."""
+    loss, gradient = found(spec("gspo", "seq_mean_token_mean", clip_low=0.03, clip_high=0.4))
+    assert loss == pytest.approx(-0.3481802052722224, abs=1e-8)
+    assert gradient == pytest.approx([-0.196893401487963] * 3 + [0.0] * 3, abs=1e-8)
+
+
+def test_cispo_is_verls() -> None:
+    """`compute_policy_loss_cispo`, clip_ratio_low 0.2 and clip_ratio_high 0.3."""
+    loss, gradient = found(spec("cispo", clip_low=0.2, clip_high=0.3))
+    verl = [-0.21666666666666667, -0.136455125512997, -0.21666666666666667]
+    verl += [0.06666666666666667, 0.087605924698002, 0.10833333333333334]
+    assert loss == pytest.approx(0.036631039872862425, abs=1e-8)
+    assert gradient == pytest.approx(verl, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("delta", "loss", "second"),
+    [
+        (0.1, -0.20700188446937667, [-0.010164241493514975, 0.09811863566176224, 0.1778814891598921]),
+        (0.01, -0.529087201456585, [-0.010164241493514975, 0.010512710963760242, 0.010068763537352383]),
+    ],
+)
+def test_sequence_masks_and_unbiased_kl_are_trls(delta: float, loss: float, second: list[float]) -> None:
+    """TRL's `_compute_loss`: loss_type grpo, beta 0.3, use_bias_correction_kl, off_policy_mask_threshold `delta`. The
+    second sequence's mean log(pi_b / pi) is 0.05.
+    """
+    deepseek = ObjectiveSpec(
+        policy_loss=Choice("ppo_clip"),
+        correction=Choice("opsm", {"delta": delta}),
+        aggregation=Choice("seq_mean_token_mean"),
+        kl=Choice("k3_unbiased"),
+        kl_coef=0.3,
+        prox=ProximalMode.behave,
+    )
+    first = [0.014918246976412702, -0.14054877927838688, 0.013498588075760036]
+    assert found(deepseek)[0] == pytest.approx(loss, abs=1e-8)
+    assert found(deepseek)[1] == pytest.approx(first + second, abs=1e-8)
 
 
 def test_vespo_has_trls_weights() -> None:

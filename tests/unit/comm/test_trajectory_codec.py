@@ -20,6 +20,7 @@ from asyncrl.comm.trajectory_codec import (
     encode_trajectories,
     prepare,
 )
+from asyncrl.comm.trajectory_codec.layout import DTYPES, PAIRS
 from tests.examples import examples
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")
@@ -485,16 +486,39 @@ def test_a_missing_array_is_named() -> None:
         ("rewards", np.zeros(2, np.float32)),
         ("truncated", np.zeros(2, bool)),
         ("episodes", np.zeros(2, np.int64)),
-        ("token_rewards", np.zeros(7, np.float32)),
-        ("rewarded", np.ones(2, np.uint8)),
-        ("rewarded", np.full(1, 2, np.uint8)),
-        ("routing", np.zeros(1, np.uint8)),
         ("extra", np.zeros(7, np.int32)),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(name: str, array: np.ndarray) -> None:
     message = encoded([3, 4], prompt=0)
     refused(Message(message.kind, message.meta, message.arrays | {name: array}), name)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *PAIRS.values()])
+def test_what_only_some_trajectories_have_does_not_come_without_its_sizes(name: str) -> None:
+    message = encoded([3, 4], prompt=0)
+    assert not {*PAIRS, *PAIRS.values()} & message.arrays.keys(), "no trajectory has any"
+    refused(Message(message.kind, message.meta, message.arrays | {name: np.zeros(1, DTYPES[name])}), "in pairs")
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "sizes"),
+    [
+        ("token_rewards", np.zeros(7, np.float32), np.zeros(1, np.uint8)),
+        ("token_rewards", np.zeros(7, np.float32), np.ones(2, np.uint8)),
+        ("token_rewards", np.zeros(7, np.float32), np.full(1, 2, np.uint8)),
+        ("groups", np.zeros(2, np.uint8), np.zeros(1, np.uint8)),
+        ("routing", np.zeros(1, np.uint8), np.zeros(1, np.int64)),
+        ("token_columns", np.zeros(7, np.float64), np.full(1, 7)),
+        ("pictures", np.zeros(1, np.uint8), np.full(1, 2)),
+    ],
+)
+def test_what_only_some_trajectories_have_is_refused_if_it_does_not_fit(
+    name: str, array: np.ndarray, sizes: np.ndarray
+) -> None:
+    message = encoded([3, 4], prompt=0)
+    arrays = message.arrays | {name: array, PAIRS[name]: sizes}
+    refused(Message(message.kind, message.meta, arrays), f"trajectory.({name}|{PAIRS[name]}) (is|has)")
 
 
 def test_a_message_of_another_kind_is_refused() -> None:

@@ -255,6 +255,9 @@ def test_servers_that_quantise_need_a_correction_and_weights_from_disk(machine: 
     assert list(check(config)) == [], "its ratio is to the policy that sampled"
     sglang = config_of("sglang")
     sglang.generation.sglang.args = {"--quantization": "fp8"}
+    (message,) = check(sglang)
+    assert message.startswith("generation.dtype='auto': with generation.sglang.args.quantization='fp8' SGLang does not")
+    sglang.generation.dtype = Dtype.bfloat16
     assert list(check(sglang)) == []
     sglang.manager.weight_transport = "tensor"
     (message,) = check(sglang)

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
+from asyncrl.inference.sglang.command import DROPPED_FLAGS, OWNED_FLAGS, ServerCommand, build_command, render_flags
 from asyncrl.inference.sglang.host import advice, explained
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 
@@ -140,15 +140,15 @@ def test_updates_that_leave_the_cache_in_place_want_no_shared_prefixes_and_no_st
     assert flags <= set(command(config, model_dir, ports, device="cuda").argv)
 
 
-@pytest.mark.parametrize("name", sorted(OWNED_FLAGS))
-def test_a_flag_that_another_setting_owns_is_refused_with_that_setting(
+@pytest.mark.parametrize("name", sorted(OWNED_FLAGS | DROPPED_FLAGS))
+def test_a_flag_that_another_setting_owns_or_that_is_gone_is_refused_with_what_to_use(
     name: str, model_dir: Path, ports: PortBlock
 ) -> None:
     config = ExperimentConfig()
     config.generation.sglang.args = {name.replace("_", "-"): 1}
     with pytest.raises(ValueError, match=r"generation\.sglang\.args") as caught:
         command(config, model_dir, ports)
-    assert OWNED_FLAGS[name] in str(caught.value)
+    assert (OWNED_FLAGS | DROPPED_FLAGS)[name] in str(caught.value)
 
 
 def test_flags_render_by_the_type_of_their_value() -> None:

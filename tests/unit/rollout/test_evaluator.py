@@ -189,6 +189,19 @@ async def test_a_new_evaluation_ends_the_one_that_nobody_waits_for_any_more() ->
     assert {answer.row for answer in (await second).answers} == {0, 1}
 
 
+async def test_a_worker_that_stops_ends_its_evaluation() -> None:
+    client = FakeClient(hold=asyncio.Event())
+    evaluating = evaluator(client)
+    evaluating.cancel()  # none runs
+    asked = asyncio.create_task(evaluating.evaluate("all", 7))
+    while not client.asked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    evaluating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_an_answer_tells_what_its_agent_its_tools_and_its_rewards_counted() -> None:
     class Counts(Agent):
         async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Any:

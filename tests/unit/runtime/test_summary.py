@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 from msgspec.structs import replace
 
+from asyncrl.comm.drop_reasons import CUT_SHORT
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.run_files import write_books, write_summary
 from asyncrl.runtime.trials.restart_log import WHOLE_RUN, note_restart, note_went_on
@@ -16,7 +17,10 @@ from asyncrl.runtime.trials.summary import summary_lines
 
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
     books = GateBooks(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
-    failed = [{"version": 5, "set": "hard", "reason": "no answer within 300 s"}]
+    failed = [
+        {"version": 5, "set": "hard", "reason": "no answer within 300 s"},
+        {"version": 6, "set": "hard", "reason": CUT_SHORT},
+    ]
     metrics_log = Mock(evaluations=[], evaluations_failed=failed)
     figures = {"reward_mean": 0.5, "len_mean": 33.4, "truncated": 0.125, "prompts": 8.0}
     metrics_log.last_evaluations.return_value = {
@@ -30,12 +34,13 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
     write_summary(tmp_path, 6, 6, books, metrics_log)
     lines = summary_lines(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == {"rollout_worker/0": 2, WHOLE_RUN: 1}
-    assert lines[:6] == [
+    assert lines[:7] == [
         "steps      6",
         "evaluated  graded: reward 0.500, 33 tokens, 12 % cut off (8 prompts, version 5)",
         "evaluated  held_out: accuracy 0.500, pass@4 0.750, reward 0.500, 33 tokens, 12 % cut off "
         "(8 prompts, version 6)",
         "FAILED     evaluation of version 5 on hard: no answer within 300 s",
+        "CUT SHORT  evaluation of version 6 on hard: the run was stopped before it had ended",
         "books      submitted 12 = trained 8 + dropped 3 (stale 3) + abandoned 1",
         "restarts   rollout_worker/0 2, the whole run 1; 4.5 s until they went on",
     ]

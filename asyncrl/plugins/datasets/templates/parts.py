@@ -281,8 +281,8 @@ def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> 
         folder: paths of pictures are relative to it and may not lead out of it; None if there are no paths.
 
     Raises:
-        PictureError: a path leads out of the folder, the number of pictures is not the number of places, or there are
-            too many.
+        PictureError: a path leads out of the folder or is a URL, the number of pictures is not the number of places, or
+            there are too many.
     """
     prompt = row["prompt"]
     column = next((row[name] for name in IMAGE_FIELDS if _has(row.get(name))), None)
@@ -319,6 +319,8 @@ def _source(value: Any, folder: Path | None) -> PictureSource:
         value = _value({"image": value})
     if not isinstance(value, str) or value.startswith("data:"):
         return PictureSource(value)
+    if "://" in value:
+        raise PictureError(f"the picture {value[:80]!r} is a URL, and nothing is fetched: give a path, or a data URL")
     if folder is None:
         raise PictureError(f"the picture {value[:80]!r} is a path, which only a data file's rows may name")
     path, inside = (folder / value).resolve(), folder.resolve()

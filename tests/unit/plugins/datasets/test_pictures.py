@@ -210,10 +210,15 @@ def test_a_path_out_of_the_folder_is_refused_before_anything_starts(folder: Path
         ({"prompt": "<image><image>", "images": ["one.png"]}, "more places for pictures than pictures"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "more places for pictures than pictures"),
         ({"prompt": "a", "images": [{"url2": "x"}]}, "has the keys url2"),
+        ({"prompt": "a", "image": "https://example.org/a.png"}, "is a URL, and nothing is fetched"),
+        (
+            {"prompt": [parts({"type": "image_url", "image_url": {"url": "http://a/b.png"}})]},
+            "is a URL, and nothing is",
+        ),
         ({"prompt": "a", "images": ["one.png"] * (MAX_PICTURES + 1)}, "at most 1024 in one prompt"),
     ],
 )
-def test_other_numbers_of_pictures_than_places_are_refused(folder: Path, row: dict[str, Any], why: str) -> None:
+def test_pictures_that_no_row_can_have_are_refused(folder: Path, row: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*{why}"):
         dataset_of(folder, row)
 
