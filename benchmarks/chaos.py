@@ -163,7 +163,7 @@ def main() -> int:
         for line in each.wrong:
             print(f"FAILED: seed {each.seed}, {each.layout}: {line}")
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(each) for each in (*kinds, *runs)], indent=2) + "\n")
+        args.json.write_text(json.dumps([*map(asdict, kinds), *map(asdict, runs)], indent=2) + "\n")
     return 0 if passed == len(runs) else 1
 
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -217,9 +218,9 @@ def examined(name: str, case: Case, root: Path, limit_s: float) -> dict[str, obj
     command += [f"model.path={model}", f"fileroot={root}", f"trial_name={trial}", f"total_train_steps={case.steps}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if case.first:
-        (first := root / f"{trial}_first").mkdir()
-        (first / "sitecustomize.py").write_text(case.first)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
+        (before := root / f"{trial}_first").mkdir()
+        (before / "sitecustomize.py").write_text(case.first)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(before), os.environ.get("PYTHONPATH"))))
     began = time.monotonic()
     with (root / f"{trial}.log").open("wb") as log, case.disturbed(run) if case.disturbed else contextlib.nullcontext():
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -231,7 +232,7 @@ def examined(name: str, case: Case, root: Path, limit_s: float) -> dict[str, obj
     judged = subprocess.run(
         [sys.executable, "-m", "asyncrl.launch", "doctor", str(run), "--json"], capture_output=True, check=False
     )
-    told = json.loads(judged.stdout) if judged.stdout else {"findings": [], "step": 0}
+    told: dict[str, Any] = json.loads(judged.stdout) if judged.stdout else {"findings": [], "step": 0}
     findings = [each for each in told["findings"] if each["level"] != "remark" or each["kind"] == "balanced"]
     first = findings[0] if findings else {"kind": "nothing", "sentence": "", "title": ""}
     return {

@@ -162,8 +162,14 @@ def progress_correlation(folder: Path, played: list[Played]) -> float:
 def untrained_encoder() -> VJEPA2Model:
     """V-JEPA 2 of 0.06 million parameters."""
     torch.manual_seed(SEED)
-    own = {"patch_size": 8, "crop_size": SIDE, "frames_per_clip": FRAMES, "tubelet_size": 2, "num_pooler_layers": 1}
-    encoder = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "mlp_ratio": 2.0}
+    own: dict[str, Any] = {
+        "patch_size": 8,
+        "crop_size": SIDE,
+        "frames_per_clip": FRAMES,
+        "tubelet_size": 2,
+        "num_pooler_layers": 1,
+    }
+    encoder: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "mlp_ratio": 2.0}
     predictor = {f"pred_{name}": value for name, value in encoder.items()} | {"pred_hidden_size": 24}
     return VJEPA2Model(VJEPA2Config(**own, **encoder, **predictor, pred_num_mask_tokens=1))
 

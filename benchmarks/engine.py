@@ -38,6 +38,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -46,6 +47,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.inference.sglang.host import SGLangHost, wait_ready
@@ -174,7 +176,7 @@ def over_http(url: str) -> Contender:
     return run
 
 
-def static_batch(model: PreTrainedModel) -> Contender:
+def static_batch(model: Any) -> Contender:
     """`model.generate` over the whole load at once, to its longest answer."""
 
     @torch.inference_mode()
@@ -193,7 +195,7 @@ def static_batch(model: PreTrainedModel) -> Contender:
     return run
 
 
-def transformers_continuous(model: PreTrainedModel) -> Contender:
+def transformers_continuous(model: Any) -> Contender:
     """Its manager, fed request by request with a length each."""
 
     def run(load: Load) -> int:
@@ -251,7 +253,7 @@ async def sglang_server(python: str, folder: Path, rows: int) -> AsyncIterator[s
     config.generation.max_total_tokens = rows * CONTEXT
     config.generation.sglang.python = python
     host = SGLangHost(
-        config, scratch="sglang0", run_dir=folder, device="cpu", security=None, log=logging.getLogger("sglang")
+        config, scratch="sglang0", run_dir=folder, device=Device.cpu, security=None, log=logging.getLogger("sglang")
     )
     try:
         yield (await host.start()).url

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from asyncrl.api import GenerationRequest, GenerationResult
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits
@@ -77,6 +78,7 @@ async def play(how: str, number: int) -> str:
     settings = [f"group_size={GROUP}", f"env.processes={number}", "rewards=[]", "rollout.filters=[]"]
     config = load_experiment("embodied_srpo", [*settings, *HOW[how], "rollout.sampling.max_new_tokens=2"])
     before, began = _cpu_s(), time.monotonic()
+    assert isinstance(config, ExperimentConfig)
     components = UserComponents(config)
     policy = AllAtOnce(components, number)
     async with asyncio.timeout(LIMIT_S), components.runner, components.tools:

@@ -153,6 +153,7 @@ def measured(row: Row, bench: Bench) -> Iterator[Figure]:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_be_row, args=(row, bench, sender))
     process.start()
+    assert process.pid is not None
     sender.close()
     limit_s = row.limit_s * (PATIENCE if bench.tiny else 1)
     ends = time.monotonic() + limit_s

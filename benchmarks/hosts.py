@@ -365,7 +365,12 @@ def make_model(folder: Path) -> None:
     from tests.unit.conftest import save_model
 
     folder.mkdir()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     save_model(folder, Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=17, eos_token_id=1))
 
 

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing.queues import Queue
@@ -121,7 +121,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     import torch
     import torch.distributed as dist
 
-    from asyncrl.comm.name_resolve import make_resolver
+    from asyncrl.comm.name_resolve import NameBackend, make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.model import host_activations
@@ -139,7 +139,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     def users(tensor: torch.Tensor) -> int:
         return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
-    all_to_all = dist.all_to_all_single
+    all_to_all: Callable[..., object] = dist.all_to_all_single
 
     def exchange(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
         before = [users(tensor) for tensor in tensors]
@@ -157,7 +157,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     config.trainer.gradient_checkpointing = way.checkpointing
     config.trainer.activations_on = KeptOn.host if way.on_host else KeptOn.device
     graph, device = load_graph(config), torch.device("cpu")
-    resolver = make_resolver("file", f"{folder}/names")
+    resolver = make_resolver(NameBackend.file, f"{folder}/names")
     with training_world(config, rank, placement(config, graph), device, Path(folder), resolver) as world:
         engine = build_rank(config, graph, world, device).policy("actor")
 

@@ -2,7 +2,7 @@
 
 A worker's call tells which of its rollouts ended and asks for as many new ones, and each admission brings a server for
 a first request. So one call of 8 rollouts is 8 cycles of admission, scheduling and end. The manager runs
-in a process of its own, with TLS, the token and the log of its inputs as in a run; its CPU seconds count.
+in a process of its own, with TLS and the token as in a run; its CPU seconds count.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from asyncrl.manager.messages import (
     RunReport,
 )
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
 REPORT_S = 0.1
@@ -69,12 +70,12 @@ async def _train(loads: list[Worker], master: ManagerClient) -> None:
         events_after = reply.events_seq
 
 
-def serve(servers: int, security: HttpSecurity, log_file: Path, report: Connection) -> None:
+def serve(servers: int, security: HttpSecurity, report: Connection) -> None:
     """The manager's process: sends its port, runs until told, sends the CPU time it used between the two marks."""
-    uvloop.run(_serve(servers, security, log_file, report))
+    uvloop.run(_serve(servers, security, report))
 
 
-async def _serve(servers: int, security: HttpSecurity, log_file: Path, report: Connection) -> None:
+async def _serve(servers: int, security: HttpSecurity, report: Connection) -> None:
     batch_size = 1_000_000  # the gate is open
     service = ManagerService(
         batch_size=batch_size,
@@ -83,12 +84,11 @@ async def _serve(servers: int, security: HttpSecurity, log_file: Path, report: C
         lease_s=60.0,
         order=DataOrder(1_000_000, 0),
         first=RequestSize(20, 112, 8),
-        log_file=log_file,
     )
     for index in range(servers):
         service.router.update(index, f"http://server{index}", 0, True)
     service.begin(RunReport())
-    registry = manager_registry(service, FleetDecisions("interrupt", 60.0), None)
+    registry = manager_registry(service, FleetDecisions(UpdateMode.interrupt, 60.0), None)
     http = ManagerHttp(service.verbs(), security=security, registry=registry)
     report.send(int((await http.start("127.0.0.1")).rpartition(":")[2]))
     began = await asyncio.to_thread(_mark, report)
@@ -133,7 +133,7 @@ def measure(workers: int, batch: int, servers: int, seconds: float) -> float:
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         security = RunSecret.create(Path(folder) / "secret").http()
-        server = context.Process(target=serve, args=(servers, security, Path(folder) / "log", theirs))
+        server = context.Process(target=serve, args=(servers, security, theirs))
         server.start()
         try:
             return uvloop.run(_load(workers, batch, seconds, security, ours.recv(), ours))

@@ -52,12 +52,12 @@ CALL_LIMIT_S = 300.0
 MAY_GROW = 0.05
 
 
-def serve(batch: int, security: HttpSecurity, log_file: Path, report: Connection) -> None:
+def serve(batch: int, security: HttpSecurity, report: Connection) -> None:
     """The manager's process: sends its port, ends when told."""
-    uvloop.run(_serve(batch, security, log_file, report))
+    uvloop.run(_serve(batch, security, report))
 
 
-async def _serve(batch: int, security: HttpSecurity, log_file: Path, report: Connection) -> None:
+async def _serve(batch: int, security: HttpSecurity, report: Connection) -> None:
     service = ManagerService(
         batch_size=batch,
         max_staleness=ETA,
@@ -65,7 +65,6 @@ async def _serve(batch: int, security: HttpSecurity, log_file: Path, report: Con
         lease_s=60.0,
         order=DataOrder(1_000_000, 0),
         first=RequestSize(200, 4000, 1),
-        log_file=log_file,
     )
     _serve_version(service, 0)
     service.begin(RunReport())
@@ -152,8 +151,10 @@ class Load:
             await master.close()
 
 
-async def _soak(loads: Any, minutes: float, batch: int, security: HttpSecurity, server: Any, ours: Any) -> Any:
-    load = Load(*loads, security)
+async def _soak(
+    sizes: tuple[int, int, float, str], minutes: float, batch: int, security: HttpSecurity, server: Any, ours: Any
+) -> Any:
+    load = Load(*sizes, security)
     tasks = [asyncio.create_task(load.worker(number)) for number in range(load.workers)]
     tasks.append(asyncio.create_task(load.train(batch, security, ours)))
     process, rows = psutil.Process(server.pid), []
@@ -208,12 +209,12 @@ def main() -> None:
         security = RunSecret.create(Path(folder) / "secret").http()
         # (eta + 1) batches may be under way: what runs, and one batch that has ended and is about to be trained.
         batch = args.rollouts // ETA
-        server = context.Process(target=serve, args=(batch, security, Path(folder) / "log", theirs))
+        server = context.Process(target=serve, args=(batch, security, theirs))
         server.start()
         try:
             url = f"https://127.0.0.1:{ours.recv()}"
-            load = args.rollouts, args.workers, args.mean, url
-            found = uvloop.run(_soak(load, args.minutes, batch, security, server, ours))
+            sizes = args.rollouts, args.workers, args.mean, url
+            found = uvloop.run(_soak(sizes, args.minutes, batch, security, server, ours))
             ours.send(None)
             print(f"books: {ours.recv()}")
         finally:

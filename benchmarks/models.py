@@ -152,7 +152,7 @@ def tiny_config(model_type: str, length: int, variant: Found) -> PretrainedConfi
     Raises:
         Exception: as its class refuses it.
     """
-    kind = CONFIG_MAPPING[model_type]
+    kind: Any = CONFIG_MAPPING[model_type]
     default = kind()
     known = set(vars(default)).union(kind.attribute_map, *(vars(k).get("__annotations__", ()) for k in kind.__mro__))
     if "text_config" in known and default.get_text_config() is not default:
@@ -308,7 +308,7 @@ def served(folder: str, plain: PreTrainedModel) -> Found:
     future = engine.submit(Job(tuple(requests)))
     while engine.step():
         pass
-    worst = own = 0.0
+    worst = decoded = 0.0
     with torch.no_grad():
         answered = list(zip(requests, future.result(timeout=0), strict=True))
         for request, output in answered:
@@ -316,8 +316,10 @@ def served(folder: str, plain: PreTrainedModel) -> Found:
             got = torch.tensor([*(output.prompt_logprobs or [None])[1:], *output.logprobs])
             worst = max(worst, float((got - expected).abs().max()))
         if worst > LOGPROB_TOLERANCE:
-            own = max(decode_difference(plain, request.input_ids, output.output_ids) for request, output in answered)
-    return {"logprobs": worst, "decode": own}
+            decoded = max(
+                decode_difference(plain, request.input_ids, output.output_ids) for request, output in answered
+            )
+    return {"logprobs": worst, "decode": decoded}
 
 
 def decode_difference(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> float:

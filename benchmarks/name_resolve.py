@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import EtcdAccess, FileResolver, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import EtcdAccess, FileResolver, NameBackend, NameResolver, make_resolver
 
 LEASE_S = 10.0
 START_LIMIT_S = 30.0
@@ -54,7 +54,7 @@ def etcd() -> Iterator[str]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             address = client.removeprefix("http://")
-            make_resolver("etcd3", "/probe", etcd=EtcdAccess.at(address), patience_s=START_LIMIT_S).close()
+            make_resolver(NameBackend.etcd3, "/probe", etcd=EtcdAccess.at(address), patience_s=START_LIMIT_S).close()
             yield address
         finally:
             server.kill()
@@ -137,7 +137,7 @@ def main() -> None:
                 root = f"/asyncrl/{how}{processes}"
 
                 def at_etcd(root: str = root) -> NameResolver:
-                    return make_resolver("etcd3", root, etcd=EtcdAccess.at(address))
+                    return make_resolver(NameBackend.etcd3, root, etcd=EtcdAccess.at(address))
 
                 def in_folder(name: str = f"{folder}/{how}{processes}") -> NameResolver:
                     return FileResolver(name)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import page_data
@@ -60,6 +60,12 @@ def one_more_step(folder: Path) -> None:
         file.write(json.dumps(last | {"step": last["step"] + 1}) + "\n")
 
 
+def look_again(history: History) -> dict[str, Any]:
+    """Read what is new, and make the page's data of it."""
+    history.refresh()
+    return page_data(history)
+
+
 def measured(folder: Path, *, live: bool) -> str:
     """A row of the table; `live`: a step may be appended to the run's metrics."""
     history, opened_s = timed(lambda: History(folder))
@@ -68,7 +74,7 @@ def measured(folder: Path, *, live: bool) -> str:
     look = "–"
     if live:
         one_more_step(folder)
-        _, look_s = timed(lambda: (history.refresh(), page_data(history)))
+        _, look_s = timed(lambda: look_again(history))
         look = f"{look_s:.2f} s"
     _, trace_s = timed(lambda: chrome_trace(timeline(history), history.name))
     report = len(html([data]).encode())

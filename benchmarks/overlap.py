@@ -141,7 +141,7 @@ def _cpu_seconds(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
         with suppress(psutil.NoSuchProcess):  # a process that ended meanwhile is none of these
             if named := TITLE.search(" ".join(child.cmdline())):
                 times = child.cpu_times()
-                seconds[named[1]] += times.user + times.system
+                seconds[named[1]] += times.user + times.system  # type: ignore[assignment]
     if process.poll() is None and (missing := set(CONTROL) - set(seconds)):
         raise SystemExit(f"{', '.join(sorted(missing))} cannot be seen among the run's processes")
     return time.monotonic(), seconds

@@ -31,7 +31,8 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.models.pictures.picture_rows import Pictures, picture_ids
+from asyncrl.models.pictures import picture_ids
+from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.parallel.rank_position import RankPosition

@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.load import load_supervised
+from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.decoding.sequence import Sequence as Running
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
@@ -57,7 +58,7 @@ from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.model.packed_attention import PACKED
-from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 SHAPES = ((15, 25, 8), (60, 400, 8), (200, 60, 8), (1000, 200, 16))
@@ -121,7 +122,7 @@ def batch_of(groups: Sequence[Sequence[Sample]]) -> StepBatch:
 
 def engine_of(folder: str, kind: AttentionKind) -> FlatPolicyEngine:
     """A trained engine that lays out micro-batches as `kind`."""
-    model = load_causal_lm(folder, "float32", "sdpa", torch.device("cpu"))
+    model = load_causal_lm(folder, Dtype.float32, AttentionImplementation.sdpa, torch.device("cpu"))
     model.set_attn_implementation(PACKED)
     optimizer = FlatAdamW(model.named_parameters(), OptimizerConfig(lr=0.0), 1000)
     return FlatPolicyEngine(model, temperature=1.0, attention=kind, tokens_per_micro_batch=BUDGET, optimizer=optimizer)
@@ -260,7 +261,7 @@ def compare_generation(name: str, model: Any, inputs: list[GenerationInput], rou
 
 def asked_of(groups: Sequence[Sequence[Sample]], sampling: SamplingSpec) -> list[GenerationInput]:
     """One request for each sample: its prompt, a seed of its own; of the answer's length where no token stops it."""
-    inputs = []
+    inputs: list[GenerationInput] = []
     for sample in (sample for group in groups for sample in group):
         prompt = int(np.argmax(sample.loss_mask))
         length = sampling.max_new_tokens or len(sample.tokens) - prompt
@@ -320,7 +321,9 @@ def main() -> None:
                     if part == "training":
                         made[part].append(compare(label, folder, groups, rounds))
                     else:
-                        model = load_causal_lm(folder, "float32", "eager", torch.device("cpu"))
+                        model = load_causal_lm(
+                            folder, Dtype.float32, AttentionImplementation.eager, torch.device("cpu")
+                        )
                         inputs = asked_of(groups, SamplingSpec(max_new_tokens=0))
                         made[part].append(compare_generation(label, model, inputs, rounds))
                     print(line(made[part][-1]), flush=True)

@@ -37,7 +37,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     import torch
 
     from asyncrl.api.trajectory import Sample, Trajectory
-    from asyncrl.comm.name_resolve import make_resolver
+    from asyncrl.comm.name_resolve import NameBackend, make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.batches.step_batch import build_step_batch
@@ -94,7 +94,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
         files: dict[str, FileEntry] = {}
         for written in rank.world.everyone.all_gather_bytes(encoding.encode(share)):
             files |= encoding.decode(written, type=dict[str, FileEntry])
-        if rank.copies.leads:
+        if rank.folders.leads:
             rank.memory_checkpoint.commit(path, files, keep=1, protected=())
         rank.world.everyone.together(lambda: None, "keeping")
 
@@ -113,7 +113,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
 
     tell("imported")
     while True:
-        names = make_resolver("file", str(folder / f"names-{generation}"))
+        names = make_resolver(NameBackend.file, str(folder / f"names-{generation}"))
         try:
             with training_world(config, worker, placed, torch.device("cpu"), folder, names) as world:
                 try:

@@ -44,6 +44,7 @@ from asyncrl.manager.messages import (
     ScheduleRequest,
 )
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
 CONNECTIONS = 16
@@ -169,7 +170,7 @@ async def _serve(plain: bool, security: HttpSecurity | None, report: Connection)
         for index in range(SERVERS):
             service.router.update(index, f"http://server{index}", 0, True)
         service.begin(RunReport())
-        registry = manager_registry(service, FleetDecisions("interrupt", 60.0))
+        registry = manager_registry(service, FleetDecisions(UpdateMode.interrupt, 60.0))
         http = ManagerHttp(service.verbs(), security=security, registry=registry)
         port, close = int((await http.start("127.0.0.1")).rpartition(":")[2]), http.close
     report.send(port)
@@ -218,7 +219,7 @@ async def _load(
     token, tls = ("", None) if security is None else (security.token, security.client_context())
     loads = [Load(number, batch, token) for number in range(CONNECTIONS)]
     for load in loads:
-        await loop.create_connection(lambda load=load: load, "127.0.0.1", port, ssl=tls)  # type: ignore[misc]
+        await loop.create_connection(lambda load=load: load, "127.0.0.1", port, ssl=tls)
     await asyncio.sleep(0.2 * seconds)  # connections are up and the server is warm
     server.send("begin")
     cycles, calls = sum(load.cycles for load in loads), sum(load.calls for load in loads)

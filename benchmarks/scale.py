@@ -56,12 +56,13 @@ class RowKind:
 def _service(**more: Any) -> Any:
     from asyncrl.manager.service import ManagerService
 
+    settings: dict[str, Any] = {"max_staleness": 4, "routing": "least_requests", "lease_s": 600.0} | more
     if "order" in inspect.signature(ManagerService).parameters:
         from asyncrl.manager.messages import RequestSize
         from asyncrl.plugins.datasets.queue.order import DataOrder
 
-        more |= {"order": DataOrder(1_000_000, 0), "first": RequestSize(100, 1000, 8)}
-    return ManagerService(**{"max_staleness": 4, "routing": "least_requests", "lease_s": 600.0} | more)
+        settings |= {"order": DataOrder(1_000_000, 0), "first": RequestSize(100, 1000, 8)}
+    return ManagerService(**settings)
 
 
 def _asked(names: list[str], first_order: int) -> Any:
@@ -202,10 +203,11 @@ def blocking(quick: bool) -> float:
 
 def _answer_peers(ports: Any) -> None:
     from asyncrl.comm.request_reply import Done, RequestServer
+    from asyncrl.trainer import messages
     from asyncrl.trainer.messages import EndStep
 
-    async def done(request: EndStep) -> Done:
-        return Done()
+    async def done(request: EndStep) -> Any:
+        return messages.EndedStep(memory_bytes=0) if hasattr(messages, "EndedStep") else Done()
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     server = RequestServer("0.0.0.0", None, immediate={EndStep: done})
@@ -226,11 +228,11 @@ async def _peers(count: int, endpoint: str) -> float:
     from asyncrl.trainer.messages import EndStep
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    shared = {}
+    shared: dict[str, Any] = {}
     with contextlib.suppress(ImportError):  # a checkout in which each peer has a context of its own
         from asyncrl.master.peers.connections import router_of_peers
 
-        shared = {"router": router_of_peers(SimpleNamespace(security=None), count)}  # type: ignore[arg-type]
+        shared |= {"router": router_of_peers(SimpleNamespace(security=None), count)}  # type: ignore[arg-type]
     before = len(os.listdir("/proc/self/fd"))
     at = _addresses(endpoint)
     clients = [RequestClient(next(at), None, **shared) for _ in range(count)]
@@ -263,7 +265,7 @@ def _step() -> tuple[Any, Any]:
     try:
         from asyncrl.master.data.step_plan import Assignment
     except ImportError:  # a checkout in which all ranks are told everything
-        from asyncrl.trainer.messages import Assignment
+        from asyncrl.trainer.messages import Assignment  # type: ignore[attr-defined, no-redef]
     placed = Placement({"actor": WorkerGrid(data=RANKS), "ref": WorkerGrid(data=RANKS, replicas=2)})
     cut = [Assignment(f"e0-{row}-0123456789abcdef", row % RANKS, row % RANKS, (0,)) for row in range(MOVED)]
     return [cut, cut], placed
@@ -276,7 +278,7 @@ def _requests(cuts: Any, placed: Any) -> list[Any]:
     except ImportError:
         from asyncrl.trainer.messages import BeginStep
 
-        return [BeginStep(1, 0, 1, tuple(cuts[0]), (tuple(entry.dst for entry in cuts[1]),))] * RANKS
+        return [BeginStep(1, 0, 1, tuple(cuts[0]), (tuple(entry.dst for entry in cuts[1]),))] * RANKS  # type: ignore[call-arg]
     return plan_step(cuts, placed, version=1, min_version=0, minibatches=1)
 
 
@@ -436,7 +438,8 @@ def update(quick: bool) -> float:
     from asyncrl.manager.settings import UpdateMode
 
     settable = "update_fraction" in inspect.signature(FleetDecisions).parameters
-    fleet = FleetDecisions(UpdateMode.interrupt, 60.0, **({"update_fraction": 0.1} if settable else {}))
+    a_tenth: dict[str, Any] = {"update_fraction": 0.1} if settable else {}
+    fleet = FleetDecisions(UpdateMode.interrupt, 60.0, **a_tenth)
     for server in range(SERVERS):
         fleet.register(server, f"http://server{server}", 0, 0.0)
     fleet.publish(Target(1, "/weights/v1"))
@@ -448,6 +451,10 @@ def update(quick: bool) -> float:
         done = out.pop(0)
         assert fleet.succeeded(done.server, done.attempt)
     return most
+
+
+async def _published(target: Any, win_rates: Any) -> None:
+    """There are no other policies."""
 
 
 async def _manager_reads() -> float:
@@ -471,9 +478,12 @@ async def _manager_reads() -> float:
         manager: Any = GserverManager.__new__(GserverManager)  # no more of it than what takes a version in
         manager.config, manager._first_manifest, manager._staging = ExperimentConfig(), None, None
         manager.config.generation.backend = GenerationBackend.embedded
-        manager._fleet_runner = SimpleNamespace(publish=taken.append)
+        manager._fleet_runner = SimpleNamespace(publish=taken.append, changed=SimpleNamespace(notify=lambda: None))
+        manager._decisions = SimpleNamespace(guests=SimpleNamespace(announced=0))
+        manager._policies = SimpleNamespace(check=lambda target: None, published=_published)
         before = read()
-        await manager._take(Target(1, folder))
+        told: list[Any] = [{}] if "win_rates" in inspect.signature(manager._take).parameters else []
+        await manager._take(Target(1, folder), *told)
         assert taken, "it was refused"
         return (read() - before) / weights.stat().st_size
 

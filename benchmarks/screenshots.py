@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
@@ -30,7 +31,7 @@ def samples(page: Page, file: Path) -> None:
     """Take the pictures of the samples of the newest step."""
     steps = page.locator("select option").all_inner_texts()
     page.select_option("select", label=steps[-1])
-    whole = {"x": 0, "y": 0, "width": WIDTH, "height": SAMPLES_HEIGHT}
+    whole: Any = {"x": 0, "y": 0, "width": WIDTH, "height": SAMPLES_HEIGHT}
     for colour, suffix in COLOURS.items():
         page.get_by_role("button", name=colour).click()
         page.screenshot(path=file.with_stem(file.stem + suffix), clip=whole)

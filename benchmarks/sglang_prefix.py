@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
@@ -119,7 +119,7 @@ def serving(python: str, folder: Path) -> Iterator[tuple[str, HttpSecurity]]:
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
-    resolver = make_resolver("file", str(folder / "name_resolve"))
+    resolver = make_resolver(NameBackend.file, str(folder / "name_resolve"))
     try:
         yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security
     finally:

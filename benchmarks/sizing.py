@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -148,7 +148,7 @@ def measure(case: Case) -> float:
     world = Layout.parse(case.layout).ranks
     with tempfile.TemporaryDirectory() as folder:
         _save(SMALL, Path(folder, "small"))
-        _save(dict(SMALL) | TINY, Path(folder, "tiny"))
+        _save({**SMALL, **TINY}, Path(folder, "tiny"))
         ranks = [
             context.Process(target=_be_rank, args=(case, rank, folder, results), daemon=True) for rank in range(world)
         ]
@@ -188,11 +188,11 @@ def _save(described: Mapping[str, Any], folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(str(folder))
 
 
-def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
+def _steps(case: Case, rank: int, folder: str) -> Generator[int]:
     """Yields the memory before the model, then trains a step at a time, as a ModelWorker does."""
     import torch
 
-    from asyncrl.comm.name_resolve import make_resolver
+    from asyncrl.comm.name_resolve import NameBackend, make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.parallel.placement import placement
@@ -204,7 +204,7 @@ def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     config.trainer.parallel, config.trainer.gradient_checkpointing = case.layout, case.checkpointing
     config.trainer.tokens_per_micro_batch = case.tokens
     graph, device = load_graph(config), torch.device("cpu")
-    resolver = make_resolver("file", f"{folder}/names")
+    resolver = make_resolver(NameBackend.file, f"{folder}/names")
 
     def step(name: str, tokens: int) -> Iterator[None]:
         config.model.path = f"{folder}/{name}"

@@ -123,7 +123,7 @@ def growth(points: Sequence[tuple[float, float]]) -> tuple[float, float, bool]:
         return level, 0.0, False
     pairs = list(combinations(medians, 2))
     score = sum((later > earlier) - (later < earlier) for (_, earlier), (_, later) in pairs)
-    ties = defaultdict(int)
+    ties: dict[float, int] = defaultdict(int)
     for _, value in medians:
         ties[value] += 1
     tied = sum(each * (each - 1) * (2 * each + 5) for each in ties.values())
@@ -167,7 +167,8 @@ def soak(
     run_dir: Path, command: Sequence[str], minutes: float, kill_every_s: float, sample_every_s: float, seed: int
 ) -> tuple[Series, list[str], int]:
     """The run: what was sampled, what was killed, and the launcher's exit code."""
-    chance, series, killed = random.Random(seed), defaultdict(list), []
+    chance, killed = random.Random(seed), []
+    series: Series = defaultdict(list)
     started = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
     launcher = psutil.Process(started.pid)
     try:

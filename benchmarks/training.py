@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -178,7 +178,7 @@ def be_rank(worker: int, path: str, layout: str, folder: str, mean: int, rounds:
     torch.set_num_threads(1)
     config = experiment(path, layout, budget)
     placed = placement(config, load_graph(config))
-    resolver = make_resolver("file", f"{folder}/names")
+    resolver = make_resolver(NameBackend.file, f"{folder}/names")
     device = torch.device("cpu")
     with training_world(config, worker, placed, device, Path(folder), resolver) as world:
         before = memory("VmRSS")

@@ -205,8 +205,9 @@ class AsyncioLink:
         self._tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._await_connection())]
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < sockets.ZERO_COPY_BYTES)
-        self.writable = sent.exception() is None and bool(self._socket.get(zmq.EVENTS) & zmq.POLLOUT)
+        copy = len(frames[-1]) < sockets.ZERO_COPY_BYTES
+        sent: Any = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+        self.writable = sent.exception() is None and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
         if not self.writable:
             self._tasks.append(asyncio.ensure_future(self._await_room()))
         return sent.exception() is None

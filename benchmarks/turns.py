@@ -132,7 +132,8 @@ def play(model: PreTrainedModel, keeps: bool) -> Played:
     if not keeps:
         engine._batch.prefills.kept = None
     everyone = agents()
-    waiting, playing, steps = list(everyone), [], 0
+    waiting, steps = list(everyone), 0
+    playing: list[Any] = []
     begun = time.process_time()
     while waiting or playing:
         while waiting and len(playing) < AT_A_TIME:
@@ -235,7 +236,8 @@ def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float
 
 def compare_long(hidden: int, layers: int, length: int, rounds: int) -> dict[str, Any]:
     """One row of the second table."""
-    model, found = model_of(hidden, layers), {True: [], False: []}
+    model = model_of(hidden, layers)
+    found: dict[bool, list[Any]] = {True: [], False: []}
     for number in range(rounds):
         for cut in (True, False) if number % 2 else (False, True):
             found[cut].append(pauses(model, length, CHUNKED_PREFILL_SIZE if cut else LONG_CONTEXT))

@@ -149,7 +149,7 @@ class Batches:
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """`input_ids` and `mm_token_type_ids` [B, T], `pixel_values` [B, patches, values], `image_grid_thw` [B, 3]."""
-        tokenizer = hf.AutoTokenizer.from_pretrained(str(self.folder))
+        tokenizer: Any = hf.AutoTokenizer.from_pretrained(str(self.folder))
         processor = PictureProcessor.of(self.folder)
         shown = processor.text_of_size(SIDE, SIDE)
         ids, pixels, grids = [], [], []

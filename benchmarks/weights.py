@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import deltas
 import psutil
@@ -41,10 +42,11 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
+from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.ranks import Ranks
@@ -117,7 +119,7 @@ def config_of(size: str) -> Qwen2Config:
 def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
     """A model of that size with cheap weights: only their bytes matter."""
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config_of(size)).to(dtype)
+        model: Any = Qwen2ForCausalLM(config_of(size)).to(dtype=dtype)  # type: ignore[call-arg]
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
@@ -126,12 +128,12 @@ def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @contextmanager
-def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, HttpSecurity]]:
+def serve(model_dir: Path, dtype: Dtype, run_dir: Path) -> Iterator[tuple[str, HttpSecurity]]:
     """An embedded server of that model: its URL, token and certificate."""
     config = ExperimentConfig()
     config.model.path = str(model_dir)
     config.generation.dtype = dtype
-    config.generation.device = "cpu"
+    config.generation.device = Device.cpu
     config.generation.context_length = 128
     config.generation.start_timeout_s = START_S
     config.generation.max_total_tokens = 1024
@@ -141,7 +143,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, Htt
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
         server = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
-    resolver = make_resolver("file", str(run_dir / "name_resolve"))
+    resolver = make_resolver(NameBackend.file, str(run_dir / "name_resolve"))
     try:
         yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security
     finally:
@@ -190,7 +192,7 @@ async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
     model.save_pretrained(folder / "base")
     shared = SharedFiles(model.config, tokenizer_assets(folder / "base"))
     plains, serveds = [], []
-    with serve(folder / "base", dtype, folder / "run") as (url, security):
+    with serve(folder / "base", Dtype(dtype), folder / "run") as (url, security):
         http = JsonHttp(security)
         server = GenerationServerClient(http, url)
         for version in range(1, rounds + 2):

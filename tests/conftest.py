@@ -169,10 +169,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """What each worker of pytest would do itself is done once."""
-    rewrite_a_share(session.config.args)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What each worker of pytest would do itself is done once. Nothing that is made here is garbage."""
+    gc.disable()
+    try:
+        rewrite_a_share(session.config.args)
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -193,10 +198,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is there by now stays: the garbage collector passes over it from now on, here and in ranks that are forked,
-    which would copy all of it otherwise.
+    which would copy all of it otherwise. And it looks for the little that tests leave less often: it took a twelfth of
+    their time.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.hookimpl(trylast=True)

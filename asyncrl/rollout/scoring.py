@@ -1,7 +1,8 @@
 """The rewards of a run: run each in its place, handle failures, and add them up by weight.
 
 The environment calls rewards of answers, through `AnswerReward`. Rewards of whole episodes and of groups are added once
-the agent has returned its samples (`ScoredAgent`). Each reward is reported by name, before its weight is applied.
+the agent has returned its samples (`asyncrl.rollout.user_code.scored_agent`). Each reward is reported by name, before
+its weight is applied.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import asyncio
 import inspect
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
@@ -20,8 +20,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
-from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
-from asyncrl.api.agent import play_with_retries
+from asyncrl.api import Episode, RunIn
 from asyncrl.api.reward import is_verdict, marked_run_in
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
@@ -332,76 +331,3 @@ class _ToAwait:
     def __float__(self) -> NoReturn:
         self._coroutine.close()
         raise TypeError("in asynchronous code a reward is awaited: `value = await self._reward(data, text)`")
-
-
-class ScoredAgent(Agent):
-    """Wraps `agent` and adds the rewards of episodes and groups to its samples."""
-
-    def __init__(self, agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> None:
-        self._agent, self._rewards, self._tokenizer = agent, rewards, tokenizer
-
-    async def roll_out(
-        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
-    ) -> Sequence[Sample]:
-        """Return the agent's samples with these rewards added; each conversation of an episode is scored separately.
-
-        If an episode's rewards fail, it is scored again, then lost. If a group's rewards fail, the group fails.
-        """
-        samples = await self._agent.roll_out(prompt, make_env, client)
-        if not samples:
-            return samples
-        seen = [episode_of(prompt, sample, self._tokenizer) for sample in samples]
-        by_episode: defaultdict[int, list[int]] = defaultdict(list)
-        for number, sample in enumerate(samples):
-            by_episode[sample.episode].append(number)
-
-        async def score(member: int) -> Sequence[tuple[int, Added]]:
-            numbers = by_episode[member]
-
-            async def play(_: Prompt) -> Sequence[tuple[int, Added]]:
-                added = await asyncio.gather(*(self._rewards.episode(seen[number]) for number in numbers))
-                return list(zip(numbers, added, strict=True))
-
-            return await play_with_retries(prompt.of_member(member), play, client, limited=False)
-
-        async with asyncio.TaskGroup() as tasks:
-            scoring = [tasks.create_task(score(member)) for member in by_episode]
-        own = dict(scored for task in scoring for scored in task.result())
-        kept = sorted(own)
-        of_group = await self._rewards.group([seen[number] for number in kept]) if kept else []
-        return [_with(_with(samples[number], own[number]), added) for number, added in zip(kept, of_group, strict=True)]
-
-
-def _with(sample: Sample, added: Added) -> Sample:
-    more, parts = added
-    return replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
-
-
-def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:
-    """Wrap `agent` with the rewards of episodes and groups; without such rewards return `agent` itself."""
-    if not rewards.after_the_rollout:
-        return agent
-    named: type[ScoredAgent] = type(type(agent).__name__, (ScoredAgent,), {})  # as messages about it should name it
-    return named(agent, rewards, tokenizer)
-
-
-def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
-    """Convert `sample` to the form that rewards receive."""
-    mask = sample.loss_mask.astype(bool).tolist()
-    tokens = sample.tokens.tolist()
-    first = mask.index(True) if any(mask) else len(mask)
-    stretches = groupby(range(first, len(tokens)), key=mask.__getitem__)
-    turns = [[tokens[position] for position in stretch] for generated, stretch in stretches if generated]
-    return Episode(
-        data=prompt.data,
-        prompt=tokenizer.decode(tokens[:first]),
-        turns=tuple(tokenizer.decode(turn) for turn in turns),
-        response=tokenizer.decode(tokens[first:]),
-        generated_tokens=sample.generated_length,
-        truncated=sample.truncated,
-        reward=float(sample.total_reward),
-        episode=sample.episode,
-        version=int(sample.versions.max()),
-        metrics=sample.metrics,
-        frames=sample.frames,
-    )

@@ -41,7 +41,8 @@ def _layout(bench: Bench, layout: SequenceLayout, tokens: int, shared: int, name
     told: dict[str, Any] = {k: v for k, v in micro_batch.model_inputs.items() if k not in ("input_ids", "position_ids")}
     stream = micro_batch.model_inputs["input_ids"].shape[1]
     size = config.hidden_size // config.num_attention_heads
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    kept_heads = config.num_key_value_heads or config.num_attention_heads
+    heads = (config.num_attention_heads, kept_heads, kept_heads)
     q, k, v = (
         torch.randn(1, count, stream, size, device=bench.device, dtype=dtype, requires_grad=True) for count in heads
     )

@@ -79,9 +79,10 @@ def _bandwidth_share(bench: Bench, part: str, rows: int, length: int, tokens_per
 def step_bytes(config: Qwen2Config, rows: int, length: int) -> float:
     """Bytes, in 16 bits, that decoding one token of each row reads: the weights, and what `length` tokens left."""
     hidden, head = config.hidden_size, config.hidden_size // config.num_attention_heads
-    layer = hidden * head * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    kept_heads = config.num_key_value_heads or config.num_attention_heads
+    layer = hidden * head * (2 * config.num_attention_heads + 2 * kept_heads)
     weights = config.num_hidden_layers * (layer + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    cached = 2 * config.num_hidden_layers * kept_heads * head
     return 2.0 * (weights + rows * length * cached)
 
 

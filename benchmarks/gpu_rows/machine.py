@@ -42,7 +42,7 @@ def machine(bench: Bench) -> Iterator[Figure]:
         yield Figure("", "GPU memory", gpu.total_memory / GIB, "GiB")
         yield Figure("", "GPUs of this machine", float(len(gpu_details()) // 2))
         yield Figure("", "CUDA of torch", str(torch.version.cuda))
-        yield Figure("", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        yield Figure("", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         yield from tried(bench, "driver", lambda: iter([Figure("", "driver", _first_line(asked))]))
     yield Figure("", "host memory", host_memory() / GIB, "GiB")
@@ -78,7 +78,7 @@ def model(bench: Bench) -> Iterator[Figure]:
     folder, config = bench.folder / "model", bench.config
     torch.manual_seed(0)
     with bench.device:
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(str(folder))
     words = {"<pad>": 0, "<eos>": 1} | {f"w{number}": number for number in range(2, config.vocab_size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))

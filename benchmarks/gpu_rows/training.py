@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
-from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
@@ -142,7 +142,7 @@ def rank_of(bench: Bench, variant: Variant, folder: Path, dtype: Dtype | None = 
     if variant.engine == "flat":
         yield build_rank(config, graph, World(), bench.device)
         return
-    resolver = make_resolver("file", str(folder / "names"))
+    resolver = make_resolver(NameBackend.file, str(folder / "names"))
     with training_world(config, 0, placement(config, graph), bench.device, folder, resolver) as world:
         yield build_rank(config, graph, world, bench.device)
 
@@ -199,7 +199,8 @@ def model_flops(config: Qwen2Config, tokens: int, pairs: int) -> float:
     """Floating-point operations of a train step; see the module's docstring."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head = hidden // heads
-    layer = hidden * head * (2 * heads + 2 * config.num_key_value_heads) + 3 * hidden * config.intermediate_size
+    kept_heads = config.num_key_value_heads or heads
+    layer = hidden * head * (2 * heads + 2 * kept_heads) + 3 * hidden * config.intermediate_size
     weights = config.num_hidden_layers * layer + hidden * config.vocab_size
     return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * heads * head * pairs
 

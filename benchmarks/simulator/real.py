@@ -147,7 +147,7 @@ def _accounts(process: subprocess.Popen[bytes], metrics: Path, step: int) -> _Ac
                 with suppress(OSError):  # the same of threads
                     accounts = Path(f"/proc/{child.pid}/task/{thread.id}/schedstat").read_text()
                     kind = f"{named[1]}{'+' * (thread.id != child.pid)}" if named else ""
-                    seconds[kind] += 1e-9 * int(accounts.split()[0])
+                    seconds[kind] += 1e-9 * int(accounts.split()[0])  # type: ignore[assignment]
     times = psutil.cpu_times()
     busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
     return _Accounts(time.monotonic(), seconds, busy)

@@ -56,7 +56,7 @@ Table = Callable[[bool], list[Cell]]
 """The rows of one or more tables; with True in few steps."""
 
 
-def _steps(eta: int, quick: bool) -> dict[str, int]:
+def _steps(eta: int, quick: bool) -> dict[str, Any]:
     """In the first steps short answers are trained that came first: those that are measured come after the longest."""
     if quick:
         return {"steps": 3, "warm_up": 1}

@@ -136,12 +136,12 @@ def measure_engine(model_path: Path) -> EngineModel:
         while not update.done():
             engine.step()
         updates.append(time.process_time() - begun)
-    decode = least_squares(*_relative(decodes.values()))
-    rest = [statistics.median(times) - float(np.dot(decode, each[3:])) for each, times in prefills.values()]
+    of_decode = least_squares(*_relative(decodes.values()))
+    rest = [statistics.median(times) - float(np.dot(of_decode, each[3:])) for each, times in prefills.values()]
     admission, prefill, token = least_squares([each[:3] for each, _ in prefills.values()], rest)
-    step, sequence, row, context = map(float, decode)
+    step_s, sequence, row, context = map(float, of_decode)
     return EngineModel(
-        step_s=step,
+        step_s=step_s,
         sequence_s=sequence,
         context_s=context,
         prefill_s=float(prefill),

@@ -8,11 +8,12 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
+from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards
 from asyncrl.rollout.user_code.agents import agent_process, load_agent, plays_at_once
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.greedy_baseline import Played
+from asyncrl.rollout.user_code.scored_agent import scored_agent
 from asyncrl.rollout.user_code_pool.adapters import adapted_agent
 from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner

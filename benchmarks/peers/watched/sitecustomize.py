@@ -35,7 +35,7 @@ def _watched(module: ModuleType) -> None:
             try:
                 return method(self, *args, **kwargs)
             finally:
-                seconds[kind] += time.thread_time() - begin
+                seconds[kind] += time.thread_time() - begin  # type: ignore[assignment]
 
         setattr(observer, name, call)
 
@@ -49,7 +49,7 @@ def _watched(module: ModuleType) -> None:
         begin = time.thread_time()
         write(self, line)
         if "span" not in line:  # that of a span is counted with it
-            seconds["thread"] += time.thread_time() - begin
+            seconds["thread"] += time.thread_time() - begin  # type: ignore[assignment]
 
     def closed(self: Any) -> None:
         close(self)

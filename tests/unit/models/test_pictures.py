@@ -155,7 +155,8 @@ def test_rules_without_torch_say_what_the_processor_says(kind: str, vlm_folder: 
             blank = Picture.from_image(Image.new("RGB", (width, height)))
             assert rules.text(blank) == processor.text_of_size(width, height)
             assert rules.rows(blank) == processor.read(blank.image())[1]
-        rules._child.kill()  # type: ignore[union-attr]
+        if kind == "idefics3":
+            rules._child.kill()  # type: ignore[union-attr]
         assert rules.rows(Picture.from_array(np.zeros((90, 60, 3), np.uint8))) > 0
     finally:
         rules.close()

@@ -32,8 +32,8 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.scoring import episode_of
 from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code.scored_agent import episode_of
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import USE, ChildCall
 from asyncrl.rollout.user_code_pool.process_pool import Lease
