@@ -293,15 +293,18 @@ def main(number: int, modules: Sequence[str]) -> None:
 
 
 def _compute_what_is_kept() -> None:
-    """Make what libraries compute once in a process and keep, the same for all of them: the parser of settings, a
-    thousand regular expressions for the names of weights.
+    """Make what is computed once in a process and kept, the same for all of them: the parser of settings, a thousand
+    regular expressions for the names of weights, the functions that settings may name.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from asyncrl.config.load import load_experiment
+    from asyncrl.config.plugin_code import catalog
 
     load_experiment("async_ppo", ["seed=1"])
     get_checkpoint_conversion_mapping("qwen2")
+    for kind in ("policy_loss", catalog.MODEL_FUNCTION):
+        catalog.known(kind)
 
 
 def _greeted(listener: socket.socket) -> socket.socket:

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 import asyncrl
@@ -152,9 +152,37 @@ def _waits(reason: str) -> None:
         _watch.at_wait()
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What an operator's arguments hold. Torch's own trees know many more kinds of them, and take most of the time."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves(tuple(value.values()))
+    else:
+        yield value
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same with `function` of each of them."""
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)([_mapped(function, each) for each in value])
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    return function(value)
+
+
+@cache
+def _takes(operator: Any) -> dict[str, str]:
+    """The types of an operator's arguments, by name."""
+    return {argument.name: str(argument.type) for argument in operator._schema.arguments}
+
+
 def _any_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
     name = str(operator).removeprefix("aten.")
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = list(_leaves((args, kwargs)))
     here = [each for each in leaves if _on_device(each)]
     elsewhere = [each for each in leaves if isinstance(each, Tensor) and not _on_device(each) and each.dim()]
     if here and elsewhere and not name.startswith(MAY_MIX):
@@ -169,10 +197,10 @@ def _any_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
                 _waits("boolean index")
             if here and not all(map(_on_device, indices)):
                 _waits("index on the host")
-    takes = {argument.name: str(argument.type) for argument in operator._schema.arguments}
+    takes = _takes(operator)
     device = kwargs.pop("device", None)
     kwargs.pop("pin_memory", None)
-    real_args, real_kwargs = pytree.tree_map(lambda each: _real(each) if _on_device(each) else each, (args, kwargs))
+    real_args, real_kwargs = _mapped(lambda each: _real(each) if _on_device(each) else each, (args, kwargs))
     kinds = list(takes.values())
     real_args = tuple(  # a number that the dispatcher had wrapped comes as a number
         torch.tensor(each) if isinstance(each, int | float) and kinds[place : place + 1] == ["Tensor"] else each
@@ -182,7 +210,7 @@ def _any_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
         real_kwargs["device"] = "cpu"
     result = operator(*real_args, **real_kwargs)
     given = {}
-    for ours, theirs in zip(leaves, pytree.tree_leaves((real_args, real_kwargs)), strict=False):
+    for ours, theirs in zip(leaves, _leaves((real_args, real_kwargs)), strict=False):
         if _on_device(ours):
             given[id(theirs)] = ours
             if tuple(theirs.shape) != tuple(ours.shape):  # an `out` that the operator has resized
@@ -191,7 +219,7 @@ def _any_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
     def back(each: Any) -> Any:
         return given.get(id(each), _pretend(each)) if isinstance(each, Tensor) else each
 
-    return pytree.tree_map(back, result)
+    return _mapped(back, result)
 
 
 _fallback = torch.library.Library("_", "IMPL")

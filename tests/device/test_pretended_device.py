@@ -148,7 +148,7 @@ def test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_oft
     config = configured(model_dir, micro_batch=2000, **CASES[case])
     ranks = {device: ranks_on(config, device) for device in (CPU, DEVICE)}
     steps = []
-    for version, micro_batch in enumerate((2000, 2000, 60)):
+    for version, micro_batch in enumerate((2000, 2000, 90)):
         for rank in ranks.values():
             for engine in rank.engines.values():
                 engine._budget = micro_batch

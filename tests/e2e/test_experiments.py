@@ -129,7 +129,8 @@ def finished(start_run: Any, experiment: str, **overrides: Any) -> Any:
 
 def test_async_dapo_trains_no_group_whose_rewards_agree(start_run: Any, tmp_path: Path) -> None:
     (tmp_path / "coin.py").write_text("def even(data, completion):\n    return float(completion[:1] in '02468')\n")
-    run = finished(start_run, "async_dapo", reward__path=f"{tmp_path / 'coin.py'}:even")
+    often = {"reward__path": f"{tmp_path / 'coin.py'}:even", "group_size": 4}  # of two, most groups would agree
+    run = finished(start_run, "async_dapo", **often)
     assert {row["reward/frac_zero_std"] for row in run.rows()} == {0.0}
     dropped = run.summary()["books"]["dropped"]["zero_variance"]
     assert 0 < sum(row["filter/dropped_groups"] for row in run.rows()) <= dropped, "the rest after the last step"

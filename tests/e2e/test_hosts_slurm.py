@@ -21,11 +21,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
     start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_there: str
 ) -> None:
-    """In the allocation its processes start as a user's do; those before it are forked."""
-    hosts = over("slurm", "n1", "n2")
+    hosts = with_python(over("slurm", "n1", "n2"), python_there)
     with slurm(tmp_path / "slurm", nodes=2) as environment:
         monkeypatch.setenv("SLURM_CONF", environment["SLURM_CONF"])
-        first = start_run("async_ppo", total_train_steps=100_000, **with_python(hosts, python_there))
+        first = start_run("async_ppo", total_train_steps=100_000, **hosts)
         first.wait_for_step(3)
         ctrl_c(first)
         assert first.wait() == 130, first.output + first.logs()

@@ -67,14 +67,8 @@ class Job:
 
 @pytest.fixture
 def python(template: Template | None, tmp_path: Path) -> str:
-    """An interpreter: the first run is forked from the template, the second starts as a user's does."""
-    if template is None:
-        return sys.executable
-    forked, file = python_of_hosts(template, tmp_path, module="asyncrl.launch"), tmp_path / "first_forked"
-    once = tmp_path / "once"
-    file.write_text(f'#!/bin/sh\n[ -e {once} ] && exec {sys.executable} "$@"\ntouch {once}\nexec {forked} "$@"\n')
-    file.chmod(0o755)
-    return str(file)
+    """An interpreter whose runs are forked from the template."""
+    return sys.executable if template is None else str(python_of_hosts(template, tmp_path, module="asyncrl.launch"))
 
 
 def test_a_requeued_job_goes_on_where_it_saved_shows_each_step_once_and_saves_when_it_is_cancelled(
