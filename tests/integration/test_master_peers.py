@@ -269,7 +269,10 @@ async def test_a_name_is_awaited_until_its_limit_unless_the_run_stops(tmp_path: 
             await waiting
 
 
-def test_no_step_can_come_while_all_that_make_rollouts_are_starting(tmp_path: Path) -> None:
+def test_no_step_can_come_while_all_that_make_rollouts_are_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileResolver, "_follow", lambda self, subtree: self._closing.wait())  # entries as put below
     with FileResolver(str(tmp_path)) as resolver:
         board = NameBoard(resolver)
         assert not board.producers_start(), "as where kept samples are trained on"
@@ -278,10 +281,10 @@ def test_no_step_can_come_while_all_that_make_rollouts_are_starting(tmp_path: Pa
         )
         ready, loading = (names.WorkerStatus(state, 1).encode() for state in ("ready", "starting"))
         for server, worker, starts in ((loading, ready, True), (ready, loading, True), (ready, ready, False)):
-            servers.put(names.status_key(names.GENERATION_SERVER, 0), server)
-            workers.put(names.status_key(names.ROLLOUT_WORKER, 0), worker)
+            servers.replace({names.status_key(names.GENERATION_SERVER, 0): server})
+            workers.replace({names.status_key(names.ROLLOUT_WORKER, 0): worker})
             assert board.producers_start() is starts
-        servers.put(names.status_key(names.GENERATION_SERVER, 1), loading)
+        servers.replace(servers.entries() | {names.status_key(names.GENERATION_SERVER, 1): loading})
         assert not board.producers_start(), "one server is enough"
 
 

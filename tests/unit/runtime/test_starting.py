@@ -89,7 +89,8 @@ class Names(FileResolver):
     """A resolver whose followed entries change at once, as the test puts them."""
 
     def say(self, kind: str, index: int, status: WorkerStatus) -> None:
-        self.follow(f"{names.STATUSES}/{kind}").put(status_key(kind, index), status.encode())
+        followed = self.follow(f"{names.STATUSES}/{kind}")
+        followed.replace(followed.entries() | {status_key(kind, index): status.encode()})
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_process_that_waits_for_others_is_waited_for_while_it_lives(resolver: 
         resolver.say(MASTER_WORKER, 0, WorkerStatus("starting", 10))
         for _ in range(100):
             wait.look()
-        resolver.follow(f"{names.STATUSES}/{MASTER_WORKER}").remove(status_key(MASTER_WORKER, 0))
+        resolver.follow(f"{names.STATUSES}/{MASTER_WORKER}").replace({})
         with pytest.raises(NotStarted, match=r"not begun within 100 s.*no master_worker is starting"):
             look_often(wait)
 
