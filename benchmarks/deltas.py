@@ -5,7 +5,8 @@
 Real staging servers with TLS, each in a process of its own, with a relay between them that lets through so many Gb/s.
 Two versions of random weights in bf16, rounded from fp32 masters of which every one moved by the learning rate, as
 AdamW's steps are. Seconds are medians of rounds in which both take turns; the delta's include making it, which the
-source does once for all hosts, and the receiver's part.
+source does once for all hosts, and the receiver's part. CPU seconds are those of both servers, also medians: on a
+machine with free cores a fetch takes about the larger of what the link needs for the bytes and what these need.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import psutil
 
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security import HttpSecurity, RunSecret
@@ -37,12 +40,14 @@ PIECE_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds until the version is on the host, over a link of `link` Gb/s."""
+    """Seconds until the version is on the host, over a link of `link` Gb/s, and CPU seconds of both servers."""
 
     link: float
     lr: float
     whole_s: float
     delta_s: float
+    whole_cpu_s: float
+    delta_cpu_s: float
     share: float
 
 
@@ -115,13 +120,21 @@ class Processes:
 
     def __init__(self) -> None:
         self._context, self._ends = multiprocessing.get_context("spawn"), list[Connection]()
+        self._servers: list[psutil.Process] = []
 
     def start(self, target: object, *args: object) -> object:
         """Start it; return what it tells."""
         mine, theirs = self._context.Pipe()
-        self._context.Process(target=target, args=(*args, theirs), daemon=True).start()  # type: ignore[arg-type]
+        process = self._context.Process(target=target, args=(*args, theirs), daemon=True)  # type: ignore[arg-type]
+        process.start()
         self._ends.append(mine)
+        if target is serve:
+            self._servers.append(psutil.Process(process.pid))
         return mine.recv()
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the servers so far."""
+        return sum(sum(server.cpu_times()[:2]) for server in self._servers)
 
     def close(self) -> None:
         """End all of them."""
@@ -131,16 +144,18 @@ class Processes:
             process.join(10)
 
 
-async def fetched_s(http: JsonHttp, source: str, shaped: str, host: str, folders: list[Path]) -> float:
-    """Seconds in which version 2 comes to `host`, which has version 1."""
+async def fetched_s(
+    http: JsonHttp, source: str, shaped: str, host: str, folders: list[Path], cpu_s: Callable[[], float]
+) -> tuple[float, float]:
+    """Seconds and CPU seconds in which version 2 comes to `host`, which has version 1."""
     sums = []
     for folder in folders:
         request = StageRequest(folder.name, path=str(folder), keep=("v1",))
         sums.append((await StagingClient(http, source).stage(request)).manifest_sum)
     await StagingClient(http, host).stage(StageRequest("v1", source=source, manifest_sum=sums[0]))
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), cpu_s()
     await StagingClient(http, host).stage(StageRequest("v2", source=shaped, manifest_sum=sums[1], keep=("v1",)))
-    return time.perf_counter() - began
+    return time.perf_counter() - began, cpu_s() - cpu_began
 
 
 def measure(
@@ -148,7 +163,7 @@ def measure(
 ) -> Row:
     """One row, by new servers in each round."""
     folders = [publish(root / "published" / f"{lr:g}" / f"v{version}", version, millions, lr) for version in (1, 2)]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     share = 1.0
     for number in range(rounds):
         for deltas in (False, True) if number % 2 else (True, False):
@@ -160,10 +175,15 @@ def measure(
                 port = processes.start(relay, int(source.rpartition(":")[2]), link)
                 shaped = f"{source.rpartition(':')[0]}:{port}"
 
-                async def one(source: str = source, shaped: str = shaped, host: str = host) -> float:
+                async def one(
+                    source: str = source,
+                    shaped: str = shaped,
+                    host: str = host,
+                    cpu_s: Callable[[], float] = processes.cpu_s,
+                ) -> tuple[float, float]:
                     http = JsonHttp(security)
                     try:
-                        return await fetched_s(http, source, shaped, host, folders)
+                        return await fetched_s(http, source, shaped, host, folders, cpu_s)
                     finally:
                         await http.close()
 
@@ -172,10 +192,13 @@ def measure(
                     share = delta.stat().st_size / (folders[1] / "model.safetensors").stat().st_size
             finally:
                 processes.close()
-    return Row(link, lr, statistics.median(seconds[False]), statistics.median(seconds[True]), share)
+    (whole_s, whole_cpu_s), (delta_s, delta_cpu_s) = (
+        map(statistics.median, zip(*seconds[deltas], strict=True)) for deltas in (False, True)
+    )
+    return Row(link, lr, whole_s, delta_s, whole_cpu_s, delta_cpu_s, share)
 
 
-HEADER = f"{'Gb/s':>5}{'lr':>8}{'bytes':>8}{'whole':>10}{'delta':>10}{'faster':>9}"
+HEADER = f"{'Gb/s':>5}{'lr':>8}{'bytes':>8}{'whole':>10}{'delta':>10}{'faster':>9}{'CPU whole':>11}{'CPU delta':>11}"
 
 
 def rows(links: Sequence[float], rates: Sequence[float], rounds: int, millions: int) -> Iterator[Row]:
@@ -189,7 +212,7 @@ def rows(links: Sequence[float], rates: Sequence[float], rounds: int, millions: 
                 row = measure(link, lr, rounds, millions, Path(folder), secret, security)
             print(
                 f"{link:>5g}{lr:>8g}{row.share:>8.1%}{row.whole_s:>8.2f} s{row.delta_s:>8.2f} s"
-                f"{row.whole_s / row.delta_s:>7.1f} x",
+                f"{row.whole_s / row.delta_s:>7.1f} x{row.whole_cpu_s:>9.2f} s{row.delta_cpu_s:>9.2f} s",
                 flush=True,
             )
             yield row

@@ -123,7 +123,7 @@ class SystemConfig:
     version_deltas: bool = setting(
         True,
         "system.shared_filesystem=false: versions whose weights have 16 bits or less reach a host as what changed "
-        "since one that it has; false: as whole files, for links of more than 10 Gb/s",
+        "since one that it has; false: as whole files, for links of more than about 1 Gb/s",
     )
     launcher_args: list[str] = setting(
         help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "

@@ -13,15 +13,6 @@ from ..conftest import LIMIT_S
 from ..warm import Template, WarmProcess
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-JOIN = """
-import sys
-
-from asyncrl.commands import join
-from asyncrl.launch import main
-
-join.GONE_S = 30.0  # nobody goes on with a run here that has ended; its manager may be slow for longer than a lease
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 class Joined:
@@ -33,7 +24,7 @@ class Joined:
         if template is not None:
             self.process = template.launch(arguments, environment)
         else:
-            command = [sys.executable, "-c", JOIN, *arguments]
+            command = [sys.executable, "-m", "asyncrl.launch", *arguments]
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
             )

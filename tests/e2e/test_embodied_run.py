@@ -11,7 +11,7 @@ from asyncrl.config.load import experiments_dir
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3
+STEPS = 4
 ENCODER = experiments_dir() / "base_models" / "embodied_srpo_encoder"
 
 
@@ -25,15 +25,15 @@ def test_the_demo_trains_with_srpos_reward_and_survives_a_killed_encoder_and_a_k
         rollout__sampling__max_new_tokens=None,
         total_train_steps=STEPS,
         train_batch_size=4,
-        group_size=4,
+        group_size=8,
         env__run_in="process",
-        env__processes=2,
+        env__processes=8,
         rewards="[{name: srpo, path: 'asyncrl.plugins.rewards.srpo:SRPOReward', args: {encoder: server}}]",
         rollout__encoder__servers=1,
         rollout__encoder__args=f"{{folder: {ENCODER}}}",
         rollout__encoder__frames=8,
         eval__interval=STEPS,
-        eval__size=8,
+        eval__size=16,
         checkpoint__interval=STEPS,
     )
     run.wait_for_step(1)

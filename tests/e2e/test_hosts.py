@@ -68,7 +68,7 @@ def test_with_ranks_on_two_hosts_a_death_costs_the_step_in_hand_and_a_lost_host_
     run.wait_for_step(kept + 2)
     kill(run, "model_worker/1", "rollout_worker/0", memory=MemoryCheckpoint(run.run_dir, "127.0.0.3").folder)
     run.wait_for_line("the whole run is started again")
-    run.wait_for_step(kept + 8)  # some checkpoint's interval further
+    run.wait_for_step(kept + 4)  # some checkpoint's interval further
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()
     assert [row["step"] for row in run.rows()] == list(range(1, len(run.rows()) + 1))

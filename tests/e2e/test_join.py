@@ -32,13 +32,11 @@ Join = Callable[..., Any]
 
 @pytest.fixture
 def join(template: Template | None) -> Iterator[Callable[..., Joined]]:
-    """`join(run_dir, *options)`: more processes for a run, servers by default. With `cold` they are started as a user's
-    are, and hold the run for over sooner.
-    """
+    """`join(run_dir, *options)`: more processes for a run, servers by default."""
     started: list[Joined] = []
 
-    def start(run_dir: Path, *options: str, kind: str = "generation_server", cold: bool = False) -> Joined:
-        started.append(Joined(run_dir, ["--kind", kind, *options], None if cold else template))
+    def start(run_dir: Path, *options: str, kind: str = "generation_server") -> Joined:
+        started.append(Joined(run_dir, ["--kind", kind, *options], template))
         return started[-1]
 
     yield start
@@ -147,7 +145,7 @@ def test_what_joined_ends_with_the_run_and_nothing_joins_afterwards(
     held = gate(1)
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
     run.wait_for_step(1)
-    joined = join(run.run_dir, cold=True)
+    joined = join(run.run_dir)
     await_lines(joined, "generation_server/1 serves at ")
     held.open()
     await_use(run, 1)

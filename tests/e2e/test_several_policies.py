@@ -38,8 +38,8 @@ from asyncrl.api import Agent, GenerationRequest
 
 
 class Match(Agent):
-    def __init__(self, tokenizer):
-        pass
+    def __init__(self, tokenizer, past=False):
+        self._past = past
 
     async def run(self, prompt, env, client):
         "A judge reads prompt and answer; an answer is paid by its length, the judge if its own is of the same parity."
@@ -48,6 +48,9 @@ class Match(Agent):
         answer = (await client.generate(asked)).completions[0].token_ids
         asked = GenerationRequest(f"{name}/judge", (*prompt.input_ids, *answer), 1, prompt.sampling)
         verdict = (await judge.generate(asked)).completions[0].token_ids
+        if self._past:  # last: each further request of an episode with one seed draws other numbers
+            asked = GenerationRequest(f"{name}/past", prompt.input_ids, 1, prompt.sampling)
+            await client.policy("past").generate(asked)
         agrees = len(verdict) % 2 == len(answer) % 2
         return client.samples(float(len(answer) > 4)) + (judge.samples(float(agrees)) if prompt.order % 3 else [])
 """
@@ -85,19 +88,38 @@ def oracle(tiny_model: Path, agent_path: str, *, shared_critic: bool) -> list[St
     return reports
 
 
-SAME_RANKS = {"trainer__parallel": "d2", "policies": "algorithm: {advantage: {name: dr_grpo}}"}
+JUDGED = "{name: judge, trained: true, train_every: 2, train_offset: 1, optimizer: {lr: 3e-3}"
+SAME_RANKS = {"trainer__parallel": "d2", "policies": f"[{JUDGED}, algorithm: {{advantage: {{name: dr_grpo}}}}}}]"}
 OWN_RANKS = {
-    "policies": "ranks: own, parallel: d2, shared_critic: true",
+    "policies": f"[{JUDGED}, ranks: own, parallel: d2, shared_critic: true}}, "
+    "{name: past, versions: {every: 2, keep: 2}}]",
+    "agent__args__past": "true",
     "algorithm__graph": "ppo",
     "algorithm__advantage__name": "gae",
     "algorithm__critic__optimizer__lr": 1e-3,
 }
 
 
+def assert_evaluated_is(judge: Path, run: Any, command: Any, answers: Path) -> None:
+    """`eval --policy judge` gives the greedy answers of the model in the folder `judge`."""
+    agent = "asyncrl.plugins.agents.single_turn:SingleTurnAgent"
+    alone = [f"agent.path={agent}", "policies=[]", "eval.size=4"]
+    done = command("eval", run.run_dir, "--policy", "judge", "--out", answers, *alone)
+    assert done.code == 0, done.output
+    tokenizer, model = load_tokenizer(judge), AutoModelForCausalLM.from_pretrained(judge).eval()
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    for line in lines:
+        prompt = torch.tensor([tokenizer.encode(line["prompt"])])
+        told = model.generate(prompt, max_new_tokens=CONFIG.sampling.max_new_tokens, do_sample=False)
+        own = told[0, prompt.shape[1] :][: line["generated_tokens"]].tolist()
+        assert tokenizer.decode(own) == line["completion"]
+    assert len(lines) == 4
+
+
 @pytest.mark.parametrize(
     ("settings", "dies"),
     [(SAME_RANKS, "model_worker/1"), (OWN_RANKS, "model_worker/2")],
-    ids=["on the same ranks", "on ranks of its own with a shared critic"],
+    ids=["on the same ranks", "on ranks of its own with a shared critic, beside a pool"],
 )
 def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their_processes(
     tiny_model: Path,
@@ -109,9 +131,8 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
     dies: str,
 ) -> None:
     shared_critic = settings is OWN_RANKS
-    judge = "name: judge, trained: true, train_every: 2, train_offset: 1, optimizer: {lr: 3e-3}"
     run = start_run(
-        **settings | {"policies": f"[{{{judge}, {settings['policies']}}}]"},
+        **settings,
         agent__path=agent_path,
         rollout__workers=2,
         seed=CONFIG.seed,
@@ -154,7 +175,9 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
     assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
     spans = map(json.loads, (run.run_dir / "observed" / "gserver_manager-0.jsonl").read_text().splitlines())
     updated = {span["lane"] for span in spans if span.get("span") == "update"}
-    assert updated == {"generation_server/0", "policy_server/0"}
+    assert updated == {"generation_server/0", "policy_server/0", *(["policy_server/1"] if shared_critic else [])}
+    met = [row["opponent/past/newest_version"] for row in rows if "opponent/past/newest_version" in row]
+    assert (met[0] == 0 and max(met) >= 2) if shared_critic else not met, "older selves of the run's own policy"
     assert command("audit", run.run_dir).code == 0
     assert command("export", run.run_dir, "--policy", "judge", tmp_path / "judge").code == 0
     exported, published = (
@@ -162,4 +185,6 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
         for folder in (tmp_path / "judge", run.run_dir / "weights" / "judge" / f"v{STEPS}")
     )
     assert all(torch.equal(tensor, exported[name]) for name, tensor in published.items())
+    if not shared_critic:
+        assert_evaluated_is(tmp_path / "judge", run, command, tmp_path / "answers.jsonl")
     assert "trains no policy 'past'" in command("export", run.run_dir, "--policy", "past", tmp_path / "past").output

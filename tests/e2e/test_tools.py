@@ -52,7 +52,6 @@ def finished(start_run: Any, experiment: str, model: Path, **overrides: Any) -> 
         "group_size": 4,  # of two, all groups of these few steps may happen to agree
         "rollout__sampling__max_new_tokens": 64,
         "dataset__max_prompt_tokens": 64,
-        "eval__size": 4,
         "generation__max_total_tokens": 8192,
         "eval__interval": STEPS,
     }
@@ -81,6 +80,6 @@ def test_a_hostile_tool_costs_calls_and_never_the_run(start_run: Any, calling_mo
     (tmp_path / "hostile.py").write_text(HOSTILE)
     path = tmp_path / "hostile.py"
     tools = f"[{{path: '{path}:calculator', run_in: process, timeout_s: 0.5}}]"
-    few = {"group_size": 2}  # most calls cost a process
+    few = {"group_size": 2, "eval__size": 4}  # most calls cost a process
     rows = finished(start_run, "tool_calculator", calling_model, tools=tools, **few)
     assert all(0 < row["tool/calculator/errors"] <= row["tool/calculator/calls"] for row in rows)

@@ -16,7 +16,7 @@ from asyncrl.weights.versions.logprob_probe import read_probe
 
 pytestmark = pytest.mark.slow
 
-STEPS, BATCH, GROUP = 10, 4, 8
+STEPS, BATCH, GROUP = 12, 8, 8
 KILLED = ("rollout_worker", "generation_server")
 """One after the other, each once the one before went on."""
 
@@ -34,7 +34,7 @@ def test_the_demo_trains_on_its_pictures_whatever_process_is_killed_and_its_expo
         train_batch_size=BATCH,
         group_size=GROUP,
         eval__interval=STEPS,
-        eval__size=32,
+        eval__size=64,
         checkpoint__interval=2,
         samples__every=1,
     )
@@ -69,7 +69,7 @@ def test_the_demo_trains_on_its_pictures_whatever_process_is_killed_and_its_expo
 
     exported, out = tmp_path / "exported", tmp_path / "out.json"
     assert command("export", again.run_dir, exported).code == 0
-    ended = command("eval", exported, "--experiment", "vlm_shapes", "eval.size=32", "--out", out)
+    ended = command("eval", exported, "--experiment", "vlm_shapes", "eval.size=64", "--out", out)
     assert ended.code == 0, ended.output
     (row,) = json.loads(out.read_text())["sets"]
     assert row["eval/held_out/accuracy"] == pytest.approx(accuracy)

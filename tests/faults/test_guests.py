@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, make_resolver
@@ -58,10 +59,34 @@ def resolver_of() -> Iterator[Callable[[Any], NameResolver]]:
         resolver.close()
 
 
+EVERY_ROLE = """
+from dataclasses import replace
+
+from asyncrl.master.graph import Call, Graph
+from asyncrl.master.graph.builtin import ppo
+
+
+def every_role(config, *, scorer):
+    calls = [*ppo(config).calls]
+    at = next(number for number, call in enumerate(calls) if call.name == "advantage")
+    reads = ("scores", *calls[at].reads)
+    calls[at] = replace(calls[at], reads=reads, args={"rewards": ["rewards", "scores"]})
+    calls.insert(at, Call("score", "scorer", "reward", ("tokens",), ("scores",), args={"path": scorer}))
+    return Graph("every_role", tuple(calls))
+"""
+
+
 def test_no_step_shares_the_device_with_a_guest_whoever_dies(
-    start_run: Any, resolver_of: Callable[[Any], NameResolver]
+    start_run: Any, resolver_of: Callable[[Any], NameResolver], tmp_path: Path, tiny_model: Path
 ) -> None:
+    """Actor, critic, reference and reward model take turns on the device of the servers."""
+    (tmp_path / "graph.py").write_text(EVERY_ROLE)
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained(tmp_path / "scorer")
     run = start_run(
+        algorithm__graph=f"{tmp_path / 'graph.py'}:every_role",
+        algorithm__graph_args__scorer=tmp_path / "scorer",
+        algorithm__advantage__name="gae",
+        algorithm__kl_coef=0.01,
         total_train_steps=STEPS,
         eval__interval=4,
         max_head_offpolicyness=1,
@@ -91,6 +116,7 @@ def test_no_step_shares_the_device_with_a_guest_whoever_dies(
     rank.resume()
     assert run.wait() == 0, run.output + run.logs()
     assert [row["step"] for row in run.rows() if row["step"]] == list(range(1, STEPS + 1))
+    assert all(row["critic/loss"] > 0 and row["kl/reference"] >= 0 and row["reward/scores"] for row in run.rows())
     steps, resident = spans(run.run_dir, "train", "publish", "turn"), spans(run.run_dir, "resident")
     assert {lane for _, _, lane in resident} == {"generation_server/0", "generation_server/1"}
     beside = [

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, SamplingParams
-from asyncrl.inference.client import GenerateItem
+from asyncrl.inference.client import GenerateItem, GenerationServerClient
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.inference.seeds import derive_seed
@@ -415,6 +415,31 @@ async def test_a_request_that_is_given_up_is_aborted_and_released(start_fake_ser
             await call
         await server.until(lambda: "abort_request" in server.calls)
     assert len(manager.released) == 1
+
+
+async def test_many_requests_that_are_given_up_are_aborted_few_at_a_time(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    server.hold_after = 1
+    aborting, most = 0, 0
+    abort = GenerationServerClient.abort
+
+    async def counted(self: GenerationServerClient, rid: str) -> None:
+        nonlocal aborting, most
+        aborting += 1
+        most = max(most, aborting)
+        await abort(self, rid)
+        aborting -= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GenerationServerClient, "abort", counted)
+        async with client_of(FixedManager(server), max_concurrent=40) as client:
+            calls = [asyncio.create_task(client.generate(request_of(n=1, name=str(i)))) for i in range(40)]
+            await server.until(lambda: server.generated_tokens == 40)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            await server.until(lambda: server.calls.count("abort_request") == 40)
+    assert 1 <= most <= 8
 
 
 async def test_no_more_requests_than_allowed_are_under_way(start_fake_server: Any) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpTimeout
@@ -24,6 +25,10 @@ _BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
 _ABORTS = 4
 """Aborts of a call that takes too long: a server that was just paused may forget an abort."""
+
+_ABORTS_AT_ONCE = 8
+"""To one server. When an evaluation is cut short, hundreds of calls are cancelled at once, and a connection for each of
+their aborts would take longer than this process has to stop."""
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -45,6 +50,8 @@ class ServerCalls:
         self._manager, self._timeout_s = manager, timeout_s
         self._calls_to: dict[str, set[asyncio.Task[Any]]] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Places for aborts, by server."""
         self._watcher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -117,9 +124,15 @@ class ServerCalls:
 
         Each is named by its whole id: SGLang accepts a prefix only if the prefix is itself a live id.
         """
+        places = self._places.setdefault(server.url, asyncio.Semaphore(_ABORTS_AT_ONCE))
+
+        async def abort(rid: str) -> None:
+            async with places:
+                await server.abort(rid)
+
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.gather(*(server.abort(rid) for rid in rids))
+                await asyncio.gather(*map(abort, rids))
         except (HttpError, TimeoutError) as error:
             _log.info("%s could not be asked to abort: %s", server.url, error)
 
