@@ -38,6 +38,7 @@ STEPS = 2
 MOST = 6
 """Features of a run at most."""
 WORKS, EITHER = "yes", "-"
+SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON", "")
 MARK = "<!-- made by tests/e2e/test_pairs.py -->\n"
 AGENT = """
 from asyncrl.api import GenerationRequest
@@ -73,7 +74,7 @@ FEATURES = {
     "SGLang from memory": Feature(
         {
             "generation.backend": "sglang",
-            "generation.sglang.python": os.environ.get("ASYNCRL_SGLANG_PYTHON", sys.executable),
+            "generation.sglang.python": SGLANG_PYTHON or sys.executable,
             "generation.device": "cpu",
             "manager.weight_transport": "tensor",
         }
@@ -267,7 +268,10 @@ PAGE_REFUSES = refused(PAGE.read_text()) if PAGE.exists() else {}
 def test_what_the_page_calls_refused_is_refused_in_these_words(
     pair: Together, tmp_path: Path, template: Template | None
 ) -> None:
-    assert (pair.refusal(tmp_path) or pair.found(tmp_path, template)) == PAGE_REFUSES[pair]
+    found = pair.refusal(tmp_path)
+    if not found and "SGLang from memory" in pair.names and not SGLANG_PYTHON:
+        pytest.skip("ASYNCRL_SGLANG_PYTHON names no interpreter with SGLang, which the launcher asks first")
+    assert (found or pair.found(tmp_path, template)) == PAGE_REFUSES[pair]
 
 
 @pytest.mark.slow
