@@ -20,7 +20,8 @@ async def until_stopped(error: Exception) -> None:
     async def follow(_: Any) -> None:
         await asyncio.Event().wait()
 
-    worker = SimpleNamespace(stop=asyncio.Event(), _follow_pullers=follow)
+    evaluator = SimpleNamespace(cancel=lambda: None)
+    worker = SimpleNamespace(stop=asyncio.Event(), _follow_pullers=follow, _evaluator=evaluator)
     loop = SimpleNamespace(run=run)
     await RolloutWorker._until_stopped(cast(Any, worker), cast(Any, loop), cast(Any, None))
 
