@@ -97,10 +97,10 @@ class Session:
 
     def ask(self, call: ApiCall) -> asyncio.Task[Sequence[ChatReply]]:
         """Have the policy answer `call`."""
-        return self.begin(self._replies(call))
+        return self.begin(lambda: self._replies(call))
 
-    def begin(self, work: Any) -> asyncio.Task[Any]:
-        """Run the coroutine `work`, which asks the policy, until the session is closed."""
+    def begin(self, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
+        """Await what `work` makes, which asks the policy, until the session is closed."""
         task: asyncio.Task[Any] = asyncio.create_task(self._checked(work))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
@@ -128,10 +128,10 @@ class Session:
         )
         return (reply, *reply.alternatives)
 
-    async def _checked(self, work: Any) -> Any:
-        """Await `work`; raise its failures in the form in which the caller gets them."""
+    async def _checked(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Await what `work` makes; raise its failures in the form in which the caller gets them."""
         try:
-            return await work
+            return await work()
         except ApiError:
             raise
         except ValueError as error:
