@@ -135,9 +135,9 @@ ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_model": "ASYNCRL_EVERY_M
 LONGEST_FILES = (
     *("test_layouts", "test_generation_contract", "test_every_architecture", "test_verifiers", "test_offload"),
     *("test_gpu_benchmark", "test_memory_and_checkpoints", "test_every_picture_model", "test_parity", "test_pods"),
-    *("test_dashboard_browser", "test_engine_pictures", "test_engine_turns", "test_engine_states", "test_any_death"),
-    *("test_embedded_server", "test_base_model", "test_records", "test_manager_process"),
-    *("test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
+    *("test_supervisors", "test_supervisor", "test_dashboard_browser", "test_engine_pictures", "test_engine_turns"),
+    *("test_engine_states", "test_any_death", "test_embedded_server", "test_base_model", "test_records"),
+    *("test_manager_process", "test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
     *("test_hosts", "test_process_death", "test_chaos", "test_sglang_run", "test_hosts_ray", "test_etcd_outage"),
     *("test_hosts_own_disks", "test_slurm_job", "test_tools", "test_hosts_slurm", "test_wheel", "test_join"),
     *("test_vlm_run", "test_embodied_run", "test_user_code", "test_oracle", "test_full_disk"),
