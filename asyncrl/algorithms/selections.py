@@ -103,7 +103,7 @@ def _covariances(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values_N: Tensor, count: float) -> float:
-    """The value that the `count` largest, rounded down and at least one, reach; infinite if there are none."""
+    """The value that the `count` largest, rounded down and at least one, reach; infinite without values."""
     if not len(values_N):
         return torch.inf
     return float(values_N.topk(min(max(int(count), 1), len(values_N))).values[-1])

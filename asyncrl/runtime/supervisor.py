@@ -320,7 +320,7 @@ def kill(process: Identity) -> None:
 
 
 def identity_of(pid: int) -> Identity | None:
-    """Return the process that has this id now; None if there is none."""
+    """Return the process that has this id now; None if the id is free."""
     state = _stat(pid)
     return None if state is None else Identity(pid, int(state[19]))
 

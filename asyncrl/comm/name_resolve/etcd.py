@@ -213,7 +213,7 @@ class EtcdResolver(NameResolver):
                 del self._own[name]
 
     def _lease(self, ttl_s: int) -> _Lease:
-        """Return the lease of this length; request a new one if there is none."""
+        """Return the lease of this length, which is requested once."""
         with self._lock:
             if (lease := self._leases.get(ttl_s)) is not None:
                 return lease

@@ -61,7 +61,7 @@ class Subtree:
             return dict(sorted((held_back | self._present).items()))
 
     def get(self, name: str) -> str | None:
-        """Return the value under `name`; None if there is none."""
+        """Return the value under `name`; None without such an entry."""
         return self.entries().get(name)
 
     def replace(self, found: Mapping[str, str], *, in_trouble: bool = False) -> None:

@@ -298,7 +298,7 @@ def _array(arrays: dict[str, Array], name: str, length: int) -> Array:
 
 
 def _fault(prompt: Array, samples: SampleColumns) -> str | None:
-    """Describe a value that is out of bounds in this prompt or its samples; None if there is none."""
+    """Describe a value that is out of bounds in this prompt or its samples; None if all are in bounds."""
     for name, tokens in (("prompts", prompt), ("tokens", samples.tokens)):
         if (low := np.minimum.reduce(tokens, initial=0)) < 0:
             return f"trajectory.{name} has {low}: token ids are at least 0"

@@ -302,7 +302,7 @@ class FleetDecisions:
         return True
 
     def never_agree(self) -> str:
-        """Return why no update makes any server score as the trainer does; empty if one may, or if there is none."""
+        """Return why no update makes any server score as the trainer does; empty if one may, or without servers."""
         lives = self.servers
         if not lives or min(life.disagreements for life in lives) < DISAGREEMENTS_ALLOWED:
             return ""

@@ -182,7 +182,7 @@ async def introduce_each(process: Callable[[], str | None], introduce: Callable[
     `asyncrl.manager.rollouts.rebuild` has the protocol.
 
     Args:
-        process: names the manager's process; None while there is none.
+        process: returns the name of the manager's process; None while no manager is registered.
     """
     introduced: str | None = None
     while True:

@@ -105,7 +105,7 @@ def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float 
 
 
 def _held(error: BaseException, kind: type[_Error] | tuple[type[_Error], ...]) -> _Error | None:
-    """Return the error of this kind that `error` is, or holds as a group; None if there is none."""
+    """Return the error of this kind that `error` is, or holds as a group; None without one."""
     found: BaseException | None = error
     while isinstance(found, BaseExceptionGroup):
         some = found.subgroup(kind)

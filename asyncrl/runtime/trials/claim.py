@@ -184,7 +184,7 @@ def read_holder(run_dir: Path) -> names.TrialHolder | None:
 
 
 def detached_holder(run_dir: Path) -> names.TrialHolder | None:
-    """Return the launch on this machine that runs in `run_dir` without a terminal; None if there is none."""
+    """Return the launch on this machine that runs in `run_dir` without a terminal, if any."""
     holder = read_holder(run_dir)
     runs = holder is not None and holder.detached and is_here(holder) and not _is_dead(holder)
     return holder if runs else None

@@ -171,7 +171,7 @@ class _KeptStep:
 
 
 def _wrong_with(row: Mapping[str, Any]) -> str | None:
-    """Describe a contradiction within a row; None if there is none."""
+    """Describe a contradiction within a row; None if the row is consistent."""
     length = len(row["tokens"])
     for name in (*_ALIGNED, *_SCORES):
         if (values := row[name]) is not None and len(values) != length:
