@@ -12,6 +12,7 @@ request and the reply's arrival. The exchange with the shortest round trip is th
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from collections import Counter, deque
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.run_dir import OBSERVED_DIR
 from asyncrl.observe.history.appended import Appended, ReadAgain
 from asyncrl.observe.history.processes import OLDER
 from asyncrl.observe.observer import append_line
 
+_log = logging.getLogger(__name__)
 _FILE = re.compile(r"[a-z_]{1,40}-\d{1,6}\.jsonl")
 _TIMES: Final = ("at", "since", "begin", "end")
 _LAST_BYTES: Final = 64 << 10
@@ -124,6 +127,9 @@ class ObservedHome:
         self._arrivals: dict[str, _Arrival] = {}
         self.id = secrets.token_hex(8)
         """Id written into the folder, so that a host that sees this folder after all sends nothing."""
+        retry_write_blocking(self._begin, f"{self._folder}", _log)
+
+    def _begin(self) -> None:
         self._folder.mkdir(exist_ok=True)
         (self._folder / HOME_FILE).write_text(self.id)
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.comm.files.leftovers import remove_leftover
 
 Row: TypeAlias = dict[str, Any]
 """A sample by column."""
@@ -105,7 +106,7 @@ def write_samples(folder: Path, step: int, writer: str, rows: Sequence[Row], max
     for path, size in zip(own[:-1], sizes[:-1], strict=True):  # the newest stays, however large
         if total <= max_bytes:
             break
-        path.unlink()
+        remove_leftover(path, _log)
         total -= size
     return file
 
@@ -114,7 +115,7 @@ def forget_after(folder: Path, step: int, writer: str) -> None:
     """Remove the samples of `writer` after `step`, from which a launch resumes and trains these steps again."""
     for path in folder.glob(f"step-*.{writer}.parquet"):
         if step_of(path) > step:
-            path.unlink()
+            remove_leftover(path, _log)
 
 
 def sample_files(folder: Path) -> list[Path]:

@@ -30,21 +30,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.comm.files.leftovers import remove_leftover
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
 from asyncrl.runtime.supervisor import identity_of
 
+_log = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")
 _PREFIX = "asyncrl-"
 _STATE = "state"
@@ -142,7 +147,7 @@ class MemoryCheckpoint:
         self.remove()
         _remove_orphans()
         launch = secrets.token_hex(8)
-        self._mark.write_text(launch)
+        retry_write_blocking(lambda: self._mark.write_text(launch), f"{self._mark}", _log)
         self._make(_Owner(str(self._run_dir), launch, *_identity(os.getpid())))
 
     def join(self) -> None:
@@ -154,7 +159,8 @@ class MemoryCheckpoint:
         if self.spread:
             _remove_orphans()
             self._make(_Owner(str(self._run_dir), _launch_of(self._run_dir)))
-            (self._run_dir / INBOXES_DIR).mkdir(mode=0o700, exist_ok=True)
+            make = partial((self._run_dir / INBOXES_DIR).mkdir, mode=0o700, exist_ok=True)
+            retry_write_blocking(make, f"{self._run_dir / INBOXES_DIR}", _log)
 
     def leave(self) -> None:
         """Remove this host's folder, unless the launcher removes it. Called by ranks, once the run is over."""
@@ -165,12 +171,11 @@ class MemoryCheckpoint:
         """Remove the folder and its content. Called by the launcher."""
         if self.folder.is_symlink():
             raise OSError(f"{self.folder} is a link that another user made; remove it")
-        self._mark.unlink(missing_ok=True)
+        remove_leftover(self._mark, _log)
         with _to_remove(self.folder, _REMOVAL_LIMIT_S) as is_there:
             if is_there:
                 shutil.rmtree(self.folder)
-        if (self._run_dir / INBOXES_DIR).exists():
-            shutil.rmtree(self._run_dir / INBOXES_DIR)
+        remove_leftover(self._run_dir / INBOXES_DIR, _log)
         _remove_orphans()  # of other addresses of this host
 
     def invalidate(self) -> None:
@@ -181,7 +186,7 @@ class MemoryCheckpoint:
         """
         with contextlib.suppress(OSError):  # the folder itself is gone, or that of another host
             (self.folder / _INVALID).touch()
-        self._mark.unlink(missing_ok=True)
+        retry_write_blocking(partial(self._mark.unlink, missing_ok=True), f"the removal of {self._mark}", _log)
 
     def can_go_on(self, announced: int) -> bool:
         """True if successors may resume from the folder when version `announced` is known to other processes."""

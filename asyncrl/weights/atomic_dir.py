@@ -4,7 +4,10 @@
     <parent>/<name>/               the same directory after one rename
 
 A kill at any point leaves at most a `.writing` directory, which the next writer of that name deletes. `remove` works in
-reverse (rename aside, then delete), so a half-removed directory is never visible either. Torch-free.
+reverse (rename aside, then delete), so a half-removed directory is never visible either.
+
+While the disk is full or read-only, every step waits (`retry_write`), except the last of a removal: what was renamed
+aside is no longer visible, and if it cannot be deleted, the next `clear_leftovers` tries again. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files.leftovers import delete_tree, remove_leftover
+from asyncrl.comm.files.retry_write import PASSING, retry_write_blocking
 
 _log = logging.getLogger(__name__)
 WRITING_SUFFIX = ".writing"
@@ -33,9 +37,12 @@ def aside(final: Path) -> Path:
 def begin(final: Path) -> Path:
     """Create and return the empty directory aside of `final`; leftovers of a killed writer are deleted."""
     directory = aside(final)
-    if directory.exists():
-        shutil.rmtree(directory)
-    retry_write_blocking(lambda: directory.mkdir(parents=True, exist_ok=True), f"{directory}", _log)
+
+    def make() -> None:
+        delete_tree(directory)
+        directory.mkdir(parents=True)
+
+    retry_write_blocking(make, f"{directory}", _log)
     return directory
 
 
@@ -44,39 +51,69 @@ def commit(final: Path) -> None:
     directory = aside(final)
     sync_directory(directory)
     former = _set_aside(final)
-    retry_write_blocking(lambda: directory.rename(final), f"{final}", _log)
+    rename(directory, final)
     sync_directory(final.parent)
-    if former.exists():
-        shutil.rmtree(former)
+    remove_leftover(former, _log)
 
 
 def remove(directory: Path) -> None:
     """Delete `directory` if it exists; it disappears at once as a whole."""
-    former = _set_aside(directory)
-    if former.exists():
-        shutil.rmtree(former)
+    remove_leftover(_set_aside(directory), _log)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename `source` to `target`; wait while the disk refuses it."""
+    failed = False
+
+    def try_it() -> None:
+        nonlocal failed
+        if failed and target.exists() and not source.exists():  # a file server did it, and reported an error
+            return
+        failed = True
+        source.rename(target)
+
+    retry_write_blocking(try_it, f"{target}", _log)
 
 
 def _set_aside(directory: Path) -> Path:
     """Rename `directory`, if it exists, to a hidden name, and return the new path."""
     former = directory.with_name(f".{directory.name}{_REMOVING_SUFFIX}")
-    if former.exists():
-        shutil.rmtree(former)
+    retry_write_blocking(lambda: delete_tree(former), f"the removal of {former}", _log)
     if directory.exists():
-        directory.rename(former)
+        rename(directory, former)
     return former
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync one file; wait while the disk is full."""
+    """Write and sync one file, in a folder that is made if need be; wait while the disk is full."""
 
     def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
     retry_write_blocking(write, f"{path}", _log)
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Make `target` a hard link to the file `source`, in a folder that is made if need be; a synced copy if the file
+    system has no hard links. Wait while the disk is full.
+    """
+
+    def link() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # of the try before this one
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
+            shutil.copyfile(source, target)
+            sync_file(target)
+
+    retry_write_blocking(link, f"{target}", _log)
 
 
 def sync_file(path: Path) -> None:
@@ -107,4 +144,4 @@ def clear_leftovers(parent: Path) -> None:
     """Delete what killed writers and removers left in `parent`. Call only while nobody writes there."""
     for suffix in (WRITING_SUFFIX, _REMOVING_SUFFIX):
         for directory in parent.glob(f".*{suffix}"):
-            shutil.rmtree(directory)
+            remove_leftover(directory, _log)

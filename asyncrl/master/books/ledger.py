@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
+from asyncrl.comm.files.appended_file import AppendedFile
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.ledger_lines import (
     SEAL_BYTES,
@@ -64,48 +64,6 @@ _decode = msgspec.json.Decoder(Line).decode
 _decode_begin = msgspec.json.Decoder(Begin).decode
 
 
-@dataclass(slots=True)
-class _File:
-    """An open file of the ledger, and how many bytes it has."""
-
-    path: Path
-    descriptor: int
-    size: int
-
-    @classmethod
-    def open(cls, path: Path) -> _File:
-        descriptor = retry_write_blocking(lambda: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), f"{path}", _log)
-        return cls(path, descriptor, os.fstat(descriptor).st_size)
-
-    def append(self, data: bytes) -> None:
-        """Hand `data` to the kernel, all of it."""
-        self._put(data, self.size)
-        self.size += len(data)
-
-    def sync(self, data: bytes, place: int) -> None:
-        """Return once `data`, which was written at `place`, is on the disk."""
-        failed = False
-
-        def sync() -> None:
-            nonlocal failed
-            if failed:
-                self._put(data, place)
-            failed = True
-            os.fdatasync(self.descriptor)
-
-        retry_write_blocking(sync, f"{self.path}", _log)
-
-    def _put(self, data: bytes, place: int) -> None:
-        left = memoryview(data)
-
-        def write() -> None:
-            nonlocal left
-            while left:
-                left = left[os.pwrite(self.descriptor, left, place + len(data) - len(left)) :]
-
-        retry_write_blocking(write, f"{self.path}", _log)
-
-
 class Ledger:
     """Writes the ledger of one launch.
 
@@ -133,7 +91,7 @@ class Ledger:
         self._unsynced = bytearray()
         self.recorded = Recorded()
         """The state that all lines add up to, except those that a later launch ruled out."""
-        self._file: _File | None = None
+        self._file: AppendedFile | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing: Future[None] | None = None
 
@@ -155,13 +113,12 @@ class Ledger:
 
         `books`: the gate's counters at the start.
         """
-        retry_write_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
         known = self._take_up(0 if state is None else state["line"]) and state is not None
         if not known:
             self.recorded = Recorded()
         if version and not known:
             _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
-        self._file = _File.open(self._path)
+        self._file = AppendedFile(self._path)
         self._seal(
             Begin(
                 lineage=self.lineage,
@@ -187,7 +144,7 @@ class Ledger:
                 f"the ledger in {self._folder} is damaged; start the run again, it continues from its newest checkpoint"
             )
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
-        self._file = _File.open(self._path)
+        self._file = AppendedFile(self._path)
         return has_step
 
     def lines_written(self) -> int:
@@ -246,7 +203,7 @@ class Ledger:
         """Write the remaining lines."""
         if self._file is not None:
             self.write()
-            os.close(self._file.descriptor)
+            self._file.close()
             self._file = None
         self._thread.shutdown()
 
@@ -262,7 +219,7 @@ class Ledger:
     def _hand_over(self) -> None:
         """Hand all lines so far to the kernel."""
         if self._file is not None and self._unwritten:
-            self._file.append(bytes(self._unwritten))
+            self._file.write(bytes(self._unwritten))
             self._unsynced += self._unwritten
             self._unwritten.clear()
 
@@ -297,9 +254,9 @@ class Ledger:
         self._unsealed = hashlib.sha256(seal)
         if self._file is not None and self._file.size + len(self._unwritten) >= self._file_bytes:
             self.write()
-            os.close(self._file.descriptor)
+            self._file.close()
             self._number += 1
-            self._file = _File.open(self._path)
+            self._file = AppendedFile(self._path)
 
     def _has_step_after(self, lines: int) -> bool:
         """Return True if a step comes after the first `lines` lines; a step without its last line is removed."""

@@ -12,14 +12,17 @@ import logging
 import os
 import re
 import secrets
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
+from asyncrl.comm.files.appended_file import AppendedFile
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.history.tail import JsonlTail
@@ -30,6 +33,8 @@ Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
 
 TENSORBOARD_DIR = "tensorboard"
+_VERSION = "brain.Event:2"
+"""Version of the format of event files."""
 WANDB_ID_FILE = "wandb_id"
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(?i)password|secret|token$|api_?key|authorization|credential")
@@ -60,11 +65,10 @@ class JsonlSink(Sink):
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.last_step = _truncate(path, first_step)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._file = AppendedFile(path)
 
     def write(self, step: int, row: Row) -> None:
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        retry_write_blocking(self._file.flush, f"{self._file.name}", _log)  # what it cannot write it still has
+        self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
         self.last_step = step
 
     def samples(self, step: int, table: Table) -> None:
@@ -78,36 +82,41 @@ class TensorBoardSink(Sink):
     """Event files under `<run_dir>/tensorboard`, a new one per launch; of earlier ones points from `first_step` on are
     hidden.
 
-    They are written by TensorBoard's own writer, which needs no torch: 0.2 s and 10 MB for the master.
-    tensorboardX and torch's writer both import torch where it is installed.
+    Their format is TensorBoard's own, which needs no torch: 0.2 s and 10 MB for the master. tensorboardX and torch's
+    writer both import torch where it is installed; all three writers fail for good while the disk is full.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._tensor, self._string = Event, Summary, TensorProto, DT_STRING
         self._metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        self._writer = EventFileWriter(str(folder))
+        host, now = socket.gethostname(), time.time()
+        name = f"events.out.tfevents.{now:017.6f}.{host}.{os.getpid()}"  # read in the order of their names
+        self._records = RecordWriter(AppendedFile(folder / name))  # type: ignore[no-untyped-call,unused-ignore]
+        self._add(Event(wall_time=now, file_version=_VERSION, source_metadata=SourceMetadata(writer=__name__)))
         if first_step:
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+            self._add(Event(wall_time=now, step=first_step, session_log=start))
 
     def write(self, step: int, row: Row) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(row).items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        self._writer.flush()
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def samples(self, step: int, table: Table) -> None:
         text = self._tensor(dtype=self._string, string_val=[as_markdown(table).encode()])
         value = self._summary.Value(tag="samples", tensor=text, metadata=self._metadata)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
 
 
 class WandbSink(Sink):
@@ -154,7 +163,7 @@ class WandbSink(Sink):
 
 def _wandb_id(file: Path) -> str:
     if not file.exists():
-        file.write_text(secrets.token_hex(8))
+        retry_write_blocking(lambda: file.write_text(secrets.token_hex(8)), f"{file}", _log)
     return file.read_text().strip()
 
 
@@ -241,5 +250,5 @@ def _truncate(path: Path, first_step: int) -> int:
             if step >= first_step:
                 break
             last_step, end = step, end + len(line)
-    os.truncate(path, end)
+    retry_write_blocking(partial(os.truncate, path, end), f"{path}", _log)
     return last_step

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.api import Sample, Trajectory
+from asyncrl.comm.files.leftovers import remove_leftover
 from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, step_of, write_samples
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class KeptAnswers:
         for file in sample_files(folder):
             writer = int(file.name.removesuffix(".parquet").rpartition(_WRITER)[2])
             if writer >= self._workers and step_of(file) >= version:
-                file.unlink()
+                remove_leftover(file, _log)
 
     def _rows(self, name: str, version: int, number: int, group: Sequence[Answer]) -> list[Row]:
         members = [(member, answer, sample) for member, answer in enumerate(group) for sample in answer.samples]

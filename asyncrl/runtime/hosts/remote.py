@@ -92,7 +92,7 @@ class RemoteBackend(LauncherBackend):
         if not plan.host.name:
             self._local.lock = self.lock
             return await self._local.start(plan)
-        file = self.make_log(plan)
+        log = await self.open_log(plan)
         command = [plan.host.python or sys.executable, "-I", "-S", supervisor.__file__]
         folder, files = (os.getcwd(), {}) if self.config.system.shared_filesystem else self._own_folder(plan)
         asked = supervisor.Order(plan.command(self.run_dir), self.environment(plan), folder, SILENCE_S, files)
@@ -101,7 +101,7 @@ class RemoteBackend(LauncherBackend):
         if len(order) > _PIPE_BYTES:  # the pipe must take the whole order before anything reads it
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, len(order))
         try:
-            with file.open("ab") as log:
+            with log:
                 process = await asyncio.create_subprocess_exec(
                     *self.carrier(plan, command), stdin=theirs, stdout=log, stderr=log, start_new_session=True
                 )
@@ -110,7 +110,7 @@ class RemoteBackend(LauncherBackend):
             raise
         finally:
             os.close(theirs)
-        worker = _RemoteWorker(plan, process, ours, file)
+        worker = _RemoteWorker(plan, process, ours, Path(log.name))
         worker.tell(order)
         self._remote.append(worker)
         if self._beating is None:

@@ -5,17 +5,21 @@ Nothing else knows how a process was started: the launcher gives a `WorkerPlan`,
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections import deque
 from pathlib import Path
+from typing import BinaryIO
 
+from asyncrl.comm.files.retry_write import retry_write
 from asyncrl.config.run_dir import log_file
 from asyncrl.runtime.process.process_tree import mark_of
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.worker_plan import WorkerPlan
 
+_log = logging.getLogger(__name__)
 _LAST_LINES = 12
 _ERROR = re.compile(r"\d\d:\d\d:\d\d ERROR ")
 """Beginning of a line on an error in a worker's log."""
@@ -71,11 +75,15 @@ class LauncherBackend(ABC):
         self.mark = {} if holder is None else mark_of(holder.launch)
         """Environment by which the processes of this launch are known."""
 
-    def make_log(self, plan: WorkerPlan) -> Path:
-        """The file that the process writes to; its folder is there."""
+    async def open_log(self, plan: WorkerPlan) -> BinaryIO:
+        """Open the file that the process writes to. Wait while the disk is full or read-only."""
         file = log_file(self.run_dir, plan.kind, plan.index)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return file
+
+        def make() -> BinaryIO:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return file.open("ab")
+
+        return await retry_write(make, f"{file}", _log)
 
     @abstractmethod
     async def start(self, plan: WorkerPlan) -> WorkerHandle:

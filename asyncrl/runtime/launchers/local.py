@@ -25,8 +25,7 @@ class Backend(LauncherBackend):
         adopt_orphans()
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
-        file = self.make_log(plan)
-        with file.open("ab") as log:
+        with await self.open_log(plan) as log:
             held = [self._launches, *([] if self.lock is None else [self.lock])] if plan.leads else []
             process = await asyncio.create_subprocess_exec(
                 *supervised(plan.command(self.run_dir), SAVE_LIMIT_S if plan.leads else 0.0, held),
@@ -37,7 +36,7 @@ class Backend(LauncherBackend):
                 stderr=log,
                 env=os.environ | plan.environment() | self.mark,
             )
-        return _Child(plan, process, file)
+        return _Child(plan, process, Path(log.name))
 
     def close(self) -> None:
         kill_descendants(os.getpid(), wait_s=_GONE_LIMIT_S)

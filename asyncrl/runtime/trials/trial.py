@@ -8,11 +8,15 @@ config.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from asyncrl.comm import names
+from asyncrl.comm.files.leftovers import remove_leftover
+from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.base import HURRY_S
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
@@ -38,6 +42,8 @@ from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
+
+_log = logging.getLogger(__name__)
 
 
 class Trial:
@@ -95,7 +101,7 @@ class Trial:
     def _remove_meetings(self) -> None:
         """Remove the rendezvous files of training ranks that were killed."""
         for meeting in self.run_dir.glob(f"{MEETING_PREFIX}*"):
-            meeting.unlink(missing_ok=True)
+            remove_leftover(meeting, _log)
 
     def _end_leftovers(self, claim: TrialClaim) -> None:
         """End the processes that a launch left when it was killed with all supervisors: they hold ports and memory."""
@@ -127,12 +133,14 @@ class Trial:
         Args:
             again: the processes belonged to this launch.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
-            (self.run_dir / ending).unlink(missing_ok=True)
-        try:
-            self._memory_checkpoint.begin()
-        except OSError as error:
-            raise TrialError(f"checkpoint.in_memory=true: {error}") from error
+        with no_retry(not again):  # a person waits for a first start
+            for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
+                remove = partial((self.run_dir / ending).unlink, missing_ok=True)
+                retry_write_blocking(remove, f"the removal of {self.run_dir / ending}", _log)
+            try:
+                self._memory_checkpoint.begin()
+            except OSError as error:
+                raise TrialError(f"checkpoint.in_memory=true: {error}") from error
         try:
             with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # somebody waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}

@@ -23,6 +23,7 @@ import xxhash
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.codec import Frame
+from asyncrl.comm.files.leftovers import remove_leftover
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
@@ -50,7 +51,8 @@ class InboxStore:
     """
 
     def __init__(self, folder: Path, *, durable: bool = False) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make = partial(folder.mkdir, mode=0o700, exist_ok=True)
+        retry_write_blocking(make, f"{folder}", _log) if durable else make()
         self._folder, self._durable = folder, durable
         self._files: dict[str, Path] = {}
         self._arrived = 0
@@ -69,7 +71,7 @@ class InboxStore:
                 trajectory = _read(file)
             except _CutOff:
                 _log.info("%s was not written to its end; its sender sends it again", file)
-                file.unlink()
+                remove_leftover(file, _log)
                 continue
             self._files[trajectory.rollout_id] = file
             yield trajectory
@@ -115,7 +117,7 @@ class InboxStore:
                 if self._durable:
                     os.fsync(opened.fileno())
         except OSError:
-            file.unlink(missing_ok=True)
+            remove_leftover(file, _log)
             raise
         with self._lock:
             self._files[trajectory.rollout_id] = file
@@ -126,7 +128,7 @@ class InboxStore:
             with self._lock:
                 file = self._files.pop(rollout_id, None)
             if file is not None:
-                file.unlink(missing_ok=True)
+                remove_leftover(file, _log)
 
 
 def _encode(header: Frame, payload: Frame) -> bytes:

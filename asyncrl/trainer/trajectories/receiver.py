@@ -14,9 +14,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.settings import TrainerConfig
@@ -53,7 +55,8 @@ class TrajectoryReceiver:
         self._head, self._check, self._loop = head, check, loop
         self._memory_checkpoint, self._spilled = memory_checkpoint, spilled
         self.remove_spilled()  # of a process before this one; what of it is to be trained is kept elsewhere too
-        spilled.parent.mkdir(mode=0o700, exist_ok=True)
+        make = partial(spilled.mkdir, mode=0o700, parents=True, exist_ok=True)
+        retry_write_blocking(make, f"{spilled}", _log)
         self.inbox = Inbox(
             head,
             config.buffer_capacity,

@@ -43,7 +43,7 @@ def latest(root: Path) -> Path | None:
         else:
             for unusable in damaged:
                 atomic_dir.remove(_set_aside(unusable))  # of an earlier time
-                unusable.rename(_set_aside(unusable))
+                atomic_dir.rename(unusable, _set_aside(unusable))
             return directory
     if newest is not None:
         raise ManifestError(

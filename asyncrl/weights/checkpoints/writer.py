@@ -14,7 +14,6 @@ safetensors, the rest is JSON: nothing is unpickled. `restore` reads it all.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
+from asyncrl.comm.files.retry_write import no_retry
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.models.host_copies import HostCopies, HostCopy, host_like
 from asyncrl.runtime.ranks import Ranks
@@ -42,8 +41,6 @@ from asyncrl.weights.checkpoints.folder import prune
 from asyncrl.weights.model_files.mapped_file import MappedFile, MappedFiles
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, write_manifest
 from asyncrl.weights.versions.published import TensorSpec
-
-_log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Format of `state.json` and of the tensors' names. In earlier formats, each rank wrote slices of vectors."""
@@ -254,9 +251,7 @@ class CheckpointWriter:
             self._committed = path
             if self._hosts is not None:
                 return
-            retry_write_blocking(
-                lambda: prune(path.parent, keep, protected), f"which checkpoints {path.parent} has", _log
-            )
+            prune(path.parent, keep, protected)
 
     def _commit(self, path: Path, files: Mapping[str, FileEntry], writing: _Writing) -> None:
         directory = atomic_dir.aside(path)

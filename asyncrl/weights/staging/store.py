@@ -12,7 +12,7 @@ removes its own; the launch's folders are served in place. Elsewhere all folders
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from asyncrl.comm.files.retry_write import no_retry
+from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.weights import atomic_dir
@@ -35,6 +35,7 @@ from asyncrl.weights.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, Stage
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
 
 _DELTAS = "deltas"
+_log = logging.getLogger(__name__)
 Key: TypeAlias = tuple[str, str]
 """Identity of a folder's content: its name, and its path on this disk or the checksum of its manifest."""
 
@@ -66,7 +67,7 @@ class Store:
     def __init__(
         self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None], *, deltas: bool = True
     ) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        retry_write_blocking(partial(root.mkdir, parents=True, exist_ok=True), f"{root}", _log)
         for former in root.iterdir():  # of servers before this one; who still reads holds the files
             if former.name != INPUTS:
                 shutil.rmtree(former, ignore_errors=True)
@@ -194,19 +195,22 @@ class Store:
             return present
         directory = atomic_dir.begin(self._root / folder)
         for name in (MANIFEST_FILE, *read_manifest(path).files):
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(path / name, directory / name)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(path / name, directory / name)
+            atomic_dir.link_file(path / name, directory / name)
         atomic_dir.commit(self._root / folder)
         return _copy_at(self._root / folder)
 
     async def _remove_others(self, wanted: Collection[str]) -> None:
         busy = {name for name, _ in self._coming} | {name for name, readers in self._readers.items() if readers}
         for folder in self._copies.keys() - busy.union(wanted):
-            del self._copies[folder], self._writing[folder]
-            await asyncio.to_thread(atomic_dir.remove, self._root / folder)
+            former = self._copies.pop(folder)
+            try:
+                with no_retry():
+                    await asyncio.to_thread(atomic_dir.remove, self._root / folder)
+            except OSError as error:
+                _log.warning("%s stays until the next one is fetched: %s", self._root / folder, error)
+                self._copies.setdefault(folder, former)
+                continue
+            del self._writing[folder]
             for deltas in (self._root / _DELTAS).glob("*"):
                 if folder in deltas.name.split("-"):
                     await asyncio.to_thread(shutil.rmtree, deltas, ignore_errors=True)

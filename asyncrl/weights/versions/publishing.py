@@ -27,8 +27,10 @@ directory anyway, because the generation servers read it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -36,6 +38,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.run_dir import versions_in
 from asyncrl.models.host_copies import HostCopies
 from asyncrl.plugins.datasets.tokenizers import model_files
@@ -60,6 +63,7 @@ MAX_SHARD_BYTES = 1 << 30
 """Largest shard. A file is synced while the next is written, and readers check several at a time; more files take
 longer to open."""
 _STEM = "model"
+_log = logging.getLogger(__name__)
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
@@ -79,7 +83,6 @@ def write_model(
     writing.write()
     writing.write_index()
     for name, content in beside.items():
-        (writing.directory / name).parent.mkdir(exist_ok=True)
         _write_file(writing.directory / name, content)
     atomic_dir.commit(folder)
 
@@ -267,7 +270,8 @@ class _Writing:
                 for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
                     pass
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
-            self._part(self.ranks.rank).write_bytes(msgspec.json.encode(self.written))
+            part = self._part(self.ranks.rank)
+            retry_write_blocking(lambda: part.write_bytes(msgspec.json.encode(self.written)), f"{part}", _log)
 
     def finish(self, shared: SharedFiles | None, probe: LogprobProbe | None) -> None:
         if not self.ranks.leads:
@@ -276,7 +280,7 @@ class _Writing:
         others = (rank for rank in range(self.ranks.world) if rank != self.ranks.rank)
         for part in map(self._part, others):
             files |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileEntry])
-            part.unlink()
+            retry_write_blocking(partial(part.unlink, missing_ok=True), f"the removal of {part}", _log)
         files |= self.write_index()
         if probe is not None:
             files[PROBE_FILE] = _write_file(self.directory / PROBE_FILE, encode_probe(probe))

@@ -7,8 +7,6 @@ They are written and synced once in the life of a process, and each version hold
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,22 +45,14 @@ class SharedFiles:
         if not (self._entries and store.is_dir()):
             self._entries = self._write(store)
         for name in self._entries:
-            (directory / name).parent.mkdir(exist_ok=True)
-            try:
-                os.link(store / name, directory / name)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(store / name, directory / name)
-                atomic_dir.sync_file(directory / name)
+            atomic_dir.link_file(store / name, directory / name)
         return dict(self._entries)
 
     def _write(self, store: Path) -> dict[str, FileEntry]:
         directory = atomic_dir.begin(store)
-        (directory / (CONFIG_FILE if self.adapters else "config.json")).write_bytes(self._config)
+        config_file = CONFIG_FILE if self.adapters else "config.json"
+        atomic_dir.write_file(directory / config_file, self._config)
         for name, asset in self._assets.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(asset, directory / name)
-        names = [file.relative_to(directory).as_posix() for file in sorted(directory.rglob("*")) if file.is_file()]
-        for name in names:
-            atomic_dir.sync_file(directory / name)
+            atomic_dir.write_file(directory / name, asset.read_bytes())
         atomic_dir.commit(store)
-        return {name: file_entry(store / name) for name in names}
+        return {name: file_entry(store / name) for name in sorted({config_file, *self._assets})}

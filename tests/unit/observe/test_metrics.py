@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from asyncrl.comm.files import retry_write
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
@@ -27,6 +30,7 @@ from asyncrl.observe.metrics.sinks import (
     read_rows,
 )
 from asyncrl.plugins.tools.settings import McpServerConfig
+from tests.refusing_disk import refusing
 
 LIMIT_S = 60.0
 
@@ -131,6 +135,33 @@ def test_tensorboard_hides_what_comes_after_the_checkpoint_of_a_resumed_run(tmp_
     assert points(tmp_path / "tensorboard") == {
         (0, "x"): 0, (1, "x"): 1, (2, "x"): 2, (3, "x"): 33, (4, "x"): 34, (5, "x"): 35,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [0, 7])
+def test_rows_and_points_wait_for_a_disk_that_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Also where it takes a part of a row that is longer than any buffer, and where files cannot be opened."""
+    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    rows = {step: {f"figure/{number}": float(number * step) for number in range(1000)} for step in (0, 1)}
+    pwrite, calls = os.pwrite, [0]
+
+    def full_at_times(descriptor: int, data: bytes, place: int) -> int:
+        calls[0] += 1
+        if calls[0] % 3 == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data[:most] if most and calls[0] % 3 == 2 else data, place)
+
+    monkeypatch.setattr(os, "pwrite", full_at_times)
+    with (
+        refusing(3, errno.EROFS, tmp_path),
+        closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer,
+    ):
+        for step, row in rows.items():
+            writer.write(step, row)
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": step, **row} for step, row in rows.items()]
+    shown = {(step, tag): value for step, row in rows.items() for tag, value in row.items()}
+    assert points(tmp_path / "tensorboard") == shown
 
 
 def test_the_event_files_writer_does_not_load_torch(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.comm.files import retry_write
+from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
 from asyncrl.runtime import memory_checkpoint as module
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line
+from tests.refusing_disk import refusing
 
 
 @pytest.fixture
@@ -38,6 +42,22 @@ def test_nobody_goes_on_where_something_could_not_be_kept(memory_checkpoint: Mem
     assert not memory_checkpoint.can_go_on(0)
     memory_checkpoint.begin()
     assert memory_checkpoint.can_go_on(0)
+
+
+def test_a_disk_that_is_read_only_for_a_while_does_not_keep_the_mark(
+    memory_checkpoint: MemoryCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    memory_checkpoint.begin()
+    with refusing(1, errno.EROFS, tmp_path) as disk:
+        memory_checkpoint.invalidate()
+    assert disk.refused
+    assert not (tmp_path / MEMORY_CHECKPOINT_FILE).exists()
+    memory_checkpoint.begin()
+    with refusing(1, errno.EROFS, tmp_path) as disk:
+        memory_checkpoint.remove()
+    assert disk.refused
+    assert not memory_checkpoint.can_go_on(0), "the mark is left, and no folder"
 
 
 def test_the_folder_is_of_one_run_and_private(memory_checkpoint: MemoryCheckpoint, tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.files import retry_write
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
+from tests.refusing_disk import refusing
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
@@ -92,3 +97,28 @@ def test_a_full_folder_is_told_and_keeps_nothing_in_part(
     with pytest.raises(OSError, match="inbox"):
         kept.write(trajectory)
     assert list((tmp_path / "gone").iterdir()) == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_whichever_change_the_disk_refuses_once_nothing_acknowledged_is_lost(
+    tmp_path: Path, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """On a disk the write waits; in memory it fails, and its sender sends it again. A removal never fails."""
+    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    kept, trained = make_trajectories(groups=2)
+    for at in itertools.count(1):
+        if not durable:
+            (tmp_path / f"{at}").mkdir()
+        with refusing(at, errno.EROFS, tmp_path) as disk:
+            store = InboxStore(tmp_path / f"{at}", durable=durable)
+            for trajectory in (trained, kept):
+                with nullcontext() if durable else suppress(OSError):
+                    store.write(trajectory)
+            store.remove([trained.rollout_id])
+        store.write(kept)
+        assert as_bytes([store.load(kept.rollout_id)]) == as_bytes([kept])
+        found = {each.rollout_id: each for each in InboxStore(tmp_path / f"{at}").read()}
+        assert as_bytes([found[kept.rollout_id]]) == as_bytes([kept])
+        if not disk.refused:
+            break
+    assert at > 4
