@@ -46,7 +46,7 @@ hypothesis.settings.register_profile("explore", **_NO_TIME)
 hypothesis.settings.load_profile("asyncrl")
 
 SHARED_MEMORY = Path("/dev/shm")
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 """Time limit in seconds of waits for what must come: it ends a hang, and does not measure how fast a machine is."""
 GONE_S = 120.0
 """Time limit in seconds of waits for what must go: a process that has ended, its last words, its memory."""
@@ -73,7 +73,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.interval": 2,
     "logging.tensorboard": "false",
     "system.start_timeout_s": 240,  # of a busy machine
-    "system.stall_timeout_s": 240,
+    "system.stall_timeout_s": 600,
 }
 REQUIRED_METRICS = {
     "step",
@@ -191,7 +191,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(1800))
         for marker, variable in ASKED_FOR.items():
             if item.get_closest_marker(marker) and not os.environ.get(variable):
                 item.add_marker(pytest.mark.skip(TO_INCLUDE[marker][0]))

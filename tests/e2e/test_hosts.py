@@ -16,7 +16,7 @@ from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from .clusters import ssh_hosts
 from .hosts import assert_gone, over, processes_of, titled, with_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TRAINING_HOSTS = (
     "[{address: 127.0.0.1, runs: [master_worker, gserver_manager, generation_server]},"

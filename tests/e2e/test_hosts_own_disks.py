@@ -24,7 +24,7 @@ from .clusters import await_that, ssh_hosts
 from .hosts import assert_gone, processes_of, titled, with_python
 from .joined import Joined
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @dataclass

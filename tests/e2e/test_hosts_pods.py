@@ -13,7 +13,7 @@ from asyncrl.commands.audit import audit
 from .clusters import pods
 from .hosts import assert_gone, over, processes_of, titled, with_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_a_run_over_pods_is_stopped_and_continued_and_survives_a_pod_that_is_started_again(

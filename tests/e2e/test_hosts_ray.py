@@ -14,7 +14,7 @@ from ..ports import free_ports
 from .clusters import await_that, ray_cluster
 from .hosts import assert_gone, over, processes_of, titled, with_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

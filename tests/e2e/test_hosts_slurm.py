@@ -15,7 +15,7 @@ from ..conftest import LIMIT_S
 from .clusters import slurm
 from .hosts import assert_gone, over, with_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(

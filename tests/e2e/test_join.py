@@ -25,7 +25,7 @@ from ..warm import Template
 from .clusters import await_that
 from .joined import Joined
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 Join = Callable[..., Any]
 

@@ -18,8 +18,9 @@ import pytest
 from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.weights.versions.logprob_probe import read_probe
 
-from ..conftest import SGLANG_ENV, SHARED_MEMORY, left_in_memory
+from ..conftest import LIMIT_S, SGLANG_ENV, SHARED_MEMORY, left_in_memory
 from ..ports import free_ports
+from .clusters import await_that
 
 PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
@@ -134,7 +135,7 @@ def somebodys_server(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
     with (tmp_path / "somebodys_server.log").open("w") as log:
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + LIMIT_S
         while not answers(f"{url}/health"):
             assert process.poll() is None, (tmp_path / "somebodys_server.log").read_text()
             assert time.monotonic() < until, (tmp_path / "somebodys_server.log").read_text()
@@ -214,4 +215,4 @@ def test_two_trained_policies_on_sglang_ask_a_third_on_a_server_of_somebody_else
         assert max(row[f"{policy}grad_norm"] for row in rows) > 0
     assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
     assert command("audit", run.run_dir).code == 0
-    assert answers(f"{somebodys_server}/health"), "the run has ended somebody else's server"
+    await_that(lambda: answers(f"{somebodys_server}/health"), "word of somebody else's server: the run has ended it")

@@ -17,7 +17,7 @@ from asyncrl.runtime.trials.claim import read_holder
 
 from ..conftest import Gate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ENDLESS = 100_000
 SETTINGS: dict[str, Any] = {"total_train_steps": ENDLESS, "checkpoint__interval": 0, "eval__interval": 0}

@@ -19,7 +19,7 @@ from ..conftest import LIMIT_S, Run
 from ..e2e.clusters import await_that
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LEASE_S = 5.0
 OUTAGE_S = 3 * LEASE_S

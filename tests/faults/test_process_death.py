@@ -119,12 +119,12 @@ def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl
     """
     settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
     ranks = start_run(trial_name="rank", system__stall_timeout_s=3 * LIMIT_S, **settings)
-    other = start_run(trial_name="other", system__stall_timeout_s=40.0, **settings)
+    other = start_run(trial_name="other", system__stall_timeout_s=80.0, **settings)
     for run in (ranks, other):
         run.wait_for_step(2)
     rank = ranks.worker("model_worker/0")
     rank.suspend()
-    stand_still(other, [other.worker("master_worker/0")], 43.0)
+    stand_still(other, [other.worker("master_worker/0")], 83.0)
     for order in (1, -1):  # in which they go on
         stand_still(other, [psutil.Process(other.process.pid), *other.remember_processes().values()][::order], STILL_S)
     before = last_step(ranks)

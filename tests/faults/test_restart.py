@@ -20,7 +20,7 @@ from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BATCH = SETTINGS["train_batch_size"]
 

@@ -154,7 +154,7 @@ def served(run: Path) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(LIMIT_MS / 1000)
     try:
         yield f"{found[0]}/#token=secret"
     finally:
@@ -243,7 +243,7 @@ def test_the_timeline_zooms_and_tells_what_is_pointed_at(browser: Any, run: Path
         box = canvas.bounding_box()
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10)
         page.mouse.wheel(0, -400)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + LIMIT_MS / 1000
         while not page.inner_text("#tip").startswith("step "):
             assert time.monotonic() < deadline
             page.mouse.move(box["x"] + box["width"] / 2 + (time.monotonic() % 1) * 40, box["y"] + 10)

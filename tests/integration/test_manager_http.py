@@ -174,7 +174,7 @@ async def test_a_prompt_that_failed_comes_at_once_and_one_that_was_filtered_afte
 
 async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manager: Manager) -> None:
     worker, master = manager.client(), manager.client("master_worker/0")
-    await worker.allocate(["a", "b", "c", "d"], timeout_s=1.0)
+    await worker.allocate(["a", "b", "c", "d"], timeout_s=30)
     ends = [("a", "failed", False), ("b", "failed", True), ("c", "zero_variance", False)]
     worker.finish([FinishedRollout(name, False, reason, return_prompt=back) for name, reason, back in ends])
     worker.finish([FinishedRollout("d", True)])
@@ -213,7 +213,7 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
     manager: Manager,
 ) -> None:
     worker, master = manager.client(), manager.client("master_worker/0")
-    await worker.allocate(["a"], timeout_s=1.0)
+    await worker.allocate(["a"], timeout_s=30)
     manager.clock.now = 31.0
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     worker.finish([FinishedRollout("a", False, "failed")])
