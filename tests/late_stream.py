@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.models.host_copies import PIECE_BYTES, CopyStream, Event, HostCopies, Pair, Queue, copy_pairs
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class LateStream:

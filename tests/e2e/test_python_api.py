@@ -130,7 +130,7 @@ def test_the_end_of_the_program_ends_the_run(settings: dict[str, Any], template:
     if template is not None:
         template.connect()
         script = FORKED.format(run=template.run) + script
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=170, check=True)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=570, check=True)
     step, folder = ended.stdout.split()
     assert step == "1"
     assert processes_of(Path(folder)) == []

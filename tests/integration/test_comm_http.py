@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncrl.comm.http.calls import HttpMalformed, HttpRefused, JsonHttp
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Answer(msgspec.Struct):

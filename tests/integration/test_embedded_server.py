@@ -25,7 +25,7 @@ from ..held_engine import HELD_AT, held_step
 
 VOCAB, EOS, CONTEXT = 40, 2, 1200
 TOKEN = "secret"
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def make_model(seed: int, hidden: int = 16) -> Qwen2ForCausalLM:

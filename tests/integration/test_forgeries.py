@@ -35,7 +35,7 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 
 ORDER = DataOrder(9, 0)
 
-HOST, LIMIT_S = "127.0.0.1", 60.0
+HOST, LIMIT_S = "127.0.0.1", 300.0
 RUN = RunSecret(b"r" * 32).sockets()
 
 

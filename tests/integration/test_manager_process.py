@@ -56,7 +56,7 @@ from asyncrl.weights.versions.publishing import publish
 from asyncrl.weights.versions.shared_files import SharedFiles
 
 ROWS = 1000
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 """Time limit in seconds of waits for what must come, and for leases without an owner: a machine may stand still for
 seconds.
 """

@@ -22,7 +22,7 @@ from asyncrl.weights.staging.process import StagingService
 from asyncrl.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 
 HOSTS = 5
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Hosts:

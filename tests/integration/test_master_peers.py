@@ -36,7 +36,7 @@ from asyncrl.runtime.process.starting import NotStarted
 from asyncrl.runtime.process.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 LIMIT_MS = 60_000
 ELSEWHERE = "127.0.0.3"
 """An address at which nobody else binds, so that a port which is left can be taken again."""

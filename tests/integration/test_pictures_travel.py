@@ -31,7 +31,7 @@ from tests.tiny_vlm import picture, render
 PICTURES = [
     Picture.from_array(np.random.default_rng(seed).integers(0, 256, (20, 30, 3), np.uint8)) for seed in range(4)
 ]
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class StubEngine:

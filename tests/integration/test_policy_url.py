@@ -32,7 +32,7 @@ from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.settings import TeacherConfig
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 LABEL = "somebody's own"
 REQUEST = GenerationRequest("q", (5, 6, 7), 2, SamplingParams(max_new_tokens=6, seed=3), policy="judge")
 

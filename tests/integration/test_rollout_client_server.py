@@ -18,7 +18,7 @@ from asyncrl.manager.fleet.update import update_server
 from asyncrl.weights.transports.disk import DiskManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost, wait_ready
 from ..ports import reserved_port
 
 TOKEN = "the-secret-of-the-run"
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 FAKE_SGLANG = textwrap.dedent(
     """

@@ -26,7 +26,7 @@ from asyncrl.runtime.process.process_tree import end_launch, mark_of, supervised
 from asyncrl.runtime.supervisor import Identity, identity_of, kill
 from asyncrl.runtime.trials.claim import TrialClaim
 
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 WORKER = r"""
 import os, signal, time
 

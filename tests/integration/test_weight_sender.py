@@ -25,7 +25,7 @@ from asyncrl.weights.transports.tensor import TensorTransport
 
 from ..late_stream import LateStream
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def trainer_end(transport: TensorTransport) -> MemoryTrainerEnd:

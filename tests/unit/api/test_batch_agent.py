@@ -13,7 +13,7 @@ from asyncrl.api import BatchAgent, BatchGroup, Prompt, Sample, SamplingParams
 from asyncrl.api.agent import EpisodeError
 from asyncrl.rollout.user_code_pool.adapters import is_built_in
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def sample(prompt: Prompt) -> Sample:

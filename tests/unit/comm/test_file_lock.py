@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.comm.files.file_lock import take_lock
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture

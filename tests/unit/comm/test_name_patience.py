@@ -29,7 +29,7 @@ from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.rollout import process
 from asyncrl.rollout.process import RolloutWorker
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Away:

@@ -19,7 +19,7 @@ BASH = shutil.which("bash")
 ZSH = shutil.which("zsh")
 pytestmark = pytest.mark.skipif(BASH is None, reason="no bash")
 LAUNCH = "python -m asyncrl.launch"
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")

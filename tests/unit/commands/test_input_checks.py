@@ -173,7 +173,7 @@ def test_bad_data_ends_the_command_with_2_before_anything_is_made(
     root, bad = tmp_path / "root", write(GOOD, "{")
     settings = [f"dataset.path={bad}", f"eval.path={bad}", f"fileroot={root}"]
     line = [warm_python, "-m", "asyncrl.launch", "async_ppo", *settings, *command]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=170, check=False)
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=570, check=False)
     assert ended.returncode == 2
     assert f"error: dataset.path='{bad}': {bad}:2 is not JSON" in ended.stderr
     assert not root.exists()

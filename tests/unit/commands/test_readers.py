@@ -21,7 +21,7 @@ def test_a_reader_that_left_is_no_error(arguments: list[str]) -> None:
     os.close(read)
     command = [sys.executable, "-m", "asyncrl.launch", *arguments]
     try:
-        ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=170, check=False)
+        ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=570, check=False)
     finally:
         os.close(write)
     assert ended.stderr == ""

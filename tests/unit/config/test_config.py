@@ -445,7 +445,7 @@ def test_the_help_names_every_command() -> None:
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncrl.launch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
 
 
 def test_the_command_ends_with_2_and_one_message_before_any_process_starts(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_a_setting_with_dashes_is_told_how_it_is_written(
 def test_the_command_is_called_asyncrl_too() -> None:
     command = [str(Path(sys.executable).parent / "asyncrl"), "--help"]
     code = f"import sys; sys.argv = {command!r}; from asyncrl.launch import main; sys.exit(main())"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False)
     assert ended.stdout.splitlines()[0] == "asyncrl <experiment> [setting=value ...] [options]"
     as_a_module = launch("--help").stdout.replace("python -m asyncrl.launch ", "asyncrl ")
     assert as_a_module.splitlines() == ended.stdout.replace("python -m asyncrl.launch ", "asyncrl ").splitlines()
@@ -491,5 +491,5 @@ def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
         "import asyncrl.manager.process, asyncrl.master.process; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False)
     assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr

@@ -54,7 +54,7 @@ for module in {LIGHT_MODULES!r}:
     if heavy := {{"torch", "transformers"}} & sys.modules.keys():
         sys.exit(f"{{module}} imports {{sorted(heavy)}}")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -36,7 +36,7 @@ from asyncrl.rollout.episode import run_group
 TOKENIZER = CharTokenizer()
 EOS = TOKENIZER.eos_token_id
 RIGHT, WRONG = "1+2=3#3", "1+2=4#4"
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """It is there to end a hang."""
 Policy = Callable[[GenerationRequest], list[Completion]]
 

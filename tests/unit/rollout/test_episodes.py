@@ -33,7 +33,7 @@ from asyncrl.rollout.episode import RetryLimits, run_group
 
 PROMPT = Prompt("e0-0", 0, {"prompt": "?"}, (1, 2), 3, SamplingParams(seed=5))
 ONCE = RetryLimits()
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 class Policy:

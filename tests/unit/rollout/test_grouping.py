@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.process.worker import WorkerSpec
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 RANKS = {0: "tcp://rank-0", 1: "tcp://rank-1"}
 
 

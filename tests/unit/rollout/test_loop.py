@@ -55,7 +55,7 @@ from asyncrl.rollout.user_code_pool.timing import current_meter
 
 GROUP = 2
 ORDER = DataOrder(1000, 0)
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 class NoEnv(Environment):

@@ -32,7 +32,7 @@ from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 MINE = """
 import asyncio
 import os

@@ -15,7 +15,7 @@ from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots, ProcessSlots
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 MINE = """
 import asyncio
 

@@ -25,7 +25,7 @@ from asyncrl.rollout.user_code_pool.policy import ProcessLimits, Usage, excess, 
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, SlowCalls, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """Of what is not to come to its limit."""
 HOSTILE = """
 import os

@@ -32,7 +32,7 @@ except ImportError:
 
 
 def check(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr
 
 

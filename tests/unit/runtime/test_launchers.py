@@ -44,7 +44,7 @@ def run_script(script: str, folder: Path) -> str:
     process.
     """
     command = [sys.executable, "-c", script, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=570, check=True).stdout
 
 
 PREPARED = """

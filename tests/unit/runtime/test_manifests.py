@@ -252,7 +252,7 @@ SETTINGS = (
 
 def launch(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [python, "-m", "asyncrl.launch", *SETTINGS, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
 
 
 def test_a_dry_run_prints_what_kubectl_applies_and_a_run_out_of_a_pod_says_so(warm_python: str) -> None:

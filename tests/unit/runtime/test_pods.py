@@ -21,7 +21,7 @@ from asyncrl.runtime import supervisor
 from asyncrl.runtime.hosts import pod_carrier
 from asyncrl.runtime.hosts.pod_carrier import agent_file
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 LINES = 2000
 
 

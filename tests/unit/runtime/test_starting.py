@@ -27,7 +27,7 @@ from asyncrl.runtime.process.starting import (
 )
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Clock:

@@ -31,7 +31,7 @@ from ...late_stream import LateStream
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 PIECE = 4096
 """Bytes; the model's tensors have more and fewer."""
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights.checkpoints.distributed import SavePlan, StoredTensors, share_out, write_shard
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 WHOLE = {
     "actor.weights.model.embed_tokens.weight": torch.arange(35.0).view(7, 5),
     "actor.exp_avg.model.embed_tokens.weight": torch.arange(35.0).view(7, 5) / 3,

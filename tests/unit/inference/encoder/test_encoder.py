@@ -29,7 +29,7 @@ from asyncrl.plugins.rewards.srpo import SRPOReward
 from asyncrl.rollout.embeddings import with_embeddings
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def grey(level: int) -> Picture:

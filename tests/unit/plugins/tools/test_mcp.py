@@ -22,7 +22,7 @@ from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
 
 pytest.importorskip("mcp")
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 SERVER = """
 import asyncio
 import os

@@ -17,7 +17,7 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 GRID = WorkerGrid(data=2, tensor=2)
 
 

@@ -23,7 +23,7 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.parallel.world import training_world
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 Begin = Callable[[dist.ProcessGroup], dist.Work | None]
 
 

@@ -18,7 +18,7 @@ from asyncrl.verify.chaos.links import Links, through
 from asyncrl.verify.chaos.proxy import LinkProxy
 
 HOST = "127.0.0.1"
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 NO_LEASE_ENDS_S = 3600.0
 
 

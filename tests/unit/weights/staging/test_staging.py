@@ -30,7 +30,7 @@ from asyncrl.weights.versions.manifest import Manifest, TensorEntry, file_entry,
 
 LARGE = bytes(range(256)) * (3 << 12)  # three pieces
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture(autouse=True)

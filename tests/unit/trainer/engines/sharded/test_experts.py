@@ -28,7 +28,7 @@ from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 Statistics = dict[str, Any]
 Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def on_hosts(world: World, hosts: str) -> World:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 Statistics = dict[str, Any]
 """Of all calls: a number, or its total, count and so on."""
 Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture
