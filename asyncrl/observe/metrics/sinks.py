@@ -201,7 +201,7 @@ class MetricsWriter:
 
     @property
     def last_step(self) -> int:
-        """Step of the last row in the file; -1 if there is none."""
+        """Step of the last row in the file; -1 if it has no rows."""
         return self._jsonl.last_step
 
     def write(self, step: int, row: Row) -> None:
