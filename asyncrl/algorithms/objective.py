@@ -106,7 +106,7 @@ class Objective:
         output = self._loss(inputs)
         # Where no loss is carried the value may be anything, even nan, which a product with 0 would let through.
         keep_T, penalty_T = output.mask_T & correction.keep_T, None
-        stats = {**_policy_stats(inputs, correction), **output.stats}
+        stats = {**_policy_stats(self._measured(inputs), correction), **output.stats}
         if self.selects:
             if inputs.selection is None:
                 raise ValueError(f"selection is None but the spec has {self.spec.selection.name!r}; select first")
@@ -140,6 +140,14 @@ class Objective:
         elif self.spec.prox == ProximalMode.behave:
             inputs = dataclasses.replace(inputs, prox_logprobs_T=inputs.behave_logprobs_T)
         return dataclasses.replace(inputs, old_policy="prox" if self._corrects else "behave")
+
+    def _measured(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
+        """Return the inputs for statistics. The behaviour policy in the place of the proximal one is 0 nats from
+        itself, whatever the trainer computes, so distances are then to the current policy.
+        """
+        if self.spec.prox != ProximalMode.behave:
+            return inputs
+        return dataclasses.replace(inputs, prox_logprobs_T=None)
 
     def _correct(self, inputs: PolicyLossInputs) -> CorrectionOutput:
         if not self._corrects:

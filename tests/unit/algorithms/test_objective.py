@@ -208,6 +208,18 @@ def test_behave_as_prox_turns_the_correction_off(ragged):
     assert torch.equal(found[0], expected[0])
 
 
+def test_behave_as_prox_leaves_the_distances_from_the_generating_engine(ragged):
+    """That policy is no distance from itself, whatever the trainer computes."""
+    batch = ragged(4)
+    found = values(run(build_objective(ObjectiveSpec(prox="behave")), batch)[2])
+    inputs = batch.inputs()
+    current = batch.mask & (inputs.versions_T.numpy() == inputs.current_version)
+    moved = (batch.logprobs - batch.behave)[batch.mask]
+    assert found["ppo/engine_gap"] == pytest.approx(np.abs((batch.logprobs - batch.behave)[current]).mean())
+    for name in ("ppo/behave_kl", "ppo/approx_kl"):
+        assert found[name] == pytest.approx((np.exp(moved) - 1 - moved).mean()), name
+
+
 def test_a_batch_without_loss_tokens_gives_a_loss_of_zero(ragged):
     batch = ragged(0)
     empty = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
