@@ -190,7 +190,7 @@ def bytes_of(trajectory: Trajectory) -> int:
     )
     columns = SampleColumns.join(rest)
     of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions)
-    held = (*shared, *of_tokens, columns.token_rewards, columns.routing)
+    held = (*shared, *of_tokens, columns.token_rewards, columns.routing, *columns.token_columns.values())
     pictures = sum(len(picture.data) for picture in trajectory.pictures.values())
     return pictures + sum(int(column.nbytes) for column in held if column is not None)
 

@@ -132,6 +132,14 @@ def test_whoever_polls_next_is_told_of_all_that_is_held_and_the_one_before_canno
     assert [record.rollout_id for record in told.rollouts] == [first.rollout_id, third.rollout_id]
 
 
+def test_numbers_of_the_user_by_token_count_as_memory(make_trajectories: MakeTrajectories) -> None:
+    (plain,) = make_trajectories(groups=1)
+    own = [replace(each, token_columns={"weight": each.loss_mask.astype(np.float32)}) for each in plain.samples]
+    for received in (lambda each: each, lambda each: decode_trajectories(encode_trajectories([each]))[0]):
+        more = bytes_of(received(replace(plain, samples=own))) - bytes_of(received(plain))
+        assert more >= 4 * sum(each.generated_length for each in own)
+
+
 def test_what_does_not_fit_into_memory_waits_on_disk(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
     trajectories = make_trajectories(groups=6)
     limit = 2.5 * max(bytes_of(each) for each in trajectories)
