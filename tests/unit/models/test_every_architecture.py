@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import gc
 import logging
 import multiprocessing
 import random
@@ -430,6 +431,7 @@ class TwoRanks:
                 self._told.put((rank, error))
             except Exception:
                 self._told.put((rank, RuntimeError(traceback.format_exc())))
+            gc.collect()  # the engine, a cycle, holds its groups, whose threads wake 100 times a second
 
 
 def proven_once(settled_layout: Callable[..., SequenceLayout]) -> Callable[..., SequenceLayout]:
