@@ -71,6 +71,7 @@ def training_world(
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
     timeout = timedelta(seconds=max(config.trainer.collective_timeout_s, start_s))
     collectives = collectives or Collectives()
+    places: dict[WorkerGrid, RankPosition] = {}
     try:
         with collectives.making(device):
             dist.init_process_group(
@@ -83,12 +84,17 @@ def training_world(
             # NCCL connects and fails now, not in the first step. Binding the group to the device (`device_id`) would do
             # so too, but makes every later group a split of this one, also those with servers of the weight transport.
             dist.all_reduce(torch.zeros(1, device=device))
-            laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
+            alone = dist.new_group([worker], timeout=timeout, use_local_synchronization=True)
+            for grid in placement.distinct:
+                if (place := _lay_out(worker, grid, alone, device, timeout)) is not None:
+                    places[grid] = place
             everyone = Ranks(worker, placement.workers)
             hosts = tuple(told.decode() for told in everyone.all_gather_bytes(config.system.host.encode()))
-        places = {grid: place for grid, place in laid_out.items() if place is not None}
         yield World(worker, placement, everyone, places, hosts)
     finally:
+        for place in places.values():  # torch's caches of what it computed keep meshes, and these their groups' threads
+            if place.mesh is not None:
+                place.mesh._pg_registry.clear()
         collectives.leave()
         meeting.unlink(missing_ok=True)  # after torch's store, which makes it again where another rank was first
 
@@ -100,38 +106,51 @@ def all_have_started(config: ExperimentConfig) -> None:
         _set_pg_timeout(timeout, group)
 
 
-def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> RankPosition | None:
+def _lay_out(
+    worker: int, grid: WorkerGrid, alone: dist.ProcessGroup, device: torch.device, timeout: timedelta
+) -> RankPosition | None:
     """Return this rank's place in `grid`; None if it has none. Called by all ranks, because all must make each
-    group.
+    group. This rank's group `alone` is that of all axes of length 1.
     """
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.context, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
-    mesh = DeviceMesh(device.type, replicas, mesh_dim_names=MESH_AXES)
-    data = _own_group(workers.movedim(1, 3).flatten(0, 2).tolist(), timeout)
+    axes = [_own_group(_lines(replicas, axis), timeout) for axis in range(len(MESH_AXES))]
+    pipelines = _lines(workers, 0)
+    data = _own_group(_lines(workers, 1), timeout)
+    context = _own_group(_lines(workers, 2), timeout)
     everyone = _own_group([workers.flatten().tolist()], timeout)
     copy = _own_group([copy.flatten().tolist() for copy in workers.unbind(1)], timeout)
-    context = _own_group(workers.movedim(2, 3).flatten(0, 2).tolist(), timeout) if grid.context > 1 else None
-    pipelines = workers.flatten(1).T.tolist()
-    backwards = _own_group(pipelines, timeout) if grid.pipeline > 1 else None
-    ends = _own_group([[stages[0], stages[-1]] for stages in pipelines], timeout) if grid.pipeline > 1 else None
-    coordinates = mesh.get_coordinate()
-    if coordinates is None:
+    backwards = _own_group(pipelines, timeout)
+    ends = _own_group([[stages[0], stages[-1]] for stages in pipelines if len(stages) > 1], timeout)
+    if worker not in grid.members:
         return None
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
+    mesh = DeviceMesh.from_group(
+        [alone if axis is None else axis for axis in axes], device.type, replicas, mesh_dim_names=MESH_AXES
+    )
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
     pipeline, replica, shard, tensor = coordinates
     copy_index, part = divmod(replica * grid.shards + shard, grid.context)
     assert Coordinates(pipeline, copy_index, tensor, part) == grid.coordinates(worker), (coordinates, worker, grid)
-    parts = Ranks() if context is None else _ranks(context)
-    return RankPosition(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), parts, mesh, backwards, ends)
+    return RankPosition(
+        worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), _ranks(context), mesh, backwards, ends
+    )
+
+
+def _lines(workers: torch.Tensor, axis: int) -> list[list[int]]:
+    """The workers that differ in their place on `axis` alone, for each place on the other axes."""
+    lines: list[list[int]] = workers.movedim(axis, -1).flatten(0, -2).tolist()
+    return lines
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make a process group for each list of workers. Return the one of this rank; None if it is in none of them."""
-    made = [dist.new_group(members, timeout=timeout) for members in groups]
+    """Make a process group for each list of several workers, each with threads and, on CPUs, sockets of its own. Return
+    the one of this rank; None if it is in none of them.
+    """
+    made = [dist.new_group(members, timeout=timeout) for members in groups if len(members) > 1]
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
-    assert group is not None
-    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
+    """The ranks of this rank's `group`; where there is none it is alone."""
+    return Ranks() if group is None else Ranks(dist.get_rank(group), dist.get_world_size(group), group)
