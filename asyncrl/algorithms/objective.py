@@ -142,8 +142,8 @@ class Objective:
         return dataclasses.replace(inputs, old_policy="prox" if self._corrects else "behave")
 
     def _measured(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
-        """Return the inputs for statistics. The behaviour policy in the place of the proximal one is 0 nats from
-        itself, whatever the trainer computes, so distances are then to the current policy.
+        """Return the inputs for statistics. With prox `behave` they leave out the proximal policy, so that distances
+        from the behaviour policy are to the current one; to itself they would always be 0.
         """
         if self.spec.prox != ProximalMode.behave:
             return inputs
@@ -186,11 +186,11 @@ def _kl_inputs(
 def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Stats:
     """Statistics that every objective reports, whatever its parts; a loss that clips overwrites `ppo/clip_fraction`.
 
-    KL figures are k3 estimates in nats per token: `ppo/behave_kl` from the behaviour policy to the proximal one (to the
-    current one where there is none), `ppo/approx_kl` from the proximal (else the behaviour) policy to the current one.
-    `ppo/engine_gap` is the distance of log-probabilities in nats between the engine that generated and the trainer, of
-    tokens of the current version alone, which no step lies between. Without `entropy_T`, `entropy` is the mean surprise
-    of the sampled tokens.
+    KL figures are k3 estimates in nats per token: `ppo/behave_kl` from the behaviour policy to the proximal one (or to
+    the current one, without a proximal policy), `ppo/approx_kl` from the proximal (else the behaviour) policy to the
+    current one. `ppo/engine_gap` is the distance of log-probabilities in nats between the engine that generated and the
+    trainer, of tokens of the current version alone, which no step lies between. Without `entropy_T`, `entropy` is the
+    mean surprise of the sampled tokens.
     """
     mask_T, logprobs_T = inputs.mask_T, inputs.logprobs_T.detach()
     prox_T = logprobs_T if inputs.prox_logprobs_T is None else inputs.prox_logprobs_T

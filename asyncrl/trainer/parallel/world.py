@@ -109,8 +109,8 @@ def all_have_started(config: ExperimentConfig) -> None:
 def _lay_out(
     worker: int, grid: WorkerGrid, alone: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> RankPosition | None:
-    """Return this rank's place in `grid`; None if it has none. Called by all ranks, because all must make each
-    group. This rank's group `alone` is that of all axes of length 1.
+    """Return this rank's place in `grid`, or None for a rank outside it. All ranks call this, because all must make
+    each group. `alone`, the group of this rank only, serves every axis of length 1.
     """
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.context, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
@@ -144,13 +144,14 @@ def _lines(workers: torch.Tensor, axis: int) -> list[list[int]]:
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make a process group for each list of several workers, each with threads and, on CPUs, sockets of its own. Return
-    the one of this rank; None if it is in none of them.
+    """Make a process group for each list of several workers, and return the one that this rank belongs to, or None.
+
+    A worker alone needs no group, which would have threads of its own.
     """
     made = [dist.new_group(members, timeout=timeout) for members in groups if len(members) > 1]
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks of this rank's `group`; where there is none it is alone."""
+    """The ranks of `group`, to which this rank belongs; None stands for a rank that is alone."""
     return Ranks() if group is None else Ranks(dist.get_rank(group), dist.get_world_size(group), group)

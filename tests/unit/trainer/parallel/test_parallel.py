@@ -72,6 +72,32 @@ def timeouts() -> list[float]:
     return sorted({backend.options._timeout.total_seconds() for backend in backends})
 
 
+def be_in_two_worlds(folder: Path, told: Queue[list[int]]) -> None:
+    """Tell how many groups one rank has in each of two worlds, and how many threads of theirs are there afterwards."""
+    config, meshes, groups = ExperimentConfig(), [], []
+    config.trainer.engine = "sharded"
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+        names = make_resolver("file", str(folder / name / "names"))
+        placed = Placement({"actor": WorkerGrid()})
+        with training_world(config, 0, placed, torch.device("cpu"), folder / name, names) as world:
+            meshes.append(world.place("actor").mesh)  # as torch's caches keep them
+            groups.append(len(_world.pg_map))
+    threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    told.put([*groups, threads.count("gloo_tcp_loop")])
+
+
+def test_a_rank_alone_has_few_groups_and_none_once_it_has_left(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    told: Queue[list[int]] = context.Queue()
+    rank = context.Process(target=be_in_two_worlds, args=(tmp_path, told))
+    rank.start()
+    try:
+        assert told.get(timeout=LIMIT_S) == [2, 2, 0]  # all ranks, and itself alone on each axis
+    finally:
+        rank.kill()
+
+
 def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")  # which has torch loaded already
     results: Queue[tuple[int, dict[str, object]]] = context.Queue()
