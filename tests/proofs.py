@@ -5,6 +5,8 @@ Each engine compares a model that it loads with transformers' own forward, which
 builds one of two layers and trains a step. The result is kept where the layout that is tried first is right: for models
 of the same code and config, and engines with the same settings. What a proof refuses or warns of is proven anew each
 time. The tests of the proofs themselves keep nothing (`PROOFS`).
+
+Processes of whole runs that `warm.py` forks keep results as well, all of them in one folder.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import enum
 import hashlib
 import json
+import marshal
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +44,12 @@ def _settings(owner: object) -> dict[str, str]:
     }
 
 
+def _code(function: object) -> bytes:
+    """Return what `function` does, if it is written in Python: in another process its `id` may be another's."""
+    code = getattr(function, "__code__", None)
+    return b"" if code is None else marshal.dumps(code)
+
+
 def _digest(owner: Any, model: Any, given: object) -> str:
     """Tell `model` and the engine `owner` from all others, the code of their forward included. Weights count where
     there are pictures: a model may not look at them.
@@ -51,8 +60,10 @@ def _digest(owner: Any, model: Any, given: object) -> str:
     modules = [
         (
             name,
+            type(module).__module__,
             type(module).__qualname__,
             id(type(module).forward),
+            _code(type(module).forward),
             id(vars(module).get("forward")),
             module.training,
             len(module._forward_hooks) + len(module._forward_pre_hooks),
@@ -73,6 +84,13 @@ def _digest(owner: Any, model: Any, given: object) -> str:
 @contextlib.contextmanager
 def proven_once(folder: Path) -> Iterator[None]:
     """Within the block, results of proofs are kept in `folder`, which processes that are forked in it use too."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_proofs(patch, folder)
+        yield
+
+
+def keep_proofs(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have `patch` make this process keep results of proofs in `folder`, and use those that are there."""
     import asyncrl.inference.embedded.engine as embedded
     import asyncrl.trainer.engines.flat as flat
     import asyncrl.trainer.engines.sharded.loader as sharded
@@ -113,11 +131,9 @@ def proven_once(folder: Path) -> Iterator[None]:
         if (runner.pattern, runner.pairs_per_token, runner.goes_on) == before:
             _write(file, "")
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (flat, sharded):
-            patch.setattr(module, "select_attention", selected)
-        patch.setattr(embedded, "check_parity", checked)
-        yield
+    for module in (flat, sharded):
+        patch.setattr(module, "select_attention", selected)
+    patch.setattr(embedded, "check_parity", checked)
 
 
 def _write(file: Path, text: str) -> None:

@@ -39,6 +39,7 @@ import errno
 import fcntl
 import gc
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -46,13 +47,16 @@ import random
 import runpy
 import select
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -90,6 +94,7 @@ PRELOADED = (
     "asyncrl.rollout.process",
     "asyncrl.runtime.launchers.local",
     "asyncrl.trainer.engines.flat",
+    "asyncrl.trainer.engines.sharded.loader",
     "asyncrl.trainer.functions",
     "asyncrl.trainer.model.load_models",
     "asyncrl.trainer.process",
@@ -97,9 +102,13 @@ PRELOADED = (
 """Modules that the processes of a run import, one or the other."""
 MODULES = ("asyncrl.launch", "asyncrl.rollout.rehearsal", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
 """Modules that are forked, beside supervisors, where a launcher starts them."""
+BUILD_ENGINES = ("asyncrl.runtime.main", "asyncrl.trainer.supervised")
+"""Those of them whose processes build engines, and take what others have proven of a model (`tests/proofs.py`)."""
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
+_keep_proofs: list[partial[None]] = []
+"""What makes a process keep results of proofs, in a template of asyncrl's processes and in those that it forks."""
 RUN_VARIABLE = "ASYNCRL_TESTS_TEMPLATE"
 """Environment variable of a worker of pytest that was forked: the run whose template it came from."""
 
@@ -243,6 +252,7 @@ def main(number: int, modules: Sequence[str]) -> None:
         importlib.import_module(name)
     if not modules:
         _compute_what_is_kept()
+        _keep_proofs.append(_keeper_of_proofs(Path(tempfile.mkdtemp(prefix="asyncrl-proofs-"))))
     _become_titled("tests of asyncrl: template")
     gc.collect()
     gc.freeze()
@@ -289,6 +299,8 @@ def main(number: int, modules: Sequence[str]) -> None:
                 continue
             told[pid] = socket.socket(fileno=teller)
             told[pid].sendall(b"%d\n" % pid)
+    for keep in _keep_proofs:
+        shutil.rmtree(keep.args[1], ignore_errors=True)  # a process that is ending may write yet
     os._exit(0)
 
 
@@ -305,6 +317,18 @@ def _compute_what_is_kept() -> None:
     get_checkpoint_conversion_mapping("qwen2")
     for kind in ("policy_loss", catalog.MODEL_FUNCTION):
         catalog.known(kind)
+
+
+def _keeper_of_proofs(folder: Path) -> partial[None]:
+    """Return what makes a process keep results of proofs in `folder`. Loaded by its path: `tests` is not on ours."""
+    import pytest
+
+    spec = importlib.util.spec_from_file_location("proofs_of_tests", Path(__file__).with_name("proofs.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    proofs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(proofs)
+    return partial(proofs.keep_proofs, pytest.MonkeyPatch(), folder)
 
 
 def _greeted(listener: socket.socket) -> socket.socket:
@@ -497,6 +521,8 @@ def _run(command: Sequence[str]) -> NoReturn:
         if what == "-m":
             sys.path[:0] = [os.getcwd(), *search]
             sys.argv = [what, *given[1:]]
+            for keep in _keep_proofs if given[0] in BUILD_ENGINES else ():
+                keep()
             runpy.run_module(given[0], run_name="__main__", alter_sys=True)
         elif what == "-c":
             sys.path[:0], sys.argv = ["", *search], [what, *given[1:]]
