@@ -3,9 +3,8 @@
 VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
-# of two cores: tests wait as well as compute, whole runs more so
-TEST_WORKERS ?= 4
-RUN_WORKERS ?= 5
+# of two cores: tests compute, and whole runs wait as well
+TEST_WORKERS ?= 5
 # of pytest, forked from one process that has imported what all of them do
 WARM := popen//python=$(PYTHON_IN) -I -S tests/warm.py --worker
 
@@ -22,10 +21,9 @@ demo-tools: setup
 	$(PYTHON_IN) -m asyncrl.launch tool_calculator $(OVERRIDES)
 
 test: setup
-	ASYNCRL_TESTS_PRELOADED="anthropic openai mcp hypothesis scipy.optimize" $(PYTHON_IN) -m pytest tests/unit tests/integration $(if $(GPU),,tests/gpu) -x -q --tx '$(TEST_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
 	$(PYTHON_IN) -m pytest tests/device -q -n 2
 	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
-	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q --tx '$(RUN_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
+	ASYNCRL_TESTS_PRELOADED="anthropic openai mcp hypothesis scipy.optimize" $(PYTHON_IN) -m pytest tests $(if $(GPU),--ignore=tests/gpu) -q --tx '$(TEST_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

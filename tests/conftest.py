@@ -154,18 +154,34 @@ TOGETHER = (
 """Whole runs whose file has something that takes long to make: a cluster, a model, a package."""
 
 
+WHOLE_RUNS = ("tests/e2e/", "tests/faults/")
+RUNS_AT_ONCE = 3
+"""Workers of pytest that begin with whole runs, which wait; the others begin with the other tests, which compute."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` a file's tests stay on one worker of pytest; whole runs, each a minute long, need not."""
+    """With `--dist loadfile` a file's tests stay on one worker of pytest; whole runs, each a minute long, need not.
+
+    `RUNS_AT_ONCE` workers take whole runs as long as there are any, and the others take the other tests, so that
+    processors which a run leaves idle have something to compute.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
+    from xdist.workermanage import WorkerController
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            apart = file.startswith(("tests/e2e/", "tests/faults/")) and not file.endswith(TOGETHER)
-            return nodeid if apart else file
+            return nodeid if file.startswith(WHOLE_RUNS) and not file.endswith(TOGETHER) else file
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            runs = self.nodes.index(node) < RUNS_AT_ONCE
+            fitting = (scope for scope in self.workqueue if scope.startswith(WHOLE_RUNS) == runs)
+            if (scope := next(fitting, None)) is not None:
+                self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log)
 
