@@ -8,9 +8,12 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ..warm import Template, stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment that holds the wheel. The packages it depends on are lent by this one, the source tree is not."""
     venv = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=LIMIT_S)
@@ -38,6 +41,17 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return interpreter
+
+
+@pytest.fixture(scope="module")
+def python(installed: Path, template: Template | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same, whose programs are forked from one that has imported what the wheel's processes do."""
+    if template is None:
+        yield installed
+        return
+    forks = Template(f"{template.run} wheel", str(installed))
+    yield stand_in(forks, tmp_path_factory.mktemp("python"))
+    forks.close()
 
 
 def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,15 +74,18 @@ def test_the_wheel_holds_the_experiments_and_no_tests(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "asyncrl/tests"))]
 
 
-def test_the_installed_package_is_the_one_in_the_wheel(python: Path, tmp_path: Path) -> None:
-    ended = run(python, tmp_path, "-c", "import asyncrl; print(asyncrl.__file__)")
-    assert ended.stdout.startswith(str(python.parents[1])), ended.stdout + ended.stderr
+def test_the_installed_package_is_the_one_in_the_wheel(installed: Path, python: Path, tmp_path: Path) -> None:
+    for each in (installed, python):
+        ended = run(each, tmp_path, "-c", "import asyncrl; print(asyncrl.__file__)")
+        assert ended.stdout.startswith(str(installed.parents[1])), ended.stdout + ended.stderr
 
 
-def test_a_project_of_ones_own_runs_from_an_empty_folder(python: Path, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_project_of_ones_own_runs_from_an_empty_folder(
+    installed: Path, python: Path, tmp_path: Path, tiny_model: Path
+) -> None:
     """The way of a newcomer: `init`, its test, every check of a start, a run with its reward, and what it left."""
     launch = ["-m", "asyncrl.launch"]
-    made = run(python, tmp_path, *launch, "init", "mine")
+    made = run(installed, tmp_path, *launch, "init", "mine")
     assert made.returncode == 0, made.stderr
     project = tmp_path / "mine"
     assert "2 passed" in run(python, project, "-m", "pytest", "-q").stdout
