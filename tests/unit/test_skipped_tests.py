@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -26,11 +25,13 @@ def test_of_the_moon():
 """
 
 
-def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includes_them(tmp_path: Path) -> None:
+def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includes_them(
+    tmp_path: Path, warm_python: str
+) -> None:
     (tmp_path / "test_left_out.py").write_text(LEFT_OUT)
     path = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "tests.conftest", str(tmp_path)],
+        [warm_python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "tests.conftest", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "my project"
 
 
-def test_its_own_test_passes(project: Path) -> None:
+def test_its_own_test_passes(project: Path, warm_python: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"], cwd=project, capture_output=True, text=True, check=False
+        [warm_python, "-m", "pytest", "-q"], cwd=project, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout
     assert "2 passed" in ended.stdout
