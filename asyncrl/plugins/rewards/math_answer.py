@@ -188,13 +188,17 @@ class _OutOfTimeError(BaseException):
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTimeError` in a block that takes more CPU time. A wall-clock limit would fail on a busy machine."""
+    """Raise `_OutOfTimeError` in a block that takes more CPU time. A wall-clock limit would fail on a busy machine.
+
+    It is raised again for as long as the block goes on: Python drops what is raised in a `__del__` or in a callback of
+    the garbage collector.
+    """
 
     def stop(number: int, frame: object) -> None:
         raise _OutOfTimeError
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -238,3 +239,20 @@ def test_every_gold_answer_of_gsm8k_is_right_and_every_other_is_wrong() -> None:
         assert [math_answer_reward(row, completion) for completion in right] == [1.0] * len(right), gold
         verdicts = [math_answer_reward(row, f"{row['question']} #### {other}") for other in wrong]
         assert verdicts == [0.0] * len(wrong), gold
+
+
+def test_a_time_limit_that_something_swallows_is_raised_again() -> None:
+    """As Python does with what is raised in a callback of the garbage collector."""
+    end = time.process_time() + 10.0
+
+    def computes() -> None:
+        while time.process_time() < end:
+            pass
+
+    def goes_on() -> None:
+        with contextlib.suppress(math_answer._OutOfTimeError):
+            computes()
+        computes()
+
+    with pytest.raises(math_answer._OutOfTimeError), math_answer._at_most(0.05):
+        goes_on()
