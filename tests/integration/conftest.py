@@ -100,7 +100,7 @@ class FakeGenerationServer:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; it is looked at after every change of this server's state."""
-        async with asyncio.timeout(60), self._changed:
+        async with asyncio.timeout(300), self._changed:
             await self._changed.wait_for(condition)
 
     async def _notify(self) -> None:

@@ -75,7 +75,7 @@ def test_added_kinds_run_and_the_death_of_one_that_is_not_essential_is_no_failur
             env=os.environ | {"PYTHONPATH": path, "TOLD": str(told)},
             stdout=output,
             stderr=output,
-            timeout=150,
+            timeout=300,
             check=False,
         )
     printed = told.read_text()

@@ -113,7 +113,7 @@ async def accept(client: ManagerClient, *names: str) -> None:
 
 async def held(manager: Manager, waiting: Callable[[], int], count: int = 1) -> None:
     """Let the loop turn until `count` calls are held by the manager."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while waiting() < count:  # noqa: ASYNC110  (there is no event for "a call is being held")
             await asyncio.sleep(0)
 

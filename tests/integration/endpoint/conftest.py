@@ -142,7 +142,7 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Waits until a condition holds that events in this loop bring about."""
 
     async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not condition():  # noqa: ASYNC110 - what happens is the other end's
                 await asyncio.sleep(0.01)
 

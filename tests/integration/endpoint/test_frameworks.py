@@ -53,7 +53,7 @@ def test_an_agent_of_the_openai_agents_sdk_runs_unmodified_with_either_api(
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -358,7 +358,7 @@ async def test_rollouts_are_scored_one_that_is_cancelled_asks_no_more_and_an_orp
     assert not host._waiting
     assert len(world.endpoint) == 0
     host._process.stdin.close()  # as the end of the RolloutWorker does
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         assert await host._process.wait() in (0, -signal.SIGTERM)
 
 
@@ -523,7 +523,7 @@ async def told_by(
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         printed, _ = await process.communicate()
     assert process.returncode == 0
     return json.loads(printed.splitlines()[-1]), client

@@ -435,7 +435,7 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[None]]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for `condition`; the fakes have no clock, so it is a matter of rounds of the loop."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110  # what is waited for is the loop itself
             await asyncio.sleep(0)
 

@@ -258,7 +258,7 @@ async def test_whenever_the_master_and_its_successor_die_nothing_is_lost_or_done
         memory_checkpoint = MemoryCheckpoint(folder)
         memory_checkpoint.begin()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await play(folder, memory_checkpoint, STEP_END[at], BEGINNING.get(then), together=together)
         except (AssertionError, TimeoutError) as error:
             raise AssertionError(f"{at}, then {then}, {together=}: {error}") from error

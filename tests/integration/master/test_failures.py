@@ -26,12 +26,13 @@ from tests.integration.master.fakes import (
 
 
 async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
-    run = Run(tmp_path, make_config())
-    await run.deliver(range(2))
+    now = 0.0
+    run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
+    await run.deliver(range(3))
     async with running(run) as task:
-        await until(lambda: len(run.loop.parts.buffer) == 2)
-        run.loop.parts.stall.limit_s = 0.05  # below the setting's least value; it counts from the next one on
-        await run.deliver(range(2, 3))
+        await until(lambda: len(run.loop.parts.buffer) == 3)
+        run.loop.parts.stall.limit_s = 0.05  # below the setting's least value
+        now += 0.1
         with pytest.raises(Stalled) as stall:
             await task
     message = str(stall.value)

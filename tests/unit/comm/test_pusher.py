@@ -94,6 +94,6 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
 async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
     sender = TrajectoryPusher(["wide", "full"], None, identity="test")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))
     assert await sender.close(60.0) == []

@@ -41,7 +41,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def watched(running: Any, ranks: Sequence[Rank], stop: asyncio.Event) -> None:
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(300):
         await await_while_responsive(running, cast(Sequence[RequestClient], ranks), stop, 7.0)
 
 

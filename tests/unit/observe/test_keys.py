@@ -28,7 +28,7 @@ def test_keys_are_not_echoed_until_the_modes_are_restored() -> None:
     try:
         command = [sys.executable, "-c", CONTROLS, os.ttyname(slave)]
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+            command, capture_output=True, text=True, timeout=300, check=False, start_new_session=True
         )
     finally:
         os.close(slave)

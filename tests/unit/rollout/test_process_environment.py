@@ -223,7 +223,7 @@ async def test_what_an_environment_does_wrong_costs_its_episode_is_counted_and_t
             return GenerationResult(request.request_id, (Completion([7], [-0.5], [0], "stop"),))
 
     prompt = Prompt("p", 0, {}, (1, 2), len(deeds), SamplingParams(seed=1))
-    async with asyncio.timeout(170):
+    async with asyncio.timeout(300):
         samples, counted = await run_group(
             agent_of(play, {}),
             lambda: make("Hostile"),

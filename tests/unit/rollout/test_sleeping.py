@@ -122,7 +122,7 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
     loop = RolloutLoop(*parts, client, push, config.rollout)
     beats, leases = 0, WorkerLeases(lease_s=60.0)
-    async with components.runner, asyncio.timeout(120):
+    async with components.runner, asyncio.timeout(300):
         working = asyncio.create_task(loop.run())
         while beats < BEATS or sleeping() < at_a_time:  # as the manager's client, which renews the lease
             leases.renew("rollout_worker/0", asyncio.get_running_loop().time())

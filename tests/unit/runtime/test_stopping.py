@@ -46,7 +46,7 @@ def stopped(how: str, limit_s: float) -> tuple[int, list[str], str]:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
             process.send_signal(STOP_SIGNAL)
-            told, log = process.communicate(timeout=120)
+            told, log = process.communicate(timeout=300)
         finally:
             process.kill()
     return process.returncode, told.splitlines(), log

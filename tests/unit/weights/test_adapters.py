@@ -76,7 +76,7 @@ def update(engine: GenerationEngine, folder: Path, version: str) -> None:
     future = engine.update_weights(str(folder), version)
     while engine.step():
         pass
-    future.result(timeout=60.0)
+    future.result(timeout=300.0)
     assert engine.weight_version == version
 
 
@@ -311,7 +311,7 @@ def test_adapters_that_were_read_before_another_update_are_refused(
     whole, late = engine.update_weights(str(other), "1"), engine.update_weights(str(folder), "2")
     while engine.step():
         pass
-    whole.result(timeout=60.0)
+    whole.result(timeout=300.0)
     with pytest.raises(WeightUpdateError, match="load them again"):
-        late.result(timeout=60.0)
+        late.result(timeout=300.0)
     assert engine.weight_version == "1"

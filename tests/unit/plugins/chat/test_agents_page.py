@@ -96,7 +96,7 @@ async def roll_out(config: ExperimentConfig, tokenizer: ChatTokenizer, *turns: S
     ids = tuple(tokenizer.encode("What is 3 + 4?"))
     row = {"prompt": "What is 3 + 4?", "answer": "7"}
     prompt = Prompt("p", 0, row, ids, 3, SamplingParams(max_new_tokens=16, seed=7))
-    async with components.runner, asyncio.timeout(60):
+    async with components.runner, asyncio.timeout(300):
         samples, _ = await run_group(
             components.agent, components.environments.of_group(3), prompt, policy, components.conversations.client
         )

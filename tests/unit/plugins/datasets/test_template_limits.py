@@ -24,7 +24,7 @@ LOOPS = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a number": "{{ ((messages[0].content | length) ** (10 ** 9)) is odd }}",
-    "a filter": "{{ ('<!-- -->' * 10 ** 6 * messages | length) | striptags }}",
+    "a filter": "{{ ('<!-- -->' * (messages | length * 4 * 10 ** 6)) | striptags }}",
 }
 TEXTS = {
     "a product": "{{ 'x' * 10 ** 10 }}",
@@ -48,7 +48,7 @@ TEXTS = {
 def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Limits that are reached soon."""
     RENDERING.close()
-    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 0.2)
+    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 0.5)
     yield
     RENDERING.close()
 
@@ -68,7 +68,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_template_that_takes_too_long_is_named_and_others_go_on(bomb: str) -> None:
     template = ChatTemplate("{% if messages[0].content == 'boom' %}" + LOOPS[bomb] + "{% endif %}fine", {})
     assert template.render("x") == "fine"
-    with pytest.raises(TemplateLimit, match=r"'default' needs more than 0\.2 s of CPU time.*dataset\.chat_template"):
+    with pytest.raises(TemplateLimit, match=r"'default' needs more than 0\.5 s of CPU time.*dataset\.chat_template"):
         template.render("boom")
     assert template.render("x") == "fine"
 
@@ -94,7 +94,7 @@ def test_a_run_with_such_a_template_is_refused_before_it_starts(tmp_path: Path) 
         system_prompt = ""
 
     (tmp_path / "chat_template.jinja").write_text(LOOPS["macros"])
-    with pytest.raises(ConfigError, match=r"dataset\.chat_template='auto' .*'default' needs more than 0\.2 s"):
+    with pytest.raises(ConfigError, match=r"dataset\.chat_template='auto' .*'default' needs more than 0\.5 s"):
         load_chat_template(tmp_path, Settings())
 
 

@@ -135,7 +135,7 @@ async def test_a_group_plays_and_each_turn_has_its_reward(tiny_model: Path, vect
     components = UserComponents(settings)
     prompt = Prompt("p", 0, {"prompt": "0", "seed": 3}, tuple(TOKENIZER.encode("0")), 3, SamplingParams(seed=1))
     policy = Walking()
-    async with components.runner, asyncio.timeout(150):
+    async with components.runner, asyncio.timeout(300):
         samples, _ = await run_group(
             components.agent, components.environments.of_group(3), prompt, policy, components.conversations.client
         )
@@ -161,7 +161,7 @@ async def test_a_member_that_stops_early_keeps_nobody_waiting(tiny_model: Path, 
     settings.agent.args["max_turns"] = 2
     components = UserComponents(settings)
     prompt = Prompt("p", 0, {"prompt": "0"}, tuple(TOKENIZER.encode("0")), 2, SamplingParams(seed=1))
-    async with components.runner, asyncio.timeout(150):
+    async with components.runner, asyncio.timeout(300):
         samples, _ = await run_group(
             components.agent, components.environments.of_group(2), prompt, Walking(), components.conversations.client
         )
@@ -176,7 +176,7 @@ async def test_games_of_a_vector_show_their_own_pictures_and_a_fault_reaches_eve
     names = ["left", "down", "right", "up"]
     games = VectorGames(call, 2, id="FrozenLake-v1", kwargs={**DRY, "render_mode": "ansi"}, actions=names)
     members = [games.member(), games.member()]
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(300):
         seen = await asyncio.gather(*(member.reset(seed=1) for member in members))
         assert [text.splitlines()[0] for text, _ in seen] == ["[S]FFF"] * 2
         first, second = await asyncio.gather(members[0].step("right"), members[1].step("down"))
@@ -274,7 +274,7 @@ def vector_of(id: str, size: int, step_s: float = 120.0, **kwargs: Any) -> tuple
 async def test_games_of_an_async_vector_play_in_processes_and_texts_come_through(words: str) -> None:
     before = set(psutil.Process().children(recursive=True))
     runner, members = vector_of(words, 2, vectorization_mode="async")
-    async with runner, asyncio.timeout(150):
+    async with runner, asyncio.timeout(300):
         seen = await asyncio.gather(*(member.reset(seed=1) for member in members))
         pids = {int(text[1:]) for text, _ in seen}
         assert len(pids) == 2
@@ -291,7 +291,7 @@ async def test_games_of_an_async_vector_play_in_processes_and_texts_come_through
 @pytest.mark.parametrize("deed", ["exit", "hang", "raise"])
 async def test_an_async_vector_in_which_a_game_fails_is_killed_and_nobody_waits(words: str, deed: str) -> None:
     runner, members = vector_of(words, 2, 1.0 if deed == "hang" else 120.0, vectorization_mode="async")
-    async with runner, asyncio.timeout(150):
+    async with runner, asyncio.timeout(300):
         seen = await asyncio.gather(*(member.reset() for member in members))
         processes = [psutil.Process(int(text[1:])) for text, _ in seen]
         steps = members[0].step(deed), members[1].step("word")
@@ -314,7 +314,7 @@ async def test_a_vector_whose_stepping_member_is_given_up_tells_the_others() -> 
 
     games = VectorGames(call, 2, id="FrozenLake-v1")
     members = [games.member(), games.member()]
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(300):
         await asyncio.gather(*(member.reset() for member in members))
         first, second = (asyncio.create_task(member.step("1")) for member in members)
         await stepping.wait()
@@ -332,13 +332,13 @@ async def test_what_a_vector_cannot_do_is_refused_by_name(words: str) -> None:
         ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}, "it takes one seed for all games"),
     ):
         runner, members = vector_of(id, 2, **kwargs)
-        async with runner, asyncio.timeout(150):
+        async with runner, asyncio.timeout(300):
             outcomes = await asyncio.gather(*(member.reset(seed=1) for member in members), return_exceptions=True)
             assert all(message in str(outcome) for outcome in outcomes), outcomes
             for member in members:
                 await member.close()
     runner, members = vector_of("CartPole-v1", 2, vectorization_mode="vector_entry_point")
-    async with runner, asyncio.timeout(150):
+    async with runner, asyncio.timeout(300):
         await asyncio.gather(*(member.reset() for member in members))
         assert (await asyncio.gather(*(member.step("1") for member in members)))[0][1] == 1.0
         for member in members:
