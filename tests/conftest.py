@@ -30,6 +30,7 @@ from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .examples import examples
+from .further_cases import is_further
 from .proofs import keeps_proofs, proven_once
 from .rewriting import rewrite_a_share
 from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts, stand_in
@@ -39,7 +40,7 @@ from .warm import RUN_VARIABLE, Template, WarmProcess, python_of_hosts, stand_in
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 # Tests assert behaviour, never time; and what they look at is the same each time. To look further:
-# ASYNCRL_MORE_EXAMPLES=1 pytest --hypothesis-profile=explore
+# ASYNCRL_EVERY_CASE=1 pytest --hypothesis-profile=explore
 _NO_TIME = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("asyncrl", derandomize=True, max_examples=examples(100), **_NO_TIME)
 hypothesis.settings.register_profile("explore", **_NO_TIME)
@@ -125,10 +126,10 @@ TO_INCLUDE = {
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
     "network": ("takes minutes", "ASYNCRL_NETWORK_TESTS=1 make test, as root"),
-    "every_model": ("another model of a kind that was tried", "ASYNCRL_EVERY_MODEL=1 make test"),
+    "every_case": ("another case of what is tried", "ASYNCRL_EVERY_CASE=1 make test"),
 }
 """By marker: what tests with it lack where they are skipped, and the command that includes them."""
-ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_model": "ASYNCRL_EVERY_MODEL"}
+ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_case": "ASYNCRL_EVERY_CASE"}
 """By marker: the environment variable without which tests with it are skipped."""
 
 
@@ -200,12 +201,14 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs may take their time on a busy machine; the limit of the other tests is too short to tell why.
 
-    Hosts that are cut off cost minutes of waiting, and models beyond the sample minutes of computing, which only who
-    asks for them has.
+    Hosts that are cut off cost minutes of waiting, and further cases of what is tried hours of computing, which only
+    who asks for them has.
     """
     order = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
+        if is_further(item.nodeid):
+            item.add_marker(pytest.mark.every_case)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
         for marker, variable in ASKED_FOR.items():

@@ -1,4 +1,4 @@
-"""Numbers of examples of properties: a third in the suite, all of them with ASYNCRL_MORE_EXAMPLES=1.
+"""Numbers of examples of properties: a third in the suite, all of them with ASYNCRL_EVERY_CASE=1.
 
 What a property is about is seen within a few dozen; the rest looks for what nobody thought of.
 """
@@ -10,4 +10,4 @@ import os
 
 def examples(count: int) -> int:
     """How many of `count` examples are tried."""
-    return count if os.environ.get("ASYNCRL_MORE_EXAMPLES") else -(-count // 3)
+    return count if os.environ.get("ASYNCRL_EVERY_CASE") else -(-count // 3)

@@ -77,7 +77,7 @@ def _logits(model: PreTrainedModel, pictures: Pictures, request: GenerationInput
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in SAMPLE else [pytest.mark.every_model]) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind in SAMPLE else [pytest.mark.every_case]) for kind in KINDS]
 )
 def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
     kind: str, vlm_folder: Folder, tmp_path: Path

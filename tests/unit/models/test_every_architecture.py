@@ -1,9 +1,9 @@
 """Every architecture that people train, with tiny random weights: is it trained and served right, or refused?
 
 The table in `docs/models.md` is made of what this file finds, and each test holds its row against it. The suite tries
-`SAMPLE`, which has one of each kind; the variable ASYNCRL_EVERY_MODEL has all of them tried.
+`SAMPLE`, which has one of each kind; the variable ASYNCRL_EVERY_CASE has all of them tried.
 
-    ASYNCRL_EVERY_MODEL=1 pytest tests/unit/models                  holds every row of the page against the code
+    ASYNCRL_EVERY_CASE=1 pytest tests/unit/models                  holds every row of the page against the code
     python tests/unit/models/test_every_architecture.py             writes the table anew
     python tests/unit/models/test_every_architecture.py --sglang PYTHON     and starts a real SGLang for each,
                                                                            with the interpreter PYTHON that has it
@@ -594,7 +594,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
 
 def sampled(names: Iterable[str], sample: Container[str]) -> list[Any]:
     """Parameters of a test; those beyond the sample are tried where they are asked for."""
-    return [pytest.param(name, marks=[] if name in sample else [pytest.mark.every_model]) for name in names]
+    return [pytest.param(name, marks=[] if name in sample else [pytest.mark.every_case]) for name in names]
 
 
 @pytest.mark.slow

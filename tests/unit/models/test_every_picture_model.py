@@ -1,7 +1,7 @@
 """Every family of vision-language models, with tiny random weights: is it trained and served right, or refused?
 
 The table in `docs/models.md` is made of what this file finds, and each test holds its row against it. The suite tries
-`SAMPLE`, which has one of each kind; `ASYNCRL_EVERY_MODEL=1 pytest tests/unit/models` tries all of them.
+`SAMPLE`, which has one of each kind; `ASYNCRL_EVERY_CASE=1 pytest tests/unit/models` tries all of them.
 
     python tests/unit/models/test_every_picture_model.py        writes the table anew
 

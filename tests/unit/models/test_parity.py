@@ -93,8 +93,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = [  # differences are smallest with small weights, and rounding is largest in bfloat16
     (0.25, torch.float32),
     (0.02, torch.bfloat16),
-    pytest.param(0.02, torch.float32, marks=pytest.mark.every_model),
-    pytest.param(0.25, torch.bfloat16, marks=pytest.mark.every_model),
+    pytest.param(0.02, torch.float32, marks=pytest.mark.every_case),
+    pytest.param(0.25, torch.bfloat16, marks=pytest.mark.every_case),
 ]
 
 

@@ -1,0 +1,123 @@
+# ruff: noqa: E501 - names of tests are as long as they are
+"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: hours on two cores.
+
+The suite tries each guarantee with one case of each kind. What is listed here takes long, and shows for another model,
+layout or back end what a case that stays shows; each list says which. A case that is called otherwise by now is tried:
+a wrong name costs time and hides nothing. `tests/unit/test_further_cases.py` finds wrong names of tests.
+"""
+
+from __future__ import annotations
+
+FURTHER_CASES: dict[str, tuple[str, ...]] = {
+    "a layout of all three kinds, one of slices with adapters, and routers with replay stay": (
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen3-d1]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen3+lora4-d1]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen3+lora4-t2p2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[llama+lora4-t4]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen2+lora4-p2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen2+merged-p2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[mixtral-t2p2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen3_moe-d2t2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[mixtral+replay-d2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[mixtral+replay-t2]",
+        "tests/unit/trainer/engines/sharded/test_layouts.py::test_any_layout_trains_as_one_process_does[qwen3-d2c2]",
+    ),
+    "moments, adapters and recomputed layers in host memory stay in two cases": (
+        "tests/unit/trainer/engines/sharded/test_offload.py::test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device[d1 bf16 ema]",
+        "tests/unit/trainer/engines/sharded/test_offload.py::test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device[d1 lora]",
+        "tests/unit/trainer/engines/sharded/test_offload.py::test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device[p2]",
+        "tests/unit/trainer/engines/sharded/test_memory_and_checkpoints.py::test_bf16_is_near_fp32[c2]",
+    ),
+    "of architectures stay experts, the gated delta rule, one matrix, sinks, Mamba and learned positions": (
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[Gemma 2]",
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[RecurrentGemma]",
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[SmolLM3]",
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[Falcon (alibi)]",
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[FalconH1]",
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[LFM2]",
+        "tests/unit/models/test_every_architecture.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[Phi]",
+        "tests/unit/models/test_every_model.py::test_a_sample_is_trained_and_served_as_the_page_says[phimoe]",
+        "tests/unit/models/test_every_model.py::test_a_sample_is_trained_and_served_as_the_page_says[moshi]",
+        "tests/unit/models/test_every_picture_model.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[SmolVLM]",
+        "tests/unit/models/test_every_picture_model.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[LLaVA-OneVision]",
+        "tests/unit/models/test_every_picture_model.py::test_it_is_trained_and_served_right_or_refused_as_the_page_says[Mistral 3]",
+        "tests/unit/models/test_pictures.py::test_rules_without_torch_say_what_the_processor_says[idefics3]",
+        "tests/unit/models/test_pictures.py::test_rules_without_torch_say_what_the_processor_says[mistral3]",
+    ),
+    "the engine's answers stay against a plain forward of three models, with a window, norms and neither": (
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[1.0-qwen3]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[1.0-llama]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[1.0-mistral]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[1.0-gemma]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[1.0-gemma2]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[1.0-gemma3_text]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[0.7-qwen2]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[0.7-llama]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[0.7-gemma]",
+        "tests/unit/inference/test_engine_logprobs.py::test_logprobs_equal_a_plain_forward_while_requests_join_and_leave[0.7-gemma2]",
+        "tests/unit/inference/test_engine_program.py::test_recorded_decoding_follows_a_weight_update[gemma]",
+        "tests/unit/inference/test_engine_program.py::test_recorded_decoding_follows_a_weight_update[qwen2]",
+        "tests/unit/inference/test_prefix_rows.py::test_interrupted_groups_get_the_tokens_that_they_get_undisturbed[abort]",
+    ),
+    "of states that pass from layer to layer in the engine, one of each kind (`FEW`) stays once": (
+        "tests/unit/inference/test_engine_states.py::test_samples_of_all_lengths_that_join_and_leave_have_the_logprobs_of_the_model_alone[mamba2]",
+        "tests/unit/inference/test_engine_states.py::test_samples_of_all_lengths_that_join_and_leave_have_the_logprobs_of_the_model_alone[bamba]",
+        "tests/unit/inference/test_engine_states.py::test_samples_of_all_lengths_that_join_and_leave_have_the_logprobs_of_the_model_alone[granitemoehybrid]",
+        "tests/unit/inference/test_engine_states.py::test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state[mamba2]",
+        "tests/unit/inference/test_engine_states.py::test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state[bamba]",
+        "tests/unit/inference/test_engine_states.py::test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state[granitemoehybrid]",
+        "tests/unit/inference/test_engine_states.py::test_samples_that_part_in_the_middle_of_their_answers_are_exact[mamba]",
+        "tests/unit/inference/test_engine_states.py::test_samples_that_part_in_the_middle_of_their_answers_are_exact[lfm2]",
+        "tests/unit/inference/test_engine_states.py::test_samples_that_part_in_the_middle_of_their_answers_are_exact[recurrent_gemma]",
+        "tests/unit/inference/test_engine_states.py::test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_their_keys[mamba]",
+        "tests/unit/inference/test_engine_states.py::test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_their_keys[lfm2]",
+        "tests/unit/inference/test_engine_turns.py::test_any_schedule_of_conversations_gives_the_tokens_that_it_gives_where_nothing_is_kept[gemma2-tiny]",
+        "tests/unit/inference/test_engine_turns.py::test_any_schedule_of_conversations_gives_the_tokens_that_it_gives_where_nothing_is_kept[lfm2-tiny]",
+        "tests/unit/inference/test_engine_turns.py::test_any_schedule_of_conversations_gives_the_tokens_that_it_gives_where_nothing_is_kept[qwen2-wide]",
+        "tests/unit/inference/test_engine_turns.py::test_prompts_in_parts_give_the_tokens_that_they_give_whole[gemma2-few rows]",
+        "tests/unit/inference/test_engine_turns.py::test_prompts_in_parts_give_the_tokens_that_they_give_whole[lfm2-few rows]",
+        "tests/unit/inference/test_engine_turns.py::test_prompts_in_parts_give_the_tokens_that_they_give_whole[qwen2-tiny]",
+    ),
+    "exports stay in both types, and of a model with pictures and adapters": (
+        "tests/unit/commands/test_export.py::test_a_model_with_pictures_is_exported_with_its_tower_and_what_reads_pictures_in[gemma3-0]",
+        "tests/unit/commands/test_export.py::test_a_model_with_pictures_is_exported_with_its_tower_and_what_reads_pictures_in[gemma3-4]",
+        "tests/unit/commands/test_export.py::test_a_model_with_pictures_is_exported_with_its_tower_and_what_reads_pictures_in[qwen2_vl-0]",
+        "tests/unit/commands/test_export.py::test_adapters_are_merged_into_their_base[published-float32]",
+        "tests/unit/commands/test_export.py::test_adapters_are_merged_into_their_base[checkpoint-float32]",
+        "tests/unit/commands/test_export.py::test_what_was_published_merged_is_exported_and_its_adapters_come_from_the_checkpoint[float32]",
+    ),
+    "of commands whose reader has left, one stays": (
+        "tests/unit/commands/test_readers.py::test_a_reader_that_left_is_no_error[arguments0]",
+        "tests/unit/commands/test_readers.py::test_a_reader_that_left_is_no_error[arguments1]",
+        "tests/unit/commands/test_readers.py::test_a_reader_that_left_is_no_error[arguments2]",
+    ),
+    "pages stay on a server and in a report, light and dark": (
+        "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[live-server-light]",
+        "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[crashed-server-light]",
+        "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[live-report-light]",
+    ),
+    "of whole runs, each feature stays in one": (
+        "tests/e2e/test_layouts.py::test_a_run_trains_in_any_layout[tensor slices, and a critic in stages on ranks of its own]",
+        "tests/e2e/test_layouts.py::test_a_run_trains_in_any_layout[a critic in slices on the ranks of a sharded actor]",
+        "tests/e2e/test_oracle.py::test_losses_are_those_of_the_reference_loop[d1-1-5]",
+        "tests/e2e/test_several_policies.py::test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their_processes[on the same ranks]",
+        "tests/e2e/test_whole_system.py::test_kept_answers_go_on_across_updates_within_the_bound[in_place]",
+        "tests/e2e/test_whole_system.py::test_a_mixture_of_experts_is_served_as_it_is_trained[flat-d1-False]",
+        "tests/e2e/test_own_backend.py::test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs[in_place]",
+        "tests/e2e/test_sglang_run.py::test_a_run_takes_its_weights_from_the_trainers_memory[distributed-1-in_place-0]",
+        "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_function]",
+        "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_mcp]",
+    ),
+    "a pod that is killed stays": (
+        "tests/unit/runtime/test_pods.py::test_a_pod_that_vanishes_or_freezes_is_a_lost_process[Signals.SIGSTOP]",
+    ),
+}
+"""By what stays: the cases."""
+
+
+def is_further(nodeid: str) -> bool:
+    """True if the suite leaves the test `nodeid` to those who ask for every case."""
+    return nodeid in _CASES
+
+
+_CASES = frozenset(case for cases in FURTHER_CASES.values() for case in cases)
