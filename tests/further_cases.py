@@ -108,9 +108,6 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_function]",
         "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_mcp]",
     ),
-    "a pod that is killed stays": (
-        "tests/unit/runtime/test_pods.py::test_a_pod_that_vanishes_or_freezes_is_a_lost_process[Signals.SIGSTOP]",
-    ),
 }
 """By what stays: the cases."""
 
