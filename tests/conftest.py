@@ -160,6 +160,17 @@ RUNS_AT_ONCE = 3
 """Workers of pytest that begin with whole runs, which wait; the others begin with the other tests, which compute."""
 
 
+class StopsEarly:
+    """Ends the suite at the first failure that is no whole run's: those may be tried again (`.ci/rerun.py`)."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._run = config.pluginmanager.getplugin("dsession")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not report.nodeid.startswith(WHOLE_RUNS):
+            self._run.shouldstop = f"{report.nodeid} failed, which is no whole run"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` a file's tests stay on one worker of pytest; whole runs, each a minute long, need not.
@@ -184,6 +195,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 
+    config.pluginmanager.register(StopsEarly(config))
     return Scheduling(config, log)
 
 
