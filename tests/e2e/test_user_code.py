@@ -41,7 +41,7 @@ class SleepyEnv(Environment):
             most = max(most, running)
             Path(__file__).with_name("most").write_text(str(most))
             changed.notify_all()
-            changed.wait_for(lambda: most == AT_ONCE, 300)  # the first, whose answers may take a while
+            changed.wait_for(lambda: most == AT_ONCE, 60)  # the first, whose answers may take a while
         time.sleep(2)
         with changed:
             running -= 1
