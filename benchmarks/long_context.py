@@ -124,7 +124,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     from asyncrl.comm.name_resolve import NameBackend, make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
-    from asyncrl.trainer.model import host_activations
+    from asyncrl.trainer.model import gradient_checkpointing
     from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.world import training_world
     from asyncrl.trainer.rank.roles import build_rank
@@ -149,7 +149,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
             assert time.monotonic() < until, "gloo keeps a tensor that it has sent"
             os.sched_yield()
 
-    vars(host_activations)["host_like"] = host_like
+    vars(gradient_checkpointing)["host_like"] = host_like
     vars(dist)["all_to_all_single"] = exchange
     config = ExperimentConfig()
     config.model.dtype, config.model.path = Dtype.float32, f"{folder}/model"

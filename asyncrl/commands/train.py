@@ -37,7 +37,7 @@ from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import detached_holder
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
-from asyncrl.trainer.checks import other_tokenizers
+from asyncrl.trainer.checks.algorithm import other_tokenizers
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights.versions.manifest import verify

@@ -205,7 +205,7 @@ def assemble(
         ledger=ledger,
         announcer=announcer,
         stall=stall,
-        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log, check=collector.check),
+        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log.evaluations, check=collector.check),
         steps=steps,
         reported=reported,
         reports=reports,
@@ -235,4 +235,4 @@ def _announcer(
     def announce(version: int, path: str) -> None:
         peers.board.announce_version(version, path, win_rates.at(version))
 
-    return VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)
+    return VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations.due, metrics_log.evaluated, clock)

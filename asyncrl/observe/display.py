@@ -195,84 +195,47 @@ class PlainDisplay:
         """Do nothing: no resource is held."""
 
 
-class LiveDisplay:
-    """One panel, redrawn in place.
+class _Panel:
+    """The figures of a run so far, as a panel.
 
-    A thread redraws it, so that its clock goes on. Each frame begins by moving the cursor up by the height of the one
-    before: a remark printed in between would leave lines of the old panel if the height changed. So one lock covers a
-    whole frame, a remark, and a change of what is shown. rich's own thread has no lock around printing.
+    Args:
+        eta: `max_head_offpolicyness`.
+        failures: counts of failed rollouts.
+
+    Attributes:
+        standing: lines below the figures: the state of the run.
     """
 
-    def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
-        self._title = title
-        self._total = total_steps
-        self._eta = eta
-        self._row: Row = {}
-        self._standing: Sequence[str] = ()
+    def __init__(self, title: str, total_steps: int, eta: int, failures: _Failures) -> None:
+        self._title, self._total, self._eta, self._failures = title, total_steps, eta, failures
+        self.standing: Sequence[str] = ()
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._evaluated: dict[str, list[float]] = {}
-        self._failures = _Failures()
         self._started = time.monotonic()
         self._first_step: tuple[float, float] | None = None
-        self._live = Live(get_renderable=self._render, console=console, auto_refresh=False, transient=False)
-        self._restore_keys = silence_keys(console.file)
-        self._live.start()
-        self._lock = threading.RLock()
-        self._closed = threading.Event()
-        self._redrawing = threading.Thread(target=self._redraw, name="display", daemon=True)
-        self._redrawing.start()
 
-    def note(self, text: str) -> None:
-        """Print the remark above the panel."""
-        # Options of `print` would also apply to the panel, which is drawn again below the remark; and it joins texts to
-        # one without theirs, but not those in a group.
-        remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
-        with self._lock:
-            self._live.console.print(Group(remark), crop=False)
+    def add(self, row: Row) -> None:
+        """Take in a row of metrics; that of step 0 has evaluations alone."""
+        for name, value in main_figures(row).items():
+            self._evaluated.setdefault(name, []).append(value)
+        if "reward/mean" not in row:
+            return
+        if self._first_step is None:
+            self._first_step = (row["step"], time.monotonic())
+            self.standing = ()  # it is about the time before the first step
+        self._recent.append(row)
+        self._rewards.append(row["reward/mean"])
 
-    def row(self, row: Row) -> None:
-        """Update the figures with a step's row."""
-        with self._lock:
-            for name, value in main_figures(row).items():
-                self._evaluated.setdefault(name, []).append(value)
-            for remark in self._failures.take(row):
-                self.note(remark)
-            if "reward/mean" not in row:  # step 0: evaluations alone
-                return
-            if not self._row:
-                self._standing = ()  # it is about the time before the first step
-            self._row = row
-            self._recent.append(row)
-            self._rewards.append(row["reward/mean"])
-            if self._first_step is None:
-                self._first_step = (row["step"], time.monotonic())
-
-    def standing(self, lines: Sequence[str]) -> None:
-        """Show the state of the run below the figures."""
-        self._standing = lines
-
-    def close(self) -> None:
-        """Draw the last state and stop."""
-        self._closed.set()
-        self._redrawing.join()
-        self._standing = ()
-        self._live.stop()
-        self._restore_keys()
-
-    def _redraw(self) -> None:
-        while not self._closed.wait(_REFRESH_S):
-            with self._lock:
-                self._live.refresh()
-
-    def _render(self) -> RenderableType:
-        body: list[RenderableType] = [self._progress(), self._figures(self._row)]
-        body += [Text(line, style="dim") for line in self._standing]
+    def render(self) -> RenderableType:
+        """Return the panel of the newest row, for rich."""
+        body: list[RenderableType] = [self._progress(), self._figures(self._recent[-1] if self._recent else {})]
+        body += [Text(line, style="dim") for line in self.standing]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
     def _progress(self) -> Table:
-        step = self._row.get("step", 0.0)
+        step = self._recent[-1]["step"] if self._recent else 0.0
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
@@ -327,6 +290,58 @@ class LiveDisplay:
     def _recent_s(self) -> float:
         total: float = sum(row["time/step_s"] for row in self._recent)
         return max(total, 1e-9)
+
+
+class LiveDisplay:
+    """One panel, redrawn in place.
+
+    A thread redraws it, so that its clock goes on. Each frame begins by moving the cursor up by the height of the one
+    before: a remark printed in between would leave lines of the old panel if the height changed. So one lock covers a
+    whole frame, a remark, and a change of what is shown. rich's own thread has no lock around printing.
+    """
+
+    def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
+        self._failures = _Failures()
+        self._panel = _Panel(title, total_steps, eta, self._failures)
+        self._live = Live(get_renderable=self._panel.render, console=console, auto_refresh=False, transient=False)
+        self._restore_keys = silence_keys(console.file)
+        self._live.start()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._redrawing = threading.Thread(target=self._redraw, name="display", daemon=True)
+        self._redrawing.start()
+
+    def note(self, text: str) -> None:
+        """Print the remark above the panel."""
+        # Options of `print` would also apply to the panel, which is drawn again below the remark; and it joins texts to
+        # one without theirs, but not those in a group.
+        remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
+        with self._lock:
+            self._live.console.print(Group(remark), crop=False)
+
+    def row(self, row: Row) -> None:
+        """Update the figures with a step's row."""
+        with self._lock:
+            for remark in self._failures.take(row):
+                self.note(remark)
+            self._panel.add(row)
+
+    def standing(self, lines: Sequence[str]) -> None:
+        """Show the state of the run below the figures."""
+        self._panel.standing = lines
+
+    def close(self) -> None:
+        """Draw the last state and stop."""
+        self._closed.set()
+        self._redrawing.join()
+        self._panel.standing = ()
+        self._live.stop()
+        self._restore_keys()
+
+    def _redraw(self) -> None:
+        while not self._closed.wait(_REFRESH_S):
+            with self._lock:
+                self._live.refresh()
 
 
 def _clock(seconds: float) -> str:

@@ -137,13 +137,28 @@ class ModelWorker(Worker):
             self.log.info("%s", price_line(self._rank.state_bytes(), copy_rate(device)))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.memory_checkpoint.close)
-        self._functions = {call.function: find_function(call.function) for call in graph.calls}
-        self._kept = self._keep_samples()
-        self._utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
-        observer.gauges(self._utilisation.gauges)
-        self._profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
+        utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
+        observer.gauges(utilisation.gauges)
+        sample_logs = self._open_sample_logs()
         all_have_started(config)
-        self._take_connections()
+        heads = self._world.placement.actor.data_heads
+        head = heads.index(self.index) if self._world.takes_trajectories else 0
+        self._receiver = self._open_receiver(head)
+        self._versions = Versions(config, self.run_dir, self._world, self._rank, self.http_security, device)
+        self._requests = QueuedRequests(
+            config,
+            self._world,
+            self._rank,
+            receiver=self._receiver,
+            versions=self._versions,
+            memory_checkpoint=self._memory_checkpoint,
+            functions={call.function: find_function(call.function) for call in graph.calls},
+            sample_logs=sample_logs,
+            utilisation=utilisation,
+            profile=StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device),
+            device=device,
+        )
+        self._take_connections(head)
 
     def _meet(self, ranks: int) -> None:
         """Wait until all ranks are about to join: the first rank waits for the others' processes, and they wait for it.
@@ -197,25 +212,9 @@ class ModelWorker(Worker):
         kernel = attention_kernel(engine.model_config.to_dict(), implementation, self._device, dtype)
         return str(SequenceLayout(engine.attention, kernel))
 
-    def _take_connections(self) -> None:
+    def _take_connections(self, head: int) -> None:
+        """Serve the master, and take trajectories as data index `head`."""
         system = self.config.system
-        heads = self._world.placement.actor.data_heads
-        head = heads.index(self.index) if self._world.takes_trajectories else 0
-        self._receiver = self._open_receiver(head)
-        self._versions = Versions(self.config, self.run_dir, self._world, self._rank, self.http_security, self._device)
-        self._requests = QueuedRequests(
-            self.config,
-            self._world,
-            self._rank,
-            receiver=self._receiver,
-            versions=self._versions,
-            memory_checkpoint=self._memory_checkpoint,
-            functions=self._functions,
-            kept=self._kept,
-            utilisation=self._utilisation,
-            profile=self._profile,
-            device=self._device,
-        )
         self._server = RequestServer(
             system.host,
             self.security,
@@ -233,17 +232,14 @@ class ModelWorker(Worker):
         if self._world.publishes:
             self._open.callback(self._close_connections)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
-        self._puller = TrajectoryPuller(
-            system.host, self.security, on_message=self._receiver.receive, remembered=remembered
-        )
-        self._open.callback(self._puller.close)
+        puller = TrajectoryPuller(system.host, self.security, on_message=self._receiver.receive, remembered=remembered)
+        self._open.callback(puller.close)
         self._open.callback(self._receiver.inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.lease_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
         if self._world.takes_trajectories:
-            puller = names.puller_key(head)
-            self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
+            self.resolver.add(names.puller_key(head), puller.endpoint, lease_s=lease_s, replace=True)
 
     def _open_receiver(self, head: int) -> TrajectoryReceiver:
         config, folder = self.config, str(self.config.model.path)
@@ -307,7 +303,7 @@ class ModelWorker(Worker):
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
-    def _keep_samples(self) -> dict[str, SampleLog]:
+    def _open_sample_logs(self) -> dict[str, SampleLog]:
         """Open the writers of this rank's samples, by policy that it trains; none if none are to be kept."""
         samples, policies = self.config.samples, ("", *self.config.trained_policies)
         here = [policy for policy in policies if self._world.hosts(role_of_policy(policy, ACTOR))]

@@ -31,7 +31,7 @@ def calculator(expression: str) -> str:
 def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that writes calls with wrong digits in them."""
     from asyncrl.config.load import load_supervised
-    from asyncrl.trainer.supervised.loop import make_base_model
+    from asyncrl.trainer.supervised.make_model import make_base_model
     from asyncrl.trainer.supervised.settings import SFTPhaseConfig
 
     config = load_supervised("tool_calculator_base")

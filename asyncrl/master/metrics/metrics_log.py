@@ -1,4 +1,4 @@
-"""Rows of metrics, one per train step and one for the model before training, and the run's evaluations.
+"""Rows of metrics, one per train step and one for the model before training.
 
 A row is held until the evaluation of its version has ended (`RowQueue`); held rows are part of a checkpoint, so that a
 resumed run also has every row exactly once. An evaluation that a restart cuts off is repeated if the servers still have
@@ -8,20 +8,19 @@ that version or get it again; otherwise it counts as failed.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import CUT_SHORT, FAILURES, DropReason, is_filter_reason
-from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.comm.drop_reasons import FAILURES, DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
+from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
 from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.history.tail import JsonlTail
@@ -33,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 DROPPED_GROUPS = "/dropped_groups"
 """Suffix of the metric with which a filter call of the graph counts dropped groups."""
-_WITHOUT_RESULT = re.compile(r"eval/(?P<set>.+)/(?P<figure>failed|cut_short)")
 
 
 @dataclass(slots=True)
@@ -53,26 +51,40 @@ class _Totals:
         return sum(count for reason, count in self.dropped.items() if is_filter_reason(reason))
 
 
+class _Restarts:
+    """Restarts of single processes and of all together, over all launches, as the launcher logs them."""
+
+    def __init__(self, log: JsonlTail) -> None:
+        self._log, self._number, self._seconds = log, 0, 0.0
+
+    def figures(self) -> Row:
+        """Return the number of restarts so far, and the seconds that they took."""
+        lines = self._log.read()
+        self._number += restarts_in(lines).total()
+        self._seconds += seconds_in(lines)
+        return {"restarts": self._number, "time/restarts_s": self._seconds}
+
+
 class MetricsLog:
-    """Rows and evaluations of one run.
+    """Rows of metrics of one run.
 
     Args:
         collector, buffer: the sources of counters in the rows.
+
+    Attributes:
+        evaluations: those that ended, failed or are due.
     """
 
     def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:
-        self.evaluations: list[Row] = []
-        self.evaluations_failed: list[Row] = []
+        self.evaluations = Evaluations(config)
         self._config = config
-        self._sets = evaluation_sets(config)
         self._collector = collector
         self._buffer = buffer
         self._rows = RowQueue()
         self._written: dict[int, Row] = {}  # when it was opened
         self._metrics: MetricsWriter | None = None
-        self._restart_log: JsonlTail | None = None
+        self._restarts: _Restarts | None = None
         self._tables: SampleTables | None = None
-        self._restarts, self._restart_s = 0, 0.0  # over all launches
         self._started_at = 0.0
         self._totals = _Totals(0.0)
 
@@ -93,47 +105,28 @@ class MetricsLog:
         """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
-        self._restart_log = JsonlTail(run_dir / RESTARTS_FILE)
+        self._restarts = _Restarts(JsonlTail(run_dir / RESTARTS_FILE))
         if (samples := self._config.samples).every and samples.tables:
             self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
         stale = self._buffer.dropped[DropReason.stale]
         self._totals = _Totals(now, stale=stale, dropped=dropped, idle_s=idle_s)
-        if version == 0 and self.evaluations_due(0):
+        if version == 0 and self.evaluations.due(0):
             self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
         if version == 0 or state is None:
             return
-        self.evaluations, self.evaluations_failed = list(state["evaluations"]), list(state["evaluations_failed"])
+        self.evaluations.restore(state)
         written = self._written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
         for step, row in ((held["step"], held["row"]) for held in state["rows"]):
             if step in written:  # its evaluation ended after the checkpoint was written
-                self._take_in(step, written[step])
+                self.evaluations.take_in(step, written[step])
                 continue
             cut_off = not any(name.startswith("eval/") for name in row)
             if cut_off and step != served:
-                for name in self.evaluations_due(step):
-                    row |= self._failed(step, name, "cut off by a restart")
-            self._rows.add(step, row, awaits_evaluation=cut_off and step == served and bool(self.evaluations_due(step)))
+                for name in self.evaluations.due(step):
+                    row |= self.evaluations.fail(step, name, "cut off by a restart")
+            self._rows.add(step, row, awaits_evaluation=cut_off and step == served and bool(self.evaluations.due(step)))
         self._write_ready()
-
-    def _take_in(self, step: int, row: Row) -> None:
-        """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
-        measured = {}
-        for name, value in row.items():
-            if (found := _WITHOUT_RESULT.fullmatch(name)) is not None:
-                reason = CUT_SHORT if found["figure"] == "cut_short" else "failed in an earlier launch; see its log"
-                self._failed(step, found["set"], reason)
-            elif name.startswith("eval/"):
-                measured[name] = value
-        if measured:
-            self.evaluations.append({"version": step, **measured})
-
-    def evaluations_due(self, version: int) -> list[str]:
-        """Return the sets on which to evaluate `version`: every `interval`-th version of each set, the first and the
-        last.
-        """
-        total = self._config.total_train_steps
-        return [each.name for each in self._sets if each.is_due(version, total)]
 
     def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """Add the row of the step that made `version` from `batch`; `measured` are its statistics and times."""
@@ -152,9 +145,9 @@ class MetricsLog:
             "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
             "rollout/dropped_stale": after.stale - before.stale,
             "buffer/size": len(self._buffer),
-            "restarts": self._count_restarts(),
-            "time/restarts_s": self._restart_s,
         }
+        if self._restarts is not None:
+            row |= self._restarts.figures()
         row |= {
             f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
             for reason in sorted({*FAILURES, *after.dropped} - {DropReason.stale})  # the buffer counts that one
@@ -165,13 +158,13 @@ class MetricsLog:
         if filtered_in_graph or self._config.rollout.filters:
             row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)
         self._totals = after
-        self._rows.add(version, row, awaits_evaluation=bool(self.evaluations_due(version)))
+        self._rows.add(version, row, awaits_evaluation=bool(self.evaluations.due(version)))
         self._write_ready()
 
     def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """As `step`, for a master that was restarted after the step, so that the row may exist already."""
         if version in self._written:
-            self._take_in(version, self._written[version])
+            self.evaluations.take_in(version, self._written[version])
         else:
             self.step(version, batch, measured, gate, now)
 
@@ -189,7 +182,7 @@ class MetricsLog:
         failed: Row = {}
         for name, outcome in outcomes.items():
             if isinstance(outcome, str):
-                failed |= self._failed(version, name, outcome)
+                failed |= self.evaluations.fail(version, name, outcome)
                 continue
             statistics = evaluation_statistics(name, outcome)
             measured |= statistics | {f"eval/{name}/seconds": seconds[name]}
@@ -198,59 +191,19 @@ class MetricsLog:
                 answered = f"{outcome.min_version} to {outcome.max_version}"
                 _log.warning("the evaluation of version %d on %s was answered by versions %s", version, name, answered)
         if measured:
-            self.evaluations.append({"version": version, **measured})
+            self.evaluations.add(version, measured)
         self._rows.evaluated(version, measured | failed)
         self._write_ready()
 
-    def scores(self, metric: str) -> dict[int, float]:
-        """Return the values of `metric` by evaluated version."""
-        return {evaluation["version"]: evaluation[metric] for evaluation in self.evaluations if metric in evaluation}
-
-    def awaited_evaluations(self, versions: Iterable[int]) -> set[int]:
-        """Return those of `versions` whose evaluation is due and has not ended."""
-        ended = {evaluation["version"] for evaluation in (*self.evaluations, *self.evaluations_failed)}
-        return {version for version in versions if self.evaluations_due(version) and version not in ended}
-
-    def last_evaluations(self) -> dict[str, Row]:
-        """Return the newest evaluation of each set: the version and its metrics."""
-        found: dict[str, Row] = {}
-        for evaluation in self.evaluations:
-            for key, value in evaluation.items():
-                prefix, _, rest = key.partition("/")
-                if prefix == "eval":
-                    name, _, metric = rest.partition("/")
-                    before = found.get(name)
-                    if before is None or before["version"] != evaluation["version"]:
-                        found[name] = {"version": evaluation["version"]}
-                    found[name][metric] = value
-        return found
-
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint."""
-        return {
-            "rows": self._rows.state(),
-            "evaluations": self.evaluations,
-            "evaluations_failed": self.evaluations_failed,
-        }
+        return {"rows": self._rows.state(), **self.evaluations.state()}
 
     def close(self) -> None:
         """Write the remaining rows."""
         if self._metrics is not None:
             self._show_samples(self._metrics, self._metrics.last_step + 1)
             self._metrics.close()
-
-    def _failed(self, version: int, name: str, reason: str) -> Row:
-        """Record an evaluation of the set `name` without a result; return the metrics for its row."""
-        self.evaluations_failed.append({"version": version, "set": name, "reason": reason})
-        return {f"eval/{name}/{'cut_short' if reason == CUT_SHORT else 'failed'}": 1.0}
-
-    def _count_restarts(self) -> int:
-        """Return the number of restarts so far, of single processes and of all together."""
-        if self._restart_log is not None:
-            lines = self._restart_log.read()
-            self._restarts += restarts_in(lines).total()
-            self._restart_s += seconds_in(lines)
-        return self._restarts
 
     def _write_ready(self) -> None:
         if self._metrics is not None:

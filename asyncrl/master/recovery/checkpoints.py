@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.run_dir import versions_in
 from asyncrl.master.books.run_files import checkpoint_root
+from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row
-from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
 from asyncrl.observe import observer
@@ -49,7 +49,7 @@ class Checkpoints:
         keeping: CheckpointConfig,
         run_dir: Path,
         ranks: RankClients,
-        metrics_log: MetricsLog,
+        evaluations: Evaluations,
         check: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,7 +57,7 @@ class Checkpoints:
         """Progress of the newest checkpoint that is complete on disk."""
         self._figures: Row = {}
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
-        self._ranks, self._journal, self._check = ranks, metrics_log, check
+        self._ranks, self._evaluations, self._check = ranks, evaluations, check
         self._under_way: asyncio.Task[None] | None = None
         self._asked, self._due = -1, False
         self._clock, self._begun_s = clock, clock()  # a process that begins counts from then
@@ -139,6 +139,6 @@ class Checkpoints:
         scores, undecided = {}, set[int]()
         if keeping.keep_best is not None:
             sign = 1.0 if keeping.keep_best_direction == BestDirection.highest else -1.0
-            scores = {key: sign * value for key, value in self._journal.scores(keeping.keep_best).items()}
-            undecided = self._journal.awaited_evaluations(versions)
+            scores = {key: sign * value for key, value in self._evaluations.scores(keeping.keep_best).items()}
+            undecided = self._evaluations.awaited(versions)
         return tuple(sorted(which_to_keep(versions, keeping.keep, keeping.keep_every, scores, undecided)))

@@ -8,6 +8,7 @@ run, and if they ended within the newest `keep_steps` steps, so that memory does
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +82,75 @@ class StepOf:
     books: LedgerBooks | None = None
 
 
+class _LedgerLines:
+    """The lines of the ledger's files in `folder`, each returned once.
+
+    Attributes:
+        unreadable: number of lines so far that are no lines of a ledger.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.unreadable = 0
+        self._folder = folder
+        self._files: list[Appended] = []
+
+    def new(self) -> Iterator[Line]:
+        """Yield the lines that were appended since the last call.
+
+        Raises:
+            ReadAgain: a file was replaced or cut; lines read before may be of steps that did not end.
+        """
+        known = {each.file for each in self._files}
+        self._files += [Appended(file) for file in sorted(self._folder.glob("*.jsonl")) if file not in known]
+        for file in self._files:
+            for raw in file.read():
+                try:
+                    yield _decode(raw)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    self.unreadable += 1
+
+
+class _EndedRollouts:
+    """The ids of ended rollouts by step, and the rule by which they are forgotten.
+
+    Args:
+        keep_steps: number of newest steps whose rollouts are kept.
+        keep_from: oldest step whose rollouts are kept, in place of `keep_steps`; None: `keep_steps` holds.
+    """
+
+    def __init__(self, keep_steps: int, keep_from: int | None) -> None:
+        self._keep_steps, self._keep_from = keep_steps, keep_from
+        self._by_step: deque[tuple[int, list[str]]] = deque()
+        self._since_step: list[str] = []
+
+    def add(self, rollout_id: str) -> None:
+        """Record the end of a rollout."""
+        self._since_step.append(rollout_id)
+
+    def close_step(self, step: int) -> Iterator[str]:
+        """Count the rollouts that ended since the step before as ended in `step`; yield those to forget."""
+        self._by_step.append((step, self._since_step))
+        self._since_step = []
+        while self._has_too_many():
+            yield from self._by_step.popleft()[1]
+
+    def _has_too_many(self) -> bool:
+        """True if the rollouts of the oldest step are no longer to be kept."""
+        if self._keep_from is None:
+            return len(self._by_step) > self._keep_steps
+        return bool(self._by_step) and self._by_step[0][0] < self._keep_from
+
+
+@dataclass(slots=True)
+class _SinceStep:
+    """The part of the ledger after the newest `step` line, which the next `step` line counts as its own."""
+
+    trained: list[Trained] = field(default_factory=list)
+    admitted: int = 0
+    finished: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
 class LedgerHistory:
     """Reads the ledger in `folder`; `refresh` takes in what is new.
 
@@ -90,27 +160,27 @@ class LedgerHistory:
         launches: the `begin` lines, in order.
         saved: versions with a checkpoint and when it was begun.
         ended: the `end` line of the newest launch; None where it has none.
-        lines: read so far; `unreadable` of them are no lines of a ledger.
+        newest_at: time of the newest line, in seconds since 1970.
     """
 
     def __init__(self, folder: Path, keep_steps: int, keep_from: int | None = None) -> None:
-        self._folder, self._keep_steps, self._keep_from = folder, keep_steps, keep_from
+        self._parts = lambda: (_LedgerLines(folder), _EndedRollouts(keep_steps, keep_from))
         self._clear()
 
     def _clear(self) -> None:
+        self._lines, self._ended_rollouts = self._parts()
         self.steps: dict[int, StepOf] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.launches: list[Begin] = []
         self.saved: list[tuple[int, float]] = []
         self.ended: End | None = None
-        self.lines = self.unreadable = 0
         self.newest_at = 0.0
-        self._files: list[Appended] = []
-        self._trained: list[Trained] = []
-        self._admitted = self._finished = 0
-        self._dropped: Counter[str] = Counter()
-        self._ended_by_step: deque[tuple[int, list[str]]] = deque()
-        self._ended: list[str] = []
+        self._since_step = _SinceStep()
+
+    @property
+    def unreadable(self) -> int:
+        """Number of lines that are no lines of a ledger."""
+        return self._lines.unreadable
 
     @property
     def settings(self) -> RunSettings | None:
@@ -119,7 +189,7 @@ class LedgerHistory:
 
     def dropped_since(self, step: int) -> tuple[int, Counter[str]]:
         """Admitted rollouts and dropped ones by reason, from train step `step` to now."""
-        admitted, dropped = self._admitted, Counter(self._dropped)
+        admitted, dropped = self._since_step.admitted, Counter(self._since_step.dropped)
         for number, each in self.steps.items():
             if number >= step:
                 admitted += each.admitted
@@ -135,22 +205,13 @@ class LedgerHistory:
             self._read()
 
     def _read(self) -> None:
-        known = {each.file for each in self._files}
-        self._files += [Appended(file) for file in sorted(self._folder.glob("*.jsonl")) if file not in known]
-        for file in self._files:
-            for raw in file.read():
-                self._take(raw)
+        for line in self._lines.new():
+            self._take(line)
 
-    def _take(self, raw: bytes) -> None:
-        self.lines += 1
-        try:
-            line = _decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.unreadable += 1
-            return
+    def _take(self, line: Line) -> None:
         match line:
             case Admitted():
-                self._admitted += 1
+                self._since_step.admitted += 1
                 self.rollouts[line.rollout] = Rollout(
                     line.rollout, line.prompt, line.order, line.worker, line.version, line.at
                 )
@@ -158,12 +219,12 @@ class LedgerHistory:
             case Finished():
                 self._take_finished(line)
             case Dropped():
-                self._dropped[line.reason] += 1
+                self._since_step.dropped[line.reason] += 1
                 self._end(line.rollout, line.reason, line.at)
             case Abandoned():
                 self._end(line.rollout, ABANDONED, line.at)
             case Trained():
-                self._trained.append(line)
+                self._since_step.trained.append(line)
             case Step():
                 self._take_step(line)
             case Saved():
@@ -174,23 +235,24 @@ class LedgerHistory:
                 self.ended = line
 
     def _take_finished(self, line: Finished) -> None:
-        self._finished += 1
+        self._since_step.finished += 1
         if (rollout := self.rollouts.get(line.rollout)) is not None:
             rollout.finished_at, rollout.tokens = line.at, line.tokens
             rollout.end = rollout.ended_at = None
         self.newest_at = max(self.newest_at, line.at)
 
     def _end(self, rollout_id: str, end: str, at: float) -> None:
-        self._ended.append(rollout_id)
+        self._ended_rollouts.add(rollout_id)
         if (rollout := self.rollouts.get(rollout_id)) is not None:
             rollout.end, rollout.ended_at = end, at
         self.newest_at = max(self.newest_at, at)
 
     def _take_step(self, line: Step) -> None:
         step = StepOf(line.step, line.lineage, line.at, books=line.books)
-        step.admitted, step.finished, step.dropped = self._admitted, self._finished, self._dropped
+        since, self._since_step = self._since_step, _SinceStep()
+        step.admitted, step.finished, step.dropped = since.admitted, since.finished, since.dropped
         times: list[tuple[float, float]] = []
-        for trained in self._trained:
+        for trained in since.trained:
             step.rollouts += 1
             step.samples += trained.samples
             step.reward += trained.reward
@@ -209,23 +271,10 @@ class LedgerHistory:
             step.rollout_s, step.waited_s = (sum(each) / len(times) for each in zip(*times, strict=True))
         self.steps[line.step] = step
         self.newest_at = max(self.newest_at, line.at)
-        self._trained, self._admitted, self._finished, self._dropped = [], 0, 0, Counter()
-        self._ended_by_step.append((line.step, self._ended))
-        self._ended = []
-        while self._is_one_too_old():
-            for rollout_id in self._ended_by_step.popleft()[1]:
-                self._forget_ended(rollout_id)
-
-    def _is_one_too_old(self) -> bool:
-        """True if the oldest step whose rollouts are kept is no longer to be kept."""
-        if self._keep_from is None:
-            return len(self._ended_by_step) > self._keep_steps
-        return bool(self._ended_by_step) and self._ended_by_step[0][0] < self._keep_from
-
-    def _forget_ended(self, rollout_id: str) -> None:
-        rollout = self.rollouts.get(rollout_id)
-        if rollout is not None and rollout.end is not None:
-            del self.rollouts[rollout_id]
+        for rollout_id in self._ended_rollouts.close_step(line.step):
+            rollout = self.rollouts.get(rollout_id)
+            if rollout is not None and rollout.end is not None:
+                del self.rollouts[rollout_id]
 
     def _take_begin(self, line: Begin) -> None:
         """Process the start of a launch: forget everything after its checkpoint, and rollouts that earlier launches
@@ -239,8 +288,8 @@ class LedgerHistory:
                 rollout.end = ABANDONED
             elif rollout.end is None:
                 rollout.end, rollout.ended_at = ABANDONED, line.at
-                self._ended.append(rollout.id)
+                self._ended_rollouts.add(rollout.id)
         self.launches.append(line)
         self.ended = None
-        self._trained, self._admitted, self._finished, self._dropped = [], 0, 0, Counter()
+        self._since_step = _SinceStep()
         self.newest_at = max(self.newest_at, line.at)

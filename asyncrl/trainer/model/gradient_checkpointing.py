@@ -4,21 +4,34 @@ Only one hidden state per layer and token is kept. The price is one more forward
 work. A layer is a module that transformers derives from `GradientCheckpointingLayer`. Its `forward` itself is replaced,
 so hooks around it, such as those that gather a sharded layer's weights, run outside of the recomputed part.
 transformers' own switch acts in `model.train()` only, which would turn dropout on too. This one acts whenever gradients
-are recorded, and costs nothing otherwise. The hidden states may wait in host memory (`host_activations`).
+are recorded, and costs nothing otherwise.
+
+The hidden states, which are the layers' inputs, may wait in host memory between the passes (`HostActivations`):
+
+    forward    layer i begins     its input is copied to the host (pinned, beside the layer's own work),
+                                  and the input of layer i - 1 leaves the device
+    backward   layer i is due     its input is back on the device; that of layer i - 1 is on its way
+
+So a device holds two inputs at a time instead of one per layer. Copies have the same bits, so losses and gradients do
+not change. On a CPU the host is the device: the same happens, without a benefit. Masks and positions, which all layers
+share and which need no gradients, stay.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.models.host_copies import HostCopies, host_like
 from asyncrl.models.routing import Routers
-from asyncrl.trainer.model.host_activations import HostActivations
 
 
 def checkpoint_layers(trunk: nn.Module, routers: Routers | None = None, *, on_host: bool = False) -> int:
@@ -55,3 +68,74 @@ def _saving_to(inputs: HostActivations, forward: Callable[..., Any], *args: Any,
     """Call `forward`, whose `checkpoint` has autograd save its positional arguments and nothing else."""
     with inputs.moving():
         return forward(*args, **kwargs)
+
+
+class HostActivations:
+    """Moves what autograd saves within `moving()`; one for all layers of a model, in the order of their forwards."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._newest: weakref.ref[_Moved] | None = None
+
+    def moving(self) -> saved_tensors_hooks:
+        """Return a context within which saved tensors that need gradients go to host memory."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Moved:
+        if not tensor.requires_grad:
+            return tensor
+        before = None if self._newest is None else self._newest()
+        if before is not None:
+            before.leave()
+        moved = _Moved(tensor.detach(), self._copies, self._newest)
+        self._newest = weakref.ref(moved)
+        return moved
+
+    def _unpack(self, packed: Tensor | _Moved) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.back()
+
+
+class _Moved:
+    """One tensor on the host. Autograd owns it, so it ends with the graph; nothing else may keep it alive.
+
+    Args:
+        tensor: on the device.
+        before: the tensor that was moved before this one, which the backward pass needs next.
+    """
+
+    def __init__(self, tensor: Tensor, copies: HostCopies, before: weakref.ref[_Moved] | None) -> None:
+        self._here: Tensor | None = tensor
+        self._device, self._version = tensor.device, tensor._version
+        self._copies, self._before = copies, before
+        self._host = host_like(tensor)
+        self._copy = copies.begin([(self._host, tensor)])
+
+    def leave(self) -> None:
+        """Give the tensor on the device up once its copy has ended; the device waits for that, not the host."""
+        if self._here is None:
+            return
+        if self._here._version != self._version:
+            raise RuntimeError(
+                "trainer.activations_on=host: a layer has changed its input, which may have been copied to the host by "
+                "then; use trainer.activations_on=device"
+            )
+        self._copy.before_changes()
+        self._here = None
+
+    def fetch(self) -> None:
+        """Begin to copy the tensor back to the device, unless it is there."""
+        if self._here is None:
+            self._here = torch.empty_like(self._host, device=self._device)
+            self._version = self._here._version
+            self._copy = self._copies.begin([(self._here, self._host)])
+
+    def back(self) -> Tensor:
+        """Return the tensor on the device, and begin to fetch the one before it."""
+        self.fetch()
+        tensor = self._here
+        assert tensor is not None
+        self._copy.before_changes()
+        self._here = None
+        if self._before is not None and (before := self._before()) is not None:
+            before.fetch()
+        return tensor

@@ -16,14 +16,12 @@ import torch
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.observe import observer
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
-from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
-from asyncrl.trainer.batches.policy_parts import parts_of_policies
-from asyncrl.trainer.batches.reshard_batch import move_columns
+from asyncrl.trainer.batches.exchange_trajectories import hand_down
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.functions.calls import CallContext, ModelFunction, run_call
+from asyncrl.trainer.functions.calls import CallContext, ModelFunction, StatValues, run_call
 from asyncrl.trainer.messages import (
     AttachMaster,
     BeginStep,
@@ -33,7 +31,6 @@ from asyncrl.trainer.messages import (
     EndedStep,
     EndStep,
     FinishShare,
-    GridShare,
     LoadCheckpoint,
     LoadedCheckpoint,
     LoadMemoryCheckpoint,
@@ -46,7 +43,7 @@ from asyncrl.trainer.messages import (
     ScoreAhead,
 )
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.roles import ACTOR, TrainingRank
 from asyncrl.trainer.rank.sample_log import SampleLog
@@ -92,6 +89,33 @@ def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, me
     return memory.state_root / request.path if request.in_memory else Path(request.path)
 
 
+class _Calls:
+    """Runs model functions, each with the settings, engines and ranks of its call's policy and role."""
+
+    def __init__(
+        self, config: ExperimentConfig, world: World, rank: TrainingRank, functions: Mapping[str, ModelFunction]
+    ) -> None:
+        self._config, self._world, self._rank, self._functions = config, world, rank, functions
+        self._of_policies = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
+
+    def run(self, call: RunCall, batch: StepBatch) -> StatValues:
+        """Run `call` on `batch`; return its statistics."""
+        policy = call.policy
+        context = CallContext(
+            name=call.name,
+            role=policy_and_role(self._config, call.role)[1],
+            reads=call.reads,
+            writes=call.writes,
+            args=call.args,
+            config=self._of_policies[policy],
+            engines=self._rank.engines_of(policy),
+            ranks=self._world.place(call.role).data,
+            state=self._rank.state_of(policy),
+            roles=self._rank.roles_of(policy),
+        )
+        return run_call(self._functions[call.function], context, batch)
+
+
 class QueuedRequests:
     """Answers the requests that compute.
 
@@ -101,7 +125,7 @@ class QueuedRequests:
         versions: publishes weights.
         memory_checkpoint: folder of the checkpoint in the host's memory.
         functions: model functions by the name that calls give.
-        kept: writers of the rank's samples, by policy.
+        sample_logs: writers of the rank's samples, by policy.
         utilisation: counts operations and the seconds of calls.
         profile: records chosen steps.
         device: device of the rank.
@@ -120,19 +144,17 @@ class QueuedRequests:
         versions: Versions,
         memory_checkpoint: MemoryCheckpoint,
         functions: Mapping[str, ModelFunction],
-        kept: Mapping[str, SampleLog],
+        sample_logs: Mapping[str, SampleLog],
         utilisation: Utilisation,
         profile: StepProfile,
         device: torch.device,
     ) -> None:
-        self._config, self._world, self._rank, self._device = config, world, rank, device
-        self._receiver, self._versions, self._memory_checkpoint = receiver, versions, memory_checkpoint
-        self._functions, self._kept = functions, kept
+        self._world, self._rank, self._receiver, self._versions = world, rank, receiver, versions
+        self._memory_checkpoint, self._device = memory_checkpoint, device
         self._utilisation, self._profile = utilisation, profile
-        self._policies = config.trained_policies
-        self._configs = {name: config_of_policy(config, name) for name in ("", *self._policies)}
-        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
-        self._shares: dict[tuple[str, WorkerGrid], GridShare] = {}
+        self._columns = config.columns
+        self._calls = _Calls(config, world, rank, functions)
+        self._step = CurrentStep(config, world, sample_logs, device)
         self._master = 0
         self.standing = RankState(in_step=False, master_state=None)
 
@@ -176,12 +198,12 @@ class QueuedRequests:
             [0] * len(trajectories),
             version=request.version,
             num_minibatches=1,
-            own=self._config.columns,
+            own=self._columns,
             device=self._device,
         )
         with self._utilisation.computing():
             for call in request.calls:
-                run_call(self._functions[call.function], self._context(call), batch)
+                self._calls.run(call, batch)
             scores = scores_of(batch, [key for call in request.calls for key in call.writes])
         if place.copy.leads:
             self._receiver.inbox.keep_scores(scores)
@@ -189,83 +211,30 @@ class QueuedRequests:
         return Done()
 
     def begin_step(self, step: BeginStep) -> Done:
-        """Bring the samples to every grid's ranks. Each role processes all samples, dealt in the way of its grid."""
+        """Bring the samples to every grid's ranks, and build the step's batches."""
         self._check_master(step)
         self.standing = RankState(in_step=True, master_state=None)
         self._profile.begin(step.version + 1)
-        held = self._receiver.inbox.get(step.leaving)
-        self._shares = {}
-        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
-            place = self._world.places.get(grid)
-            leaving = dict(zip(step.leaving, targets, strict=True))
-            expected = {}
-            if share is not None and place is not None and place.copy.leads:
-                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
-            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
-            if share is None or place is None:
-                continue
-            trajectories, ahead = detach(hand_down(arrived, place.copy))
-            for part in parts_of_policies(trajectories, share.minibatches, self._policies):
-                ids = {trajectory.rollout_id for trajectory in part.trajectories}
-                self._shares[part.policy, grid] = share.keeping(ids) if self._policies else share
-                batch = self._batches[part.policy, grid] = build_step_batch(
-                    part.trajectories,
-                    part.minibatches,
-                    version=step.version,
-                    num_minibatches=step.num_minibatches,
-                    min_version=step.min_version,
-                    own=self._config.columns,
-                    device=self._device,
-                )
-                batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
-                if grid == self._actor_grid(part.policy) and part.policy in self._kept:
-                    self._kept[part.policy].begin(part.trajectories, batch)
+        self._step.begin(step, self._receiver.inbox.get(step.leaving))
         self._receiver.left(step.leaving)
         return Done()
 
     def move_columns(self, request: MoveColumns) -> Done:
         """Copy columns of the step's batches from one grid's ranks to another's."""
-        batches = {grid: batch for (policy, grid), batch in self._batches.items() if policy == request.policy}
-        shares = {grid: share for (policy, grid), share in self._shares.items() if policy == request.policy}
-        move_columns(request, self._world, shares, batches)
+        self._step.move_columns(request)
         return Done()
 
     def run_call(self, call: RunCall) -> CallStats:
         """Run a call of the step's graph on the batch of its policy."""
-        grid = self._world.placement.grid(call.role)
-        if (batch := self._batches.get((call.policy, grid))) is None:
-            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
+        batch = self._step.batch_of(call)
         with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
-            stats = run_call(self._functions[call.function], self._context(call), batch)
-        if grid == self._actor_grid(call.policy) and call.policy in self._kept:
-            self._kept[call.policy].called(call.writes, batch)
+            stats = self._calls.run(call, batch)
+        self._step.called(call, batch)
         return CallStats(stats)
-
-    def _actor_grid(self, policy: str) -> WorkerGrid:
-        """Return the grid of a trained policy's actor, whose heads record its samples."""
-        return self._world.placement.grid(role_of_policy(policy, ACTOR))
-
-    def _context(self, call: RunCall) -> CallContext:
-        policy = call.policy
-        return CallContext(
-            name=call.name,
-            role=policy_and_role(self._config, call.role)[1],
-            reads=call.reads,
-            writes=call.writes,
-            args=call.args,
-            config=self._configs[policy],
-            engines=self._rank.engines_of(policy),
-            ranks=self._world.place(call.role).data,
-            state=self._rank.state_of(policy),
-            roles=self._rank.roles_of(policy),
-        )
 
     def end_step(self, request: EndStep) -> EndedStep:
         """Release the step's batches; return memory and speed."""
-        for policy, kept in self._kept.items():
-            if (batch := self._batches.get((policy, self._actor_grid(policy)))) is not None:
-                kept.end(batch)
-        self._batches.clear()
+        self._step.end()
         self._profile.end()
         speed, mfu = self._utilisation.end_step() or (None, None)
         return EndedStep(_most_memory(self._device), speed, mfu)
@@ -301,6 +270,5 @@ class QueuedRequests:
         return LoadedCheckpoint(None) if state is None else self._loaded(state)  # the run may resume from the disk
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
-        for kept in self._kept.values():
-            kept.forget_after(state["version"] if state else 0)
+        self._step.forget_samples_after(state["version"] if state else 0)
         return LoadedCheckpoint(state)

@@ -230,7 +230,7 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
     async with running(run) as task:
         for step in range(1, 7):
             if step == 4:
-                await until(lambda: 2 in run.loop.parts.metrics_log.scores("eval/held_out/len_mean"))
+                await until(lambda: 2 in run.loop.parts.metrics_log.evaluations.scores("eval/held_out/len_mean"))
                 run.rollouts.finish = asyncio.Event()
             await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
             if step == 6:

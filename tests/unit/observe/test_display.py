@@ -87,10 +87,10 @@ def test_what_processes_did_before_the_first_step_is_not_shown_after_it() -> Non
     display.standing(["generation_server/0 loads the model (3 s)"])
     display.row(EVALUATION)
     display.row(ROW)
-    shown.print(display._render())
+    shown.print(display._panel.render())
     assert "loads the model" not in out.getvalue()
     display.standing(["A slow reward: make it faster."])
-    shown.print(display._render())
+    shown.print(display._panel.render())
     assert "A slow reward" in out.getvalue()
     display.close()
 

@@ -21,9 +21,9 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
         {"version": 5, "set": "hard", "reason": "no answer within 300 s"},
         {"version": 6, "set": "hard", "reason": CUT_SHORT},
     ]
-    metrics_log = Mock(evaluations=[], evaluations_failed=failed)
+    metrics_log = Mock(evaluations=Mock(ended=[], failed=failed))
     figures = {"reward_mean": 0.5, "len_mean": 33.4, "truncated": 0.125, "prompts": 8.0}
-    metrics_log.last_evaluations.return_value = {
+    metrics_log.evaluations.newest.return_value = {
         "held_out": {"version": 6, "accuracy": 0.5, "pass@4": 0.75, **figures},
         "graded": {"version": 5, **figures},
     }

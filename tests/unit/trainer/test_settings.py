@@ -18,7 +18,8 @@ from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks
-from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
+from asyncrl.trainer.checks import check, hugging_face_folder, warnings
+from asyncrl.trainer.checks.algorithm import NEEDS_VALUES
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,

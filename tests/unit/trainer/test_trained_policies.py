@@ -24,12 +24,12 @@ from asyncrl.master.graph.executor import column_moves
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
-from asyncrl.trainer.batches.policy_parts import parts_of_policies
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.rank.current_step import parts_of_policies
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of

@@ -18,7 +18,8 @@ from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstrat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model, phases_of, row_format
+from asyncrl.trainer.supervised.loop import SFTProgress, phases_of, row_format
+from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig, SupervisedOptimizer
 from tests.tiny_vlm import picture, render
 

@@ -19,7 +19,8 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.engine_learner import engine_settings, make_objective
-from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model, run_dir_of
+from asyncrl.trainer.supervised.loop import SFTProgress
+from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
     SFTConfig,

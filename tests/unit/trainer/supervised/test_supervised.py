@@ -21,14 +21,8 @@ from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.loop import (
-    ProgressCallback,
-    SFTPhase,
-    SFTProgress,
-    make_base_model,
-    run_dir_of,
-    train_on_demonstrations,
-)
+from asyncrl.trainer.supervised.loop import ProgressCallback, SFTPhase, SFTProgress, train_on_demonstrations
+from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,

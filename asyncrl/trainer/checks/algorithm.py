@@ -1,0 +1,174 @@
+"""Checks of the settings of `algorithm`: the functions that they name, and how the choices go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.algorithms.registry import KINDS
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.plugin_code import catalog
+from asyncrl.config.setting import ChoiceConfig
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.types import GraphError
+from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
+from asyncrl.trainer.settings import AlgorithmConfig
+
+NEEDS_VALUES = frozenset({"gae", "gae_turn"})
+"""Advantages that are estimated from a critic's values; a test compares this list with what each estimator refuses."""
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
+    yield from _proximal(config)
+    yield from _kl_target(config.algorithm)
+    yield from other_tokenizers(config)
+    unknown = list(_unknown(config))
+    yield from unknown
+    if not unknown:
+        yield from _critic(config)
+        yield from _combinations(config.algorithm)
+        yield from _gdpo(config)
+
+
+def _unknown(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each name or parameter that no registered function has."""
+    algorithm = config.algorithm
+    choices: list[tuple[str, str, ChoiceConfig]] = [
+        ("algorithm.policy_loss", "policy_loss", algorithm.policy_loss),
+        ("algorithm.correction", "correction", algorithm.correction),
+        ("algorithm.selection", "selection", algorithm.selection),
+        ("algorithm.advantage", "advantage", algorithm.advantage),
+        ("algorithm.aggregation", "aggregation", algorithm.aggregation),
+        ("algorithm.kl", "kl", algorithm.kl_estimator),
+        ("algorithm.critic.value_loss", "value_loss", algorithm.critic.value_loss),
+        *((f"rollout.filters[{i}]", "filter", choice) for i, choice in enumerate(config.rollout.filters)),
+        *((f"rollout.shaping[{i}]", "shaping", choice) for i, choice in enumerate(config.rollout.shaping)),
+    ]
+    try:
+        for kind in KINDS:
+            catalog.known(kind, algorithm.plugins)
+    except ValueError as error:
+        yield f"algorithm.plugins={algorithm.plugins}: {error}"
+        return
+    for name, kind, choice in choices:
+        try:
+            catalog.check(kind, choice.name, choice.params, algorithm.plugins)
+        except ValueError as error:
+            yield f"{name}={choice.name!r}: {error}"
+
+
+def _proximal(config: ExperimentConfig) -> Iterator[str]:
+    """The behaviour policy for the proximal one, where they need not be the same."""
+    algorithm, eta = config.algorithm, config.max_head_offpolicyness
+    refers = algorithm.policy_loss.name == "decoupled_ppo" or algorithm.correction.name not in ("none", "opsm")
+    if algorithm.prox != ProximalMode.behave or not refers:
+        return
+    instead = (
+        "use algorithm.prox=recompute, or a loss around the behaviour policy: algorithm.policy_loss.name=ppo_clip with "
+        "algorithm.correction.name=none (or opsm)"
+    )
+    if eta > 0:
+        yield (
+            f"algorithm.prox='behave': with max_head_offpolicyness={eta} samples may be older than the policy at the "
+            f"step's start, for which theirs would stand then; set max_head_offpolicyness=0, or {instead}"
+        )
+    if config.samples.replay:
+        yield (
+            f"algorithm.prox='behave': the samples of {config.samples.replay!r} need not be of the policy that is "
+            f"trained here; {instead}"
+        )
+
+
+def _kl_target(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.kl_target and not algorithm.kl_coef:
+        yield (
+            f"algorithm.kl_target={algorithm.kl_target:g}: algorithm.kl_coef=0 is multiplied to reach it, and stays 0; "
+            "give the coefficient to begin with, for example algorithm.kl_coef=0.01, or leave the target out"
+        )
+
+
+def _critic(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse an advantage that needs a critic's values in a graph without a critic."""
+    choice = config.algorithm.advantage
+    if choice.name not in NEEDS_VALUES:
+        return
+    try:
+        calls = [call for call in load_graph(config).calls if call.function == "advantage" and not call.policy]
+    except GraphError:
+        return  # which the launcher says itself
+    if calls and not any("values" in call.reads for call in calls):
+        yield (
+            f"algorithm.advantage={choice.name!r}: it needs a critic's values, and graph "
+            f"{config.algorithm.graph!r} has no critic; use algorithm.graph=ppo, or an advantage without a critic, "
+            "for example grpo or rloo"
+        )
+
+
+def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Refuse a KL estimator in a place that it is not for, and choices that another choice leaves without effect."""
+    if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLPlace.loss:
+        yield (
+            f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
+            "elsewhere; use kl_in=loss, or kl.name=k1"
+        )
+    if algorithm.kl_coef and algorithm.kl.name in WHOLE_DISTRIBUTIONS and algorithm.kl_in == KLPlace.reward:
+        yield (
+            f"algorithm.kl.name={algorithm.kl.name!r}: whole distributions are compared in the loss only, and "
+            "algorithm.kl_in=reward is elsewhere; use kl_in=loss, or kl.name=k1"
+        )
+    if algorithm.selection.name == "m2po" and algorithm.prox != ProximalMode.recompute:
+        yield (
+            f"algorithm.selection='m2po': its ratios are those of the policy at the step's start, which algorithm.prox="
+            f"{str(algorithm.prox)!r} does not compute; use algorithm.prox=recompute"
+        )
+    taught = algorithm.kl_coef or any(teacher.coef for teacher in algorithm.teachers)
+    if algorithm.advantage.name == "zero" and not taught and not algorithm.entropy_coef:
+        yield (
+            "algorithm.advantage='zero': nothing would be learnt from; name a teacher, for example "
+            "algorithm.teachers=[{name: big, path: FOLDER}]"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == KLPlace.advantage:
+        if algorithm.kl_estimator.name != "k1":
+            yield (
+                f"algorithm.kl.name={algorithm.kl.name!r}: algorithm.kl_in=advantage needs the log-ratio itself, whose "
+                "mean gradient is that of the reverse KL; use k1 or auto"
+            )
+        if algorithm.kl_target:
+            yield (
+                f"algorithm.kl_target={algorithm.kl_target:g}: the coefficient of algorithm.kl_in=advantage is fixed; "
+                "set kl_target=0"
+            )
+
+
+def _gdpo(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse GDPO without the parts of the reward that it compares."""
+    algorithm, columns = config.algorithm, config.rollout.columns
+    if algorithm.advantage.name != "gdpo":
+        return
+    named = algorithm.advantage.params.get("parts") or []
+    missing = [name for name in named if f"reward/{name}" not in columns]
+    if missing or not any(name.startswith("reward/") for name in columns):
+        wanted = [f"reward/{name}" for name in missing] or ["reward/correct", "reward/format"]
+        yield (
+            f"algorithm.advantage='gdpo': it normalises the parts of the reward, which rollout.columns={list(columns)} "
+            f"lacks; declare them, for example rollout.columns={wanted}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == KLPlace.reward:
+        yield (
+            "algorithm.advantage='gdpo': a KL term in the reward is none of the parts that it compares; use "
+            "algorithm.kl_in=loss"
+        )
+
+
+def other_tokenizers(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each model that scores the policy's answers and to which its token ids mean something
+    else. Nothing is known of a base model that is yet to be made.
+    """
+    algorithm, policy = config.algorithm, config.model.path
+    scoring = {f"algorithm.teachers[{number}].path": each.path for number, each in enumerate(algorithm.teachers)}
+    if algorithm.kl_coef:
+        scoring["algorithm.reference.path"] = algorithm.reference.path
+    for setting, path in scoring.items():
+        if policy is not None and path is not None and (difference := vocabulary_difference(policy, path)):
+            yield f"{setting}={path!r}: {difference}"

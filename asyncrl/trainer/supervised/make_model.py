@@ -1,0 +1,245 @@
+"""Make the folder of a model by supervised training: its first weights, the loop, and the files beside the weights.
+
+The loop (`loop`) takes the steps. Its learner is AdamW by the engines of RL training (`engine_learner`), or Muon
+(`muon`). Muon is not a part of the engines: it orthogonalises whole matrices, which no rank of a sharded engine has.
+Only the small models of the demos are trained from scratch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.api import Tokenizer
+from asyncrl.comm.files.private_files import make_private_folder
+from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.plugins.datasets.tokenizers import (
+    CharTokenizer,
+    ChatTokenizer,
+    FastTokenizer,
+    HuggingFaceTokenizer,
+    load_tokenizer,
+    model_files,
+)
+from asyncrl.runtime.process.torch_device import choose_device
+from asyncrl.trainer.supervised.engine_learner import EngineLearner
+from asyncrl.trainer.supervised.loop import (
+    Learner,
+    NoteCallback,
+    ProgressCallback,
+    SFTPhase,
+    SFTProgress,
+    phases_of,
+    train_on_demonstrations,
+)
+from asyncrl.trainer.supervised.muon import MuonLearner
+from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.start_ranks import joined
+from asyncrl.weights import atomic_dir
+
+
+def make_base_model(
+    config: SFTConfig,
+    out_dir: Path,
+    *,
+    phases: Sequence[SFTPhase] | None = None,
+    progress: ProgressCallback | None = None,
+    note: NoteCallback | None = None,
+    rank: int = 0,
+) -> Path:
+    """Train and save the model that `config` describes in the Hugging Face layout; it appears whole or not at all.
+
+    The same config, with the same `threads`, gives the same model. With `optimizer=adamw` the run has its own folder,
+    `<out_dir>.run`. If that folder exists, the run resumes from it. It is kept afterwards if checkpoints are on.
+
+    Args:
+        out_dir: the folder to make; one that exists is replaced.
+        phases: what to imitate, in order; by default `phases_of(config)`.
+        progress: called after each step.
+        note: called with each note on the data that the user should read.
+        rank: this process's rank among those of `trainer.parallel`; the first rank reports progress.
+
+    Raises:
+        ValueError: there are no steps, a setting is out of range, or a row cannot be used.
+    """
+    phases = phases_of(config) if phases is None else phases
+    steps = [phase.steps for phase in phases]
+    if sum(steps) < 1:
+        raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
+    folder = config.model.path if config.model.path is not None else config.model.tokenizer
+    tokenizer = CharTokenizer() if folder is None else load_tokenizer(folder)
+    by, started = _by_muon if config.optimizer == SupervisedOptimizer.muon else _by_engine, time.monotonic()
+    with _threads(config.threads), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        with by(config, out_dir, tokenizer, sum(steps), rank) as (learner, save, file):
+            before = [] if file is None else [row for row in read_rows(file) if row["step"] <= learner.steps_done]
+            with _Rows(file, before) as rows:
+                loss = train_on_demonstrations(
+                    learner,
+                    tokenizer,
+                    phases,
+                    config,
+                    progress=_both(rows.write, progress),
+                    note=note,
+                    last_loss=before[-1]["loss"] if before else 0.0,
+                )
+            save(_records(config, steps, loss, started, rows.all))
+    return out_dir
+
+
+class _Run(NamedTuple):
+    """A model in training."""
+
+    learner: Learner
+    save: Callable[[dict[str, bytes]], None]
+    """Makes the folder of the model that was trained, with these files beside it, by name."""
+    rows: Path | None
+    """File that keeps the metrics of the steps while the training runs; None if they are not kept, or another rank
+    keeps them.
+    """
+
+
+@contextmanager
+def _by_muon(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
+    initial = config.model.path
+    model = (
+        _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
+        if initial is None
+        else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
+    )
+    model.to(choose_device("device", config.device))  # type: ignore[arg-type]
+
+    def save(beside: dict[str, bytes]) -> None:
+        model.train(False)
+        save_model(model.to("cpu"), tokenizer, out_dir, beside)  # type: ignore[arg-type]
+
+    yield _Run(MuonLearner(model, config, total), save, None)
+
+
+@contextmanager
+def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
+    run_dir = run_dir_of(out_dir)
+    initial = run_dir / "initial" if config.model.path is None else Path(config.model.path).expanduser().resolve()
+    if rank == 0:
+        make_private_folder(run_dir)
+        OmegaConf.save(OmegaConf.structured(config), run_dir / CONFIG_FILE)
+        if config.model.path is None and not initial.is_dir():
+            model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
+            save_model(model, tokenizer, initial, {})
+    with joined(config, run_dir, rank, total) as world:
+        learner = EngineLearner(initial, run_dir, config, total, world, choose_device("device", config.device))
+        save = partial(learner.finish, total, out_dir)
+        yield _Run(learner, save, run_dir / METRICS_FILE if rank == 0 else None)
+    if rank == 0 and not config.checkpoint.interval:
+        shutil.rmtree(run_dir)
+
+
+class _Rows:
+    """The lines of `metrics.jsonl`: those from `before`, and new ones, each written to the file at once if there is
+    one.
+    """
+
+    def __init__(self, file: Path | None, before: Sequence[Mapping[str, Any]]) -> None:
+        self.all = list(before)
+        self._file = None if file is None else file.open("w", encoding="utf-8")
+        for row in before:
+            self._append(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, report: SFTProgress) -> None:
+        """Add the row of `report`."""
+        self.all.append(report.row())
+        self._append(self.all[-1])
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+
+def _both(first: ProgressCallback, second: ProgressCallback | None) -> ProgressCallback:
+    def tell(report: SFTProgress) -> None:
+        first(report)
+        if second is not None:
+            second(report)
+
+    return tell
+
+
+def _records(
+    config: SFTConfig, steps: Sequence[int], loss: float, started: float, measured: Sequence[Mapping[str, Any]]
+) -> dict[str, bytes]:
+    """Return the files beside the model: the record of its training, and a line for each step."""
+    record = {
+        "seed": config.seed,
+        "steps": steps,
+        "settings": asdict(config),
+        "final_loss": loss,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    lines = "".join(json.dumps(row) + "\n" for row in measured)
+    return {"training.json": f"{json.dumps(record, indent=2)}\n".encode(), METRICS_FILE: lines.encode()}
+
+
+def run_dir_of(out_dir: Path) -> Path:
+    """The folder of the run that makes `out_dir`."""
+    return out_dir.with_name(f"{out_dir.name}.run")
+
+
+def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, beside: Mapping[str, bytes]) -> None:
+    """Write weights, config, tokenizer and the files `beside` by name aside and synced, then rename the folder to
+    `out_dir`.
+
+    Raises:
+        TypeError: a tokenizer of this class cannot be saved; those that `load_tokenizer` returns can.
+    """
+    aside = atomic_dir.begin(out_dir)
+    model.save_pretrained(aside)
+    if not isinstance(tokenizer, CharTokenizer | FastTokenizer | HuggingFaceTokenizer):
+        raise TypeError(
+            f"cannot save a {type(tokenizer).__name__}: give what load_tokenizer returns, or a CharTokenizer"
+        )
+    tokenizer.save(aside)
+    for name, content in beside.items():
+        (aside / name).parent.mkdir(exist_ok=True)
+        (aside / name).write_bytes(content)
+    for file in model_files(aside).values():
+        atomic_dir.sync_file(file)
+    atomic_dir.commit(out_dir)
+
+
+def _random_model(architecture: Mapping[str, Any], tokenizer: Tokenizer) -> PreTrainedModel:
+    settings = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, **architecture}
+    if isinstance(tokenizer, CharTokenizer):
+        settings = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_token_id, **settings}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(config)
+    return model
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
