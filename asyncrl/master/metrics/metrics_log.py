@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import CUT_SHORT, FAILURES, DropReason, is_filter_reason
+from asyncrl.comm.rollouts.drop_reasons import CUT_SHORT, FAILURES, DropReason, is_filter_reason
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR

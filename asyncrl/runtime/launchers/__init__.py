@@ -12,9 +12,9 @@ from collections import deque
 from pathlib import Path
 
 from asyncrl.config.run_dir import log_file
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.process_tree import mark_of
 from asyncrl.runtime.trials.claim import read_holder
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 _LAST_LINES = 12
 _ERROR = re.compile(r"\d\d:\d\d:\d\d ERROR ")

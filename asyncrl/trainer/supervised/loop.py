@@ -2,7 +2,7 @@
 
 A run is a list of phases: a number of steps on the demonstrations of one dataset. The demo has two phases, correct
 demonstrations and then a few careless ones, so that the model knows both ways and RL has something to select.
-`asyncrl.plugins.datasets.demonstrations` decides which tokens of a demonstration carry loss.
+`asyncrl.plugins.datasets.supervised.demonstrations` decides which tokens of a demonstration carry loss.
 
 There is one loop. A `Learner` takes a step on a batch: with AdamW by the engines of RL training (`engine_learner`),
 where `loss` decides what is learnt (`objectives`), or with Muon (`muon`). Muon is not a part of the engines: it
@@ -32,7 +32,9 @@ from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncrl.models.pictures.picture_rules import picture_rules
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
-from asyncrl.plugins.datasets.demonstration_rows import (
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.prompt_stats import shown
+from asyncrl.plugins.datasets.supervised.demonstration_rows import (
     EncodedRows,
     LazyRows,
     RowFormat,
@@ -41,10 +43,8 @@ from asyncrl.plugins.datasets.demonstration_rows import (
     load_demonstrations,
     shown_with_loss,
 )
-from asyncrl.plugins.datasets.demonstrations import Demonstration, DemonstrationFormat
-from asyncrl.plugins.datasets.preferences import PreferenceFormat
-from asyncrl.plugins.datasets.prompt_stats import shown
-from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, DemonstrationFormat
+from asyncrl.plugins.datasets.supervised.preferences import PreferenceFormat
 from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
     ChatTokenizer,
