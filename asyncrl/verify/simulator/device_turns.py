@@ -61,9 +61,9 @@ def without_evaluations() -> VersionAnnouncer:
 
 def device_turns(
     setup: Setup,
-    announcer: VersionAnnouncer,
     decisions: FleetDecisions,
     runner: FleetRunner,
+    announcer: VersionAnnouncer,
     manager: Any,
     buffer: SampleBuffer,
     collector: Collector,

@@ -4,7 +4,7 @@ Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions
 the rule that lends devices to guests; `ManagerClient`,
 `RolloutClient` and `RolloutLoop` of every RolloutWorker; `PromptQueue`; `Collector`, `SampleBuffer` and the ranks'
 `Inbox`. Simulated: the servers (`Engine`), the time that a step and its publishing take, HTTP and ZMQ (calls in
-process), name resolution (a call). The master's step is the loop below, in the order of `asyncrl.master.train_loop`.
+process), name resolution (a call). The master's step is that of `MasterLoop`.
 
 At the end the run is brought to rest and audited: no rollout may be lost, no request may stay placed on a server, every
 live server must serve the newest version, and no trained token may be older than allowed.
@@ -17,8 +17,8 @@ import logging
 import math
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -28,7 +28,6 @@ from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.fleet.update import UpdateCheck
 from asyncrl.manager.messages import (
     Empty,
-    GateBooks,
     RequestSize,
     RunReport,
     StatusReply,
@@ -36,33 +35,26 @@ from asyncrl.manager.messages import (
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
-from asyncrl.master.books.reports import decide
-from asyncrl.master.data.batches import LEND_LOOK_S
-from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
-from asyncrl.master.data.collector import Collector
-from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.runtime.process.waiting import cancel
-from asyncrl.trainer.messages import Discard, RolloutRecord
 from asyncrl.verify.simulator.clock import run as run_virtual
-from asyncrl.verify.simulator.device_turns import device_turns, without_evaluations
+from asyncrl.verify.simulator.device_turns import device_turns
 from asyncrl.verify.simulator.host.clients import SimulatedManagerClient, SimulatedRolloutClient
 from asyncrl.verify.simulator.host.cores import Cores
 from asyncrl.verify.simulator.host.processes import Announcements, Processes
+from asyncrl.verify.simulator.master_loop import MasterLoop, TrainCounts
 from asyncrl.verify.simulator.servers.engine_model import EngineCounts
 from asyncrl.verify.simulator.servers.faults import Fleet
 from asyncrl.verify.simulator.servers.lengths import Lengths
-from asyncrl.verify.simulator.setup import LONG, Outcome, Setup
+from asyncrl.verify.simulator.setup import Outcome, Setup
 from asyncrl.verify.simulator.simulated_code import SimulatedCode
 from asyncrl.verify.simulator.trainer import DataHead
 from asyncrl.verify.simulator.wire import Network, VerbsHost, VirtualHttp
 from asyncrl.weights.transports.disk import DiskManagerEnd
 
-HOLD_S = 10.0
-"""As in the master: how long the manager holds one question about expiring rollouts."""
 LEASE_TICK_S = 1.0
 REST_LIMIT_S = 7200.0
 """Virtual time within which a run must come to rest after its last step."""
@@ -79,11 +71,8 @@ class _Mark:
     """State of the run at one time."""
 
     at: float
-    counts: EngineCounts
-    train_s: float
-    wait_s: float
-    staleness: Counter[int]
-    answers: Counter[bool]
+    served: EngineCounts
+    trained: TrainCounts
 
 
 class Simulation:
@@ -92,36 +81,23 @@ class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._loop = asyncio.get_running_loop()
-        clock = self._loop.time
-        self.cores = Cores(math.inf if setup.host is None else setup.host.cores)
-        self.on = Processes(setup.host, self.cores)
+        cores = Cores(math.inf if setup.host is None else setup.host.cores)
+        self.on = Processes(setup.host, cores)
         self.network = Network(encode=setup.encode)
-        self.service = ManagerService(
-            batch_size=setup.batch,
-            max_staleness=setup.eta,
-            routing=setup.routing,
-            lease_s=30.0,
-            order=DataOrder(1_000_000, setup.seed),
-            first=None if setup.update_mode == UpdateMode.finish else self._first_request(),
-            pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
-            clock=clock,
-        )
+        self.service = self._manager_service()
         guests = GuestTurns(range(setup.servers - setup.guests, setup.servers))
         self.decisions = FleetDecisions(setup.update_mode, setup.update_timeout_s, setup.update_fraction, guests=guests)
-        config = ManagerConfig(
-            update_mode=setup.update_mode,
-            update_timeout_s=setup.update_timeout_s,
-            health_interval_s=setup.health_interval_s,
-        )
-        http = VirtualHttp(self.network)
         self.fleet_runner = FleetRunner(
-            *(self.decisions, self.service, http, DiskManagerEnd()),
-            config=config,
+            *(self.decisions, self.service, VirtualHttp(self.network), DiskManagerEnd()),
+            config=ManagerConfig(
+                update_mode=setup.update_mode,
+                update_timeout_s=setup.update_timeout_s,
+                health_interval_s=setup.health_interval_s,
+            ),
             checks=self._checks(),
             log=_log,
-            clock=clock,
+            clock=self._loop.time,
         )
-        self._announcements = Announcements(self._announced, polled=setup.host is not None)
         self.network.hosts["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (Empty, self._status)})
         lengths: Lengths = setup.lengths.coarse(setup.grain)
         self.fleet = Fleet(
@@ -129,29 +105,29 @@ class Simulation:
             setup.faults,
             lease_s=setup.lease_s,
             seed=setup.seed,
-            cores=self.cores,
+            cores=cores,
         )
-        self.trainer = setup.trainer.coarse(setup.grain)
-        capacity = 4 * setup.batch * (setup.eta + 2)
-        self.head = DataHead(capacity, self.on.receive, shares_prefixes=setup.shares_prefixes)
-        self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
-        self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
-        self.manager = SimulatedManagerClient("master_worker/0", self.network, self.on)
-        self._announcer = without_evaluations()
-        self.turns = device_turns(
-            *(setup, self._announcer, self.decisions, self.fleet_runner),
-            *(self.manager, self.buffer, self.collector),
+        self.master = MasterLoop(
+            setup,
+            self.on,
+            DataHead(4 * setup.batch * (setup.eta + 2), self.on.receive, shares_prefixes=setup.shares_prefixes),
+            SimulatedManagerClient("master_worker/0", self.network, self.on),
+            Announcements(self._announced, polled=setup.host is not None).announce,
+            partial(device_turns, setup, self.decisions, self.fleet_runner),
         )
-        self.version = 0
-        self.staleness: Counter[int] = Counter()
-        self.beyond = 0  # tokens older than η, which carry no loss with on_stale=mask
-        self.answers: Counter[bool] = Counter()
-        self.steps: list[float] = []
-        self._train_s = self._wait_s = 0.0
-        self._drops: list[Drop] = []
-        self._trained: list[str] = []
-        self._recorded = Recorded()
-        self._books = GateBooks(0, 0, {}, 0)
+
+    def _manager_service(self) -> ManagerService:
+        setup = self.setup
+        return ManagerService(
+            batch_size=setup.batch,
+            max_staleness=setup.eta,
+            routing=setup.routing,
+            lease_s=30.0,
+            order=DataOrder(1_000_000, setup.seed),
+            first=None if setup.update_mode == UpdateMode.finish else self._first_request(),
+            pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
+            clock=self._loop.time,
+        )
 
     async def run(self) -> Outcome:
         """Run all steps, bring the run to rest, and audit it.
@@ -168,7 +144,7 @@ class Simulation:
             asyncio.create_task(self._leases()),
             *(asyncio.create_task(self._worker(index)) for index in range(setup.workers)),
         ]
-        self.collector.start()
+        self.master.collector.start()
         self.service.begin(RunReport())
         training = asyncio.create_task(self._train())
         try:
@@ -180,8 +156,7 @@ class Simulation:
             faults = resting.result()
         finally:
             await cancel(training, *background)
-            await self.collector.close()
-            await self.manager.close()
+            await self.master.close()
         return self._outcome(first, last, virtual_s, time.process_time() - began, faults)
 
     def _announced(self, target: Target) -> None:
@@ -246,122 +221,41 @@ class Simulation:
         requests = concurrent if setup.turns is None else concurrent * setup.group
         limits = {"max_concurrent": requests, "request_timeout_s": setup.request_timeout_s}
         async with SimulatedRolloutClient(manager, self.network, self.on, **limits) as client:
-            await RolloutLoop(code, manager, client, self.head.push, config).run()
-
-    # the master, in the order of `asyncrl.master.train_loop.TrainLoop`
+            await RolloutLoop(code, manager, client, self.master.head.push, config).run()
 
     async def _train(self) -> tuple[_Mark, _Mark]:
         marks = []
-        self.turns.begin()
+        self.master.turns.begin()
         for step in range(self.setup.steps):
             if step == self.setup.warm_up:
                 marks.append(self._mark())
             try:
                 async with asyncio.timeout(self.setup.step_limit_s):
-                    await self._step()
+                    await self.master.step()
             except TimeoutError:
                 raise Stalled(await self._diagnosis()) from None
-        self.turns.give()
+        self.master.turns.give()
         return marks[0], self._mark()
 
-    async def _step(self) -> None:
-        begun = self._loop.time()
-        batch = await self._next_batch()
-        has_data = self._loop.time()
-        await self.turns.take(self.version)
-        await self.on.master.work(self.on.host.master_s / 2)
-        tokens = sum(map(self._trained_tokens, batch.records))
-        await self.on.rank.work(self.trainer.step_s(tokens, has_data - begun))
-        self.buffer.mark_trained(batch)
-        self.version += 1
-        for record in batch.records:
-            for version, count in record.version_tokens.items():
-                if (age := batch.version - version) <= self.setup.eta:
-                    self.staleness[age] += count
-                else:
-                    self.beyond += count
-            self.answers.update(tokens * self.setup.grain >= LONG for tokens in record.generated)
-        self._trained += [record.rollout_id for record in batch.records]
-        await self.head.call(Discard(tuple(self._trained)), timeout_s=1.0)
-        await self.on.rank.work(self.trainer.publish_s)
-        published = self._loop.time()
-        self._announcer.announced = self.version
-        self._announcements.announce(Target(self.version, f"v{self.version}"))
-        await self.on.master.work(self.on.host.master_s / 2)
-        await self._report()
-        self._wait_s += has_data - begun
-        self._train_s += published - has_data
-        self.steps.append(self._loop.time() - begun)
-
-    def _trained_tokens(self, record: RolloutRecord) -> int:
-        """Return the number of trained tokens; 0 if the rewards of the group are known to be equal."""
-        lengths = self.setup.lengths
-        if self.setup.in_order and not lengths.is_trained(record.order):
-            return 0
-        return record.computed_tokens
-
-    async def _next_batch(self) -> TrainBatch:
-        while True:
-            await self._enough_rollouts()
-            if self.setup.on_stale == OnStale.wait:
-                while await self.manager.wait_expiring(self.version, 0.0 if self.turns.training else HOLD_S):
-                    self.turns.give()
-                await self.collector.refresh()
-            batch = self.buffer.take(self.version)
-            if batch is not None:
-                return batch
-
-    async def _enough_rollouts(self) -> None:
-        while True:
-            self.buffer.expire(self.version)
-            await self._report()
-            missing = self.setup.batch - len(self.buffer)
-            if missing > 0 and self.turns.training:
-                await self.collector.refresh()
-                missing = self.setup.batch - len(self.buffer)
-            if missing <= 0:
-                return
-            lent = await self.turns.lend(missing)
-            began, before = self._loop.time(), self.buffer.received
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if lent else LEND_LOOK_S):
-                    await self.collector.changed(missing)
-            self.turns.waited(self.buffer.received - before, self._loop.time() - began)
-
-    async def _report(self) -> None:
-        self._drops += self.buffer.pop_drops()
-        drops, trained = self._drops, self._trained
-        if not trained and not drops:
-            return
-        self._drops, self._trained = [], []
-        reply = await self.manager.report_consumed(
-            self.version, trained, [drop.message for drop in drops], events_after=self._recorded.heard
-        )
-        self._books = reply.books
-        for line in decide(self.buffer, self._recorded, reply.events):
-            self._recorded.take(line)
-        if drops:
-            await self.head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
-
     async def _diagnosis(self) -> str:
-        gate = await self.manager.describe()
+        gate = await self.master.manager.describe()
         states = Counter(f"{life.state} v{life.version} {life.reason}".strip() for life in self.decisions.servers)
         return (
-            f"{self.setup.name}, seed {self.setup.seed}: no step {self.version} within {self.setup.step_limit_s:g} s; "
-            f"at {self._loop.time():.0f} s: {self.buffer.describe()}; {gate[:300]}; servers: {states}"
+            f"{self.setup.name}, seed {self.setup.seed}: no step {self.master.version} "
+            f"within {self.setup.step_limit_s:g} s; "
+            f"at {self._loop.time():.0f} s: {self.master.buffer.describe()}; {gate[:300]}; servers: {states}"
         )
-
-    # what comes out
 
     def _mark(self) -> _Mark:
         counts = EngineCounts()
         counts.add(self.fleet.counts())
-        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.copy(), self.answers.copy())
+        return _Mark(self._loop.time(), counts, self.master.counts.copy())
 
     async def _audit(self) -> list[str]:
         """Let all rollouts end, then check that everything is accounted for."""
         found: list[str] = []
-        await self.manager.close_gate()
+        master = self.master
+        await master.manager.close_gate()
         deadline = self._loop.time() + REST_LIMIT_S
         gate, router = self.service.gate, self.service.router
         guests = [life for life in self.decisions.servers if life.index in self.decisions.guests]
@@ -372,60 +266,58 @@ class Simulation:
         if running := gate.books().running:
             found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
         await asyncio.sleep(5.0)
-        await self.collector.refresh()
-        self.buffer.expire(self.version)
-        await self._report()
+        await master.take_rest()
         books = gate.books()
         if not books.balanced:
             found.append(f"the books do not balance: {books}")
         if books.trained != self.setup.steps * self.setup.batch:
             found.append(f"the gate counts {books.trained} trained, not {self.setup.steps * self.setup.batch}")
-        if books.finished_untrained != len(self.buffer):
-            found.append(f"the gate counts {books.finished_untrained} finished, the buffer has {len(self.buffer)}")
+        if books.finished_untrained != len(master.buffer):
+            found.append(f"the gate counts {books.finished_untrained} finished, the buffer has {len(master.buffer)}")
         placed = sum(view.sequences for view in router.servers)
         if placed:
             found.append(f"{placed} sequences are placed on servers where nothing runs")
         if self.fleet.sequences:
             found.append(f"{self.fleet.sequences} answers run on servers and nobody waits for them")
-        if self.beyond and self.setup.on_stale != OnStale.mask:
-            found.append(f"{self.beyond} tokens older than η={self.setup.eta} were trained")
+        if master.counts.beyond and self.setup.on_stale != OnStale.mask:
+            found.append(f"{master.counts.beyond} tokens older than η={self.setup.eta} were trained")
         if not self.setup.faults.any:
             for life in self.decisions.servers:
-                if life.state is not ServerState.SERVING or life.version != self.version:
-                    found.append(f"server {life.index} is {life.state} at {life.version}, not serving {self.version}")
+                if life.state is not ServerState.SERVING or life.version != master.version:
+                    found.append(f"server {life.index} is {life.state} at {life.version}, not serving {master.version}")
         return found
 
     def _outcome(self, first: _Mark, last: _Mark, virtual_s: float, real_s: float, faults: list[str]) -> Outcome:
         setup, elapsed = self.setup, last.at - first.at
         servers_s = elapsed * setup.servers
-        busy = (last.counts.busy_s - first.counts.busy_s) / servers_s
-        trained = (last.train_s - first.train_s) / elapsed
-        generated = last.counts.generated - first.counts.generated
+        served = last.served.since(first.served)
+        before, after = first.trained, last.trained
+        busy, trained = served.busy_s / servers_s, (after.train_s - before.train_s) / elapsed
         generation, training = setup.devices
         shared = generation if setup.colocated else generation * setup.guests / setup.servers
         idle = 1.0 - (busy * generation + trained * training) / (generation + training - shared)
-        steps = self.steps[setup.warm_up :]
-        staleness, answers = last.staleness - first.staleness, last.answers - first.answers
+        steps = len(after.steps) - len(before.steps)
+        staleness, answers = after.staleness - before.staleness, after.answers - before.answers
         return Outcome(
-            step_s=elapsed / len(steps),
-            wait_s=(last.wait_s - first.wait_s) / len(steps),
+            step_s=elapsed / steps,
+            wait_s=(after.wait_s - before.wait_s) / steps,
             generation_idle=1.0 - busy,
             training_idle=1.0 - trained,
             idle=idle,
-            running=(last.counts.running_s - first.counts.running_s) / servers_s,
-            tokens_per_s=generated * setup.grain / elapsed,
+            running=served.running_s / servers_s,
+            tokens_per_s=served.generated * setup.grain / elapsed,
             trained_per_s=staleness.total() * setup.grain / elapsed,
             staleness=staleness,
             long_share=answers[True] / answers.total(),
-            interrupted=(last.counts.interrupted - first.counts.interrupted) / generated if generated else 0.0,
-            retracted=last.counts.retracted - first.counts.retracted,
-            dropped=dict(self._books.dropped),
+            interrupted=served.interrupted / served.generated if served.generated else 0.0,
+            retracted=served.retracted,
+            dropped=dict(self.master.reports.books.dropped),
             deaths=self.fleet.deaths,
             silences=self.fleet.silences,
             virtual_s=virtual_s,
             real_s=real_s,
             calls=self.network.calls,
-            steps=self.steps,
+            steps=self.master.counts.steps,
             faults=faults,
         )
 

@@ -1,4 +1,4 @@
-"""Speed of a generation server, and the state of each running answer in it (`generation_server`)."""
+"""Speed of a generation server, and the state of each running answer in it (`continuous_batch`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Speed of a server; see `generation_server`. `update_s`: time from its pause to its new weights.
+    """Speed of a server; see `continuous_batch`. `update_s`: time from its pause to its new weights.
 
     `kv_tokens`: number of tokens of context that fit its memory.
     """
@@ -125,6 +125,10 @@ class EngineCounts:
     """Tokens of answers that a weight update interrupted, which must be prefilled again."""
     retracted: int = 0
     updates: int = 0
+
+    def since(self, earlier: EngineCounts) -> EngineCounts:
+        """Return the work since `earlier` counts of the same server."""
+        return EngineCounts(*(getattr(self, name) - getattr(earlier, name) for name in self.__slots__))
 
     def add(self, other: EngineCounts) -> None:
         """Add `other` to these counts."""
