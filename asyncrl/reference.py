@@ -74,13 +74,13 @@ from asyncrl.api.trajectory import SampleColumns, compared_episodes, policy_of, 
 from asyncrl.config.load import load_supervised
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.random_streams import derive_seed
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.seeds import derive_seed
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv

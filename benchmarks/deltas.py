@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.weights.staging.client import StagingClient
 from asyncrl.weights.staging.messages import StageRequest
 from asyncrl.weights.staging.process import StagingService

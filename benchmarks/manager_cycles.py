@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 from router import Load
 
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry

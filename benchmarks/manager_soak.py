@@ -32,8 +32,8 @@ import psutil
 import uvloop
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.recent_ids import GENERATIONS, ids_remembered
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.rollouts.recent_ids import GENERATIONS, ids_remembered
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
@@ -41,7 +41,7 @@ from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRol
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.runtime.worker_plan import MALLOC
+from asyncrl.runtime.planning.worker_plan import MALLOC
 
 ETA, SERVERS = 7, 512
 AT_A_TIME, PATIENCE_S = 8, 0.5

@@ -20,7 +20,7 @@ import uvloop
 
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.policy import ProcessLimits
+from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
 from asyncrl.rollout.user_code_pool.process_pool import ProcessPool
 
 TARGET = 500

@@ -30,7 +30,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (

@@ -28,7 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device

@@ -21,7 +21,7 @@ from pathlib import Path
 from simulator.report import Kept, plot, tables
 from simulator.scenarios import TABLES
 
-from asyncrl.verify.simulator.run import Stalled, simulate
+from asyncrl.verify.simulator.simulation import Stalled, simulate
 
 
 def main() -> None:

@@ -55,13 +55,13 @@ import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import sockets
-from asyncrl.comm.authentication import PeerGate
 from asyncrl.comm.codec import Frame
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, messages, pusher
-from asyncrl.comm.security import RunSecret, SocketSecurity
+from asyncrl.comm.security.peer_gate import PeerGate
+from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context
 from asyncrl.comm.trajectory_codec import decode_each, encode_prepared, encode_trajectories, prepare
-from asyncrl.runtime.worker_plan import MALLOC
+from asyncrl.runtime.planning.worker_plan import MALLOC
 
 HOST = "127.0.0.1"
 TARGET_RATIO = 0.7

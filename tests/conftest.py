@@ -22,7 +22,7 @@ import hypothesis
 import psutil
 import pytest
 
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
 from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.observe.metrics.glossary import NO_FIGURES, find, find_figure

@@ -99,8 +99,7 @@ class ChatClient(GenerationClient, Protocol):
             n: number of answers, at least 1.
 
         Raises:
-            ValueError: the messages cannot be rendered (`ChatError` of `asyncrl.plugins.datasets.templates.chat`), or
-                an argument is wrong.
+            ValueError: the messages cannot be rendered, or an argument is wrong.
             Exception: the policy cannot answer. Do not catch it: the rollout is then retried.
         """
         ...

@@ -44,7 +44,7 @@ MASTER_WORKER = "master_worker"
 RECORDER = "recorder"
 EVALUATION_WORKER = "evaluation_worker"
 EVALUATION_MASTER = "evaluation_master"
-"""The kinds of processes; `asyncrl.runtime.process_kinds` describes each."""
+"""The kinds of processes; `asyncrl.runtime.planning.process_kinds` describes each."""
 ACTOR = "actor"
 """The role whose weights the servers follow."""
 

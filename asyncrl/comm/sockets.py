@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.comm.authentication import PeerGate
 from asyncrl.comm.codec import Frame
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.security.peer_gate import PeerGate
+from asyncrl.comm.security.run_secret import SocketSecurity
 
 Socket: TypeAlias = zmq.Socket[bytes]
 

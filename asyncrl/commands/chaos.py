@@ -31,16 +31,16 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
 from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
-from asyncrl.verify.chaos import disk
+from asyncrl.verify.chaos import full_disk
+from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched
 from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts
-from asyncrl.verify.chaos.plan import Fault, FaultKind, make_plan
+from asyncrl.verify.chaos.fault_plan import Fault, FaultKind, make_plan
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
-from asyncrl.verify.chaos.run import ChaosRun, Watched
 
 _BUDGET = "system.restarts_per_process"
 _OURS = ("resume", "logging.display")
@@ -176,7 +176,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
         FaultKind.delay: args.delays,
         FaultKind.full_disk: args.full_disks,
     }
-    if args.full_disks and (why := disk.why_not(run_dir_of(config))) is not None:
+    if args.full_disks and (why := full_disk.why_not(run_dir_of(config))) is not None:
         counts[FaultKind.full_disk] = 0
         left_out.append(f"full disks: {why}")
     targets: Mapping[FaultKind, Mapping[str, Sequence[str]]] = {

@@ -43,8 +43,8 @@ from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.plan import with_types
-from asyncrl.runtime.process_kinds import Purpose
+from asyncrl.runtime.planning.plan_workers import with_types
+from asyncrl.runtime.planning.process_kinds import Purpose
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.settings import LoraConfig

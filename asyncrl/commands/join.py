@@ -34,13 +34,13 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launchers import WorkerHandle, open_backend
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Share
+from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, Share
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.process_exit import was_killed
 from asyncrl.runtime.trials.restart_budget import RestartBudget
-from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 GONE_S = 60.0
 """A run whose manager is missing for so long is over; a manager that died is replaced earlier."""

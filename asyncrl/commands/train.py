@@ -32,7 +32,7 @@ from asyncrl.plugins.datasets.prompt_stats import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import detached_holder
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished

@@ -12,11 +12,21 @@ from urllib.parse import urlsplit
 from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference import gpu_checks, guest_checks
-from asyncrl.inference.settings import GenerationBackend, Quantization, quantised, server_shape, sglang_flags
+from asyncrl.inference.settings import (
+    ALL_GUESTS,
+    GenerationBackend,
+    Quantization,
+    adopts,
+    guests_of,
+    quantised,
+    server_shape,
+    sglang_flags,
+)
+from asyncrl.inference.sglang import gpu_checks
 from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode
@@ -36,7 +46,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"rollout.sampling.max_new_tokens = {least}; use 0 or {needed} or more"
         )
     yield from _positions(config)
-    yield from guest_checks.problems(config)
+    yield from guest_problems(config)
     if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
         yield (
             f"generation.max_running_requests={generation.max_running_requests}: a group of "
@@ -236,4 +246,47 @@ def _sglang_pictures(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"generation.sglang.env.SGLANG_VLM_CACHE_SIZE_MB={env['SGLANG_VLM_CACHE_SIZE_MB']!r}: SGLang would show "
             "pictures as earlier versions of the vision tower saw them; leave it out, or use model.vision=freeze"
+        )
+
+
+def guest_problems(config: ExperimentConfig) -> Iterator[str]:
+    """As `check`, for servers that cannot take turns with the trainer."""
+    try:
+        guests = guests_of(config.generation)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not guests:
+        return
+    setting = f"generation.guests={config.generation.guests!r}"
+    if adopts(config.generation):
+        yield (
+            f"{setting}: generation.sglang.urls names servers that others started, and where they run is not known; "
+            "leave the urls out, or use guests=none"
+        )
+    if len(guests) < config.generation.servers and config.system.hosts:
+        yield f"{setting}: of servers on several hosts (system.hosts) only all can be guests; use {ALL_GUESTS}"
+    if config.samples.only or config.samples.replay:
+        yield f"{setting}: samples.only and samples.replay have no trainer or no servers to take turns; use guests=none"
+    if config.manager.update_mode in (UpdateMode.in_place, UpdateMode.finish):
+        yield (
+            f"{setting}: guests are interrupted before each step and lose their cache, which "
+            f"manager.update_mode={str(config.manager.update_mode)!r} promises not to do; use interrupt or retract"
+        )
+    if config.manager.weight_transport != "disk":
+        yield (
+            f"{setting}: manager.weight_transport={config.manager.weight_transport!r} sends weights from the trainer's "
+            "memory, which a guest needs by then; use disk"
+        )
+    if config.trainer.score_ahead:
+        yield (
+            f"{setting}: trainer.score_ahead=true computes on the devices while guests generate there; use "
+            "trainer.score_ahead=false"
+        )
+    if config.policies:
+        yield f"{setting}: servers of `policies` do not rest, and may be on the same devices; use guests=none"
+    if not config.system.shared_filesystem:
+        yield (
+            f"{setting}: versions that are brought to hosts are not kept for a server that rests; use "
+            "system.shared_filesystem=true"
         )

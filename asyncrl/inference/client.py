@@ -30,7 +30,8 @@ import msgspec
 from asyncrl.api.generation import Completion, SamplingParams
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.inference.embedded.random_streams import derive_seed as derive_seed
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
@@ -53,7 +54,6 @@ from asyncrl.inference.replies import (
     parse_completion,
     parse_version,
 )
-from asyncrl.inference.seeds import derive_seed as derive_seed
 
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0

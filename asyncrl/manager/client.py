@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.servers import ServerState

@@ -20,16 +20,16 @@ from pathlib import Path
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
-from asyncrl.comm.running_time import RunningClock
+from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN
+from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.guests import Guests
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
-from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.fleet.turns import GuestTurns
@@ -39,15 +39,15 @@ from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
+from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
-from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.weights.staging.messages import INPUTS, MODEL

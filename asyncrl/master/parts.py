@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
-from asyncrl.comm.running_time import RunningClock
+from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient

@@ -17,7 +17,7 @@ from asyncrl.config.token_ids import token_ids
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.datasets import checks as datasets
 from asyncrl.plugins.datasets.checks import field_problems, held_out_problems, source_problems
-from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.envs import checks as envs
 from asyncrl.plugins.rewards import checks as rewards
 from asyncrl.rollout.settings import EvalConfig

@@ -38,11 +38,11 @@ from typing import NoReturn
 from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
+from asyncrl.comm.rollouts.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
-from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, metrics_of, shape
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from asyncrl.comm import names
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
@@ -24,8 +24,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
-from asyncrl.rollout.embeddings import embedder_at
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.rollout_client import RolloutClient
@@ -33,9 +32,10 @@ from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code.embeddings import embedder_at
 from asyncrl.rollout.user_code.prompts import pictures_taken
 from asyncrl.rollout.user_code_pool.errors import failed_user_code
-from asyncrl.runtime.hosts.staging_hosts import brings_inputs
+from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
@@ -300,3 +300,23 @@ class RolloutWorker(AsyncWorker):
         evaluating = self._evaluator.evaluate(request.name, request.version)
         evaluation = asyncio.run_coroutine_threadsafe(evaluating, self._loop_of_main)
         return await asyncio.wrap_future(evaluation)
+
+
+class EvaluationWorker(RolloutWorker):
+    """A RolloutWorker of a launch that only evaluates: it answers its share of the evaluation sets.
+
+    It has no training prompts and sends no trajectories.
+    """
+
+    trains = False
+
+    async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
+        self._evaluator = self._make_evaluator(client)
+        server = self._request_server()
+        try:
+            self._register(server.endpoint)
+            self.ready()
+            await self.stop.wait()
+        finally:
+            self._evaluator.cancel()
+            server.close()

@@ -33,13 +33,13 @@ from asyncrl.api import (
 )
 from asyncrl.api.picture import Picture
 from asyncrl.api.trajectory import WON, policy_of
-from asyncrl.comm.drop_reasons import LOST_EPISODES
+from asyncrl.comm.rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.prompts import InvalidPrompt
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, shape
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens

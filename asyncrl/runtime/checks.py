@@ -14,9 +14,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, not_a_choice
 from asyncrl.runtime.hosts.pod_names import name_faults
 from asyncrl.runtime.hosts.ray_requests import address_of
+from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 from asyncrl.runtime.process.hardware import LOOPBACK, interface_of
 from asyncrl.runtime.settings import KUBERNETES, LOCAL, PLACEABLE, PLACED, RAY, HostConfig, SystemConfig, etcd_access
-from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

@@ -39,12 +39,12 @@ from asyncrl.observe.display import Display
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.open_files import check_files
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Restart
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.descriptors import allow_all_files
-from asyncrl.runtime.process.open_files import check_files
 from asyncrl.runtime.process.worker import open_resolver, outage_told
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose, Restart
-from asyncrl.runtime.run_output import RunOutput
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.trials.process_exit import (
@@ -59,8 +59,8 @@ from asyncrl.runtime.trials.process_exit import (
 from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
 from asyncrl.runtime.trials.resume import CheckFolder
+from asyncrl.runtime.trials.run_output import RunOutput
 from asyncrl.runtime.trials.trial import Trial
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 FAILED_SAVE_LIMIT_S = 6.0
 """Longest time, in s, for the MasterWorker to save after a failure; with the stop below it ends within 15 s."""

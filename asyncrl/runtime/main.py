@@ -10,11 +10,11 @@ import pkgutil
 from pathlib import Path
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
+from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.process.worker_log import WorkerLogFilter
-from asyncrl.runtime.process_kinds import PROCESS_KINDS
-from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 
 def main() -> int:

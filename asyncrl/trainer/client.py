@@ -8,7 +8,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.inference.client import UpdateFailed
 from asyncrl.trainer.messages import SendWeights
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from asyncrl.verify.simulator.engine_model import EngineModel
+from asyncrl.verify.simulator.servers.engine_model import EngineModel
 from asyncrl.verify.simulator.trainer import TrainerModel
 
 READ_SHARE = 0.8

@@ -15,10 +15,10 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from asyncrl.verify.simulator.agents import Turns
-from asyncrl.verify.simulator.faults import Faults
-from asyncrl.verify.simulator.lengths import LogNormal
+from asyncrl.verify.simulator.servers.faults import Faults
+from asyncrl.verify.simulator.servers.lengths import LogNormal
 from asyncrl.verify.simulator.setup import Setup
+from asyncrl.verify.simulator.simulated_code import Turns
 from simulator.devices import (
     H100,
     QWEN_1B,

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.commands.audit import audit
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.launch import main

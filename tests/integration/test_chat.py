@@ -24,8 +24,8 @@ from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.stop_strings import kept_tokens
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 

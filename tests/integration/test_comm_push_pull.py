@@ -19,7 +19,7 @@ from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.codec import CodecError, Frame
 from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, messages
 from asyncrl.comm.push_pull import puller as puller_module
-from asyncrl.comm.security import RunSecret, SocketSecurity
+from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
 HOST = "127.0.0.1"

@@ -30,7 +30,7 @@ from asyncrl.comm.request_reply import (
 )
 from asyncrl.comm.request_reply import server as server_module
 from asyncrl.comm.request_reply.messages import decode
-from asyncrl.comm.security import RunSecret, SocketSecurity
+from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

@@ -24,7 +24,7 @@ from asyncrl.comm.http.server import HttpRoute, HttpServer, json_response
 from asyncrl.comm.push_pull import InvalidTrajectory, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
 from asyncrl.comm.request_reply import Done, RemoteError, Request, RequestClient, RequestServer
 from asyncrl.comm.request_reply.messages import pack
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions

@@ -30,7 +30,7 @@ from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm.http import server as http_server
 from asyncrl.comm.http.server import HttpServer
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import MAX_PROMPTS_BYTES, serve
 from asyncrl.manager.fleet.decisions import FleetDecisions

@@ -11,9 +11,9 @@ ADDED = """
 import os
 from pathlib import Path
 
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, ProcessKind
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind
 from asyncrl.runtime.process.worker import Worker
-from asyncrl.runtime.worker_plan import Resources
+from asyncrl.runtime.planning.worker_plan import Resources
 
 
 def one(config, index, here):

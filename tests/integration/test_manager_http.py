@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.ledger_lines import Dropped, PromptGoes
-from asyncrl.comm.running_time import RunningClock
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.rollouts.ledger_lines import Dropped, PromptGoes
+from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry

@@ -19,8 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.backoff import Backoff
-from asyncrl.comm.ledger_lines import Admitted
+from asyncrl.comm.rollouts.ledger_lines import Admitted
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.config.setting import Dtype
@@ -41,9 +41,9 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
 from asyncrl.runtime.ranks import Ranks

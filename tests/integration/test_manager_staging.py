@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.manager.fleet.staging import Staging

@@ -20,7 +20,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, messages
 from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
-from asyncrl.comm.security import RunSecret, SocketSecurity
+from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.peers.connections import (

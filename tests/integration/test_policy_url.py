@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, SECRET_FILE, write_run_config
@@ -26,7 +26,7 @@ from asyncrl.inference.process import PolicyServer
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, SamplingParams
 from asyncrl.inference.client import GenerateItem, GenerationServerClient
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.random_streams import derive_seed
 from asyncrl.inference.embedded.serving.server import serve
-from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers

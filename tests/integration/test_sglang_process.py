@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import ClientSession, TCPConnector, web
 
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost, wait_ready

@@ -246,7 +246,7 @@ LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
 from asyncrl.runtime.launchers.local import Backend
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 WorkerPlan.command = lambda plan, run_dir: [sys.executable, "-c", Path(sys.argv[2]).read_text()]
 
@@ -283,7 +283,7 @@ LAUNCHER_OF_TWO = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from asyncrl.runtime.launchers.local import Backend
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 folder = Path(sys.argv[1])
 programs = [sys.argv[2], "import time; print('here', flush=True); time.sleep(600)"]

@@ -37,7 +37,6 @@ import pytest
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm import ledger_lines as lines
 from asyncrl.comm import names
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
@@ -46,6 +45,7 @@ from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
+from asyncrl.comm.rollouts import ledger_lines as lines
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.serving import requests as embedded
@@ -60,10 +60,10 @@ from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.readers import read as read_records
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.plugins.datasets.rows.readers import read as read_records
 from asyncrl.rollout.user_code_pool import messages as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord

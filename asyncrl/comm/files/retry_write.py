@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.waits.backoff import Backoff
 
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EAGAIN})
 """Errors that somebody can fix while the run waits: no space, over quota, read-only, an unreachable file server."""

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from aiohttp import web
 from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncrl.comm.authentication import SourceLog
+from asyncrl.comm.security.peer_gate import SourceLog
 
 HANDSHAKE_LIMIT_S: Final = 10.0
 HEADER_LIMIT_S: Final = 15.0

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.name_resolve.errors import NameResolveUnavailable
+from asyncrl.comm.waits.backoff import Backoff
 
 _log = logging.getLogger(__name__)
 

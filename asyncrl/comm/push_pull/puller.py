@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import zmq
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
-from asyncrl.comm.recent_ids import AT_LEAST, RecentIds
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.rollouts.recent_ids import AT_LEAST, RecentIds
+from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, PeerLink
 from asyncrl.comm.trajectory_codec import Prepared, prepare
 

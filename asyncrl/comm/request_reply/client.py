@@ -6,12 +6,12 @@ import asyncio
 from collections import deque
 from typing import Any, cast
 
-from asyncrl.comm import running_time
-from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
 from asyncrl.comm.request_reply.shared_socket import CallRouter
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.security.run_secret import SocketSecurity
+from asyncrl.comm.waits import running_time
 
 
 class RemoteError(Exception):

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, Reply, Request
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, peer_address, receive, send
 
 _log = logging.getLogger(__name__)

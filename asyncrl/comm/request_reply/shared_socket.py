@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.comm.codec import Frame
-from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import MESSAGES_PER_TURN, RECONNECT_MS, Context, LoopSocket, connecting, receive, send
 
 DESCRIPTORS_PER_CONNECTION = 1

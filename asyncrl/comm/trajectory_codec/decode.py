@@ -22,7 +22,7 @@ from asyncrl.comm.codec import (
     decode_as,
     decode_typed,
 )
-from asyncrl.comm.trajectory_codec.layout import (
+from asyncrl.comm.trajectory_codec.message_layout import (
     BY_TOKEN,
     DTYPES,
     KIND,

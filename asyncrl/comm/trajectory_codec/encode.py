@@ -34,7 +34,7 @@ from asyncrl.comm.codec import (
     Frame,
     encode_joined,
 )
-from asyncrl.comm.trajectory_codec.layout import (
+from asyncrl.comm.trajectory_codec.message_layout import (
     BY_TOKEN,
     DTYPES,
     KIND,

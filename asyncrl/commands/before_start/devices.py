@@ -13,9 +13,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import adopts, guests_of
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 COUNT_LIMIT_S = 120.0
 _GIB = 1 << 30
@@ -24,7 +24,7 @@ _GIB = 1 << 30
 def device_lines(config: ExperimentConfig) -> Iterator[str]:
     """Yield lines about training and generation: number, GPUs, data type, attention and memory.
 
-    The types in `config` are resolved (`asyncrl.runtime.plan.with_types`). GPU names and memory are this host's.
+    The types in `config` are resolved (`with_types`). GPU names and memory are this host's.
     """
     plans, generation = plan_workers(config), config.generation
     trains = [plan for plan in plans if plan.kind == MODEL_WORKER]

@@ -14,7 +14,7 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.readers import JSONL, PARQUET
+from asyncrl.plugins.datasets.rows.readers import JSONL, PARQUET
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_TAKEN = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*", "onnx/*"]

@@ -20,21 +20,21 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets import Placed
-from asyncrl.plugins.datasets.demonstration_rows import load_demonstrations
-from asyncrl.plugins.datasets.demonstrations import conversation_of, wrong_conversation
-from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.preferences import judged_answers
+from asyncrl.plugins.datasets.prompt_format import PicturesRefused
 from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts
-from asyncrl.plugins.datasets.prompts import PicturesRefused
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
+from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.plugins.datasets.settings import Overlong
+from asyncrl.plugins.datasets.supervised.demonstration_rows import load_demonstrations
+from asyncrl.plugins.datasets.supervised.demonstrations import conversation_of, wrong_conversation
+from asyncrl.plugins.datasets.supervised.preferences import judged_answers
 from asyncrl.rollout.inputs import named as named_inputs
-from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.user_code.agents import offered_tools, offers_tools
 from asyncrl.rollout.user_code.conversations import load_chat_format
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code.rewards import load_rewards
 from asyncrl.rollout.user_code.tools import check_format
-from asyncrl.runtime.hosts.staging_hosts import brings_inputs
+from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import described, existing_base_model

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.inputs.copied import bring_inputs
 from asyncrl.rollout.user_code.prompts import load_train_set
-from asyncrl.runtime.hosts.staging_hosts import brings_inputs
+from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
 
 

@@ -34,7 +34,7 @@ from asyncrl.config.load import Config, load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
-from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.trainer.supervised.base_model import existing_base_model
 
 INDENT = 14

@@ -16,8 +16,8 @@ from asyncrl.observe.doctor.measured import Measured, measure
 from asyncrl.observe.doctor.server_rules import STARVED
 from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_OK
-from asyncrl.verify.simulator.measured_run import MeasuredRun, NotMeasured, measured_run
-from asyncrl.verify.simulator.plan import Candidate, Plan, plan
+from asyncrl.verify.simulator.plans.fastest_split import Candidate, Plan, plan
+from asyncrl.verify.simulator.plans.measured_run import MeasuredRun, NotMeasured, measured_run
 
 FAR_OFF = 0.25
 """With a larger relative error of the prediction for the run as it was, the plan warns that it is unreliable."""

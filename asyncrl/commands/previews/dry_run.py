@@ -12,8 +12,8 @@ from asyncrl.config.load import Config
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.rollout.inputs.named import named_inputs
 from asyncrl.runtime.hosts.manifests import manifests
-from asyncrl.runtime.hosts.staging_hosts import brings_inputs
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.trainer.supervised.base_model import base_model_dir
 from asyncrl.trainer.supervised.settings import SFTConfig
 

@@ -17,7 +17,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend, guests_of
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.trainer.sized_model import ModelSizes, SizedModel
 from asyncrl.trainer.sizing import MemoryNeed
 

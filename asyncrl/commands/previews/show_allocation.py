@@ -22,12 +22,12 @@ from asyncrl.config.load import Config
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.inference.gpu_checks import MEMORY_SHARE
 from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
+from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
-from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.placement import engine_of, model_of, placement

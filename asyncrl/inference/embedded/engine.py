@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
+from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits, shown_prompts

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolSchema
-from asyncrl.inference.openai.calls import (
+from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
     forced_call,
@@ -21,7 +21,7 @@ from asyncrl.inference.openai.chat_completions import assistant_call, seen_of, t
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
-from asyncrl.plugins.datasets.templates.parts import joined
+from asyncrl.plugins.datasets.templates.picture_parts import joined
 
 _TEXT: Final = ("text",)
 _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
 from asyncrl.api.picture import PictureError
-from asyncrl.inference.openai.calls import (
+from asyncrl.inference.openai.api_call import (
     MAX_ANSWERS,
     ApiCall,
     Json,
@@ -24,7 +24,7 @@ from asyncrl.inference.openai.calls import (
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import DONE, frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
-from asyncrl.plugins.datasets.templates.parts import PICTURE_TYPES, Content, content_of
+from asyncrl.plugins.datasets.templates.picture_parts import PICTURE_TYPES, Content, content_of
 
 
 class StreamOptions(msgspec.Struct):

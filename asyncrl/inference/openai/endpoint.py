@@ -24,7 +24,7 @@ from aiohttp import web
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
 from asyncrl.inference.openai import anthropic, sse, token_calls
-from asyncrl.inference.openai.calls import Api
+from asyncrl.inference.openai.api_call import Api
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import HEADERS, ApiError
 from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from asyncrl.api.chat import ChatReply, Message, ToolSchema
-from asyncrl.inference.openai.calls import (
+from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
     forced_call,

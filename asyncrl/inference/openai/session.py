@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
 from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
-from asyncrl.inference.openai.calls import Api, ApiCall
+from asyncrl.inference.openai.api_call import Api, ApiCall
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses

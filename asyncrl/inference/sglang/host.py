@@ -17,7 +17,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from asyncrl.comm.http.calls import HttpError, HttpRefused
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect

@@ -47,8 +47,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.names import GuestMemory
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.inference.client import MemoryTag, PauseMode
 from asyncrl.manager.fleet.servers import (
     BeginUpdate,

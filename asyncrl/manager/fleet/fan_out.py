@@ -26,7 +26,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.weights.staging.messages import LAUNCHER_HOST
 
 UPLOADS = 2

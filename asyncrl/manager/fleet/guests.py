@@ -15,7 +15,7 @@ from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.service import MAX_HOLD_S
 
 WATCH_S = 0.5

@@ -24,8 +24,8 @@ from asyncrl.comm.names import WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
-from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService

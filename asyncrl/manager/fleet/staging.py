@@ -17,7 +17,7 @@ from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.fleet.servers import Target, host_of
-from asyncrl.manager.notifier import Notifier
+from asyncrl.runtime.process.waiting import Notifier
 from asyncrl.weights.staging.client import StagingClient, reason_of, source_failed
 from asyncrl.weights.staging.messages import StageRequest, version_folder
 

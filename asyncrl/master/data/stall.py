@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncrl.comm.running_time import RunningClock, running_wait
+from asyncrl.comm.waits.running_time import RunningClock, running_wait
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector

@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
-from asyncrl.comm.running_time import RunningClock
+from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import ReceivedRollout, RunReport

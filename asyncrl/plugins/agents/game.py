@@ -19,7 +19,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.picture import PictureError
 from asyncrl.api.trajectory import with_turn_rewards
-from asyncrl.plugins.datasets.templates.parts import Content, joined, observed
+from asyncrl.plugins.datasets.templates.picture_parts import Content, joined, observed
 
 
 class GameAgent(Agent):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer
 from asyncrl.api.trajectory import with_turn_rewards
 from asyncrl.plugins.agents.game import MessageTalk, Talk, TokenTalk
-from asyncrl.plugins.datasets.templates.parts import observed
+from asyncrl.plugins.datasets.templates.picture_parts import observed
 
 
 class MatchAgent(Agent):

@@ -26,7 +26,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group, role_of
-from asyncrl.plugins.chat.context import Context, find_context, with_reasoning
+from asyncrl.plugins.chat.answer_context import Context, find_context, with_reasoning
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
 from asyncrl.plugins.chat.reply import empty_reply, no_completion, reply_of
@@ -36,8 +36,8 @@ from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.chat.turn_recorder import TurnRecorder, bytes_of_ids
 from asyncrl.plugins.datasets.queue.order import seed_from
-from asyncrl.plugins.datasets.templates.chat import ChatError
-from asyncrl.plugins.datasets.templates.parts import with_content
+from asyncrl.plugins.datasets.templates.chat_template import ChatError
+from asyncrl.plugins.datasets.templates.picture_parts import with_content
 
 _log = logging.getLogger(__name__)
 
@@ -374,7 +374,7 @@ class EpisodeClient:
 
 
 def _read(message: Message) -> Message:
-    """A message whose content is text, or text and pictures (`asyncrl.plugins.datasets.templates.parts`).
+    """A message whose content is text, or text and pictures (`asyncrl.plugins.datasets.templates.picture_parts`).
 
     Raises:
         ChatError: it has a part that is neither, or a picture cannot be used.

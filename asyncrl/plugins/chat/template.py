@@ -26,10 +26,10 @@ from typing import Any
 
 from asyncrl.api import Message, ToolSchema
 from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_messages
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
-from asyncrl.plugins.datasets.templates.parts import Rendered, pictures_of, without_pictures
+from asyncrl.plugins.datasets.templates.picture_parts import Rendered, pictures_of, without_pictures
 
 _TOOL: ToolSchema = {
     "type": "function",

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
-from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.readers import is_data_path
-from asyncrl.plugins.datasets.templates.chat import Message
+from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.plugins.datasets.rows.readers import is_data_path
+from asyncrl.plugins.datasets.templates.chat_template import Message
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.plugin_code import signatures
-from asyncrl.plugins.datasets.readers import JSONL, PARQUET, is_data_path
+from asyncrl.plugins.datasets.rows.readers import JSONL, PARQUET, is_data_path
 from asyncrl.plugins.datasets.settings import AUTO, OFF, DatasetConfig
 from asyncrl.rollout.settings import EvalConfig
 
@@ -25,7 +25,7 @@ def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
         if not Path(path).expanduser().exists():
             yield f"{group}.path={path!r}: no such file; give a data file, or a dataset class as package.module:Name"
         supplied = ("path", "split", "seed", "fields")
-        yield from signatures.problems(group, "asyncrl.plugins.datasets.files:FileDataset", args, supplied)
+        yield from signatures.problems(group, "asyncrl.plugins.datasets.rows.files:FileDataset", args, supplied)
     elif ":" in path:
         yield from signatures.problems(group, path, args, supplied=("split", "seed"))
     else:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import SHORTENED, InvalidPrompt, OverlongPrompt, PicturesRefused, PromptFormat
+from asyncrl.plugins.datasets.prompt_format import (
+    SHORTENED,
+    InvalidPrompt,
+    OverlongPrompt,
+    PicturesRefused,
+    PromptFormat,
+)
 from asyncrl.plugins.datasets.settings import Overlong
 
 SHOWN_CHARACTERS = 2000

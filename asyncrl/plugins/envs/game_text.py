@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.plugins.datasets.templates.parts import Content, observed
+from asyncrl.plugins.datasets.templates.picture_parts import Content, observed
 
 DRAWN = ("ansi", "rgb_array")
 """Render modes in which an observation is what the game draws."""

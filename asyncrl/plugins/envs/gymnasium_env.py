@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium
 
 from asyncrl.api import Environment, RewardFunction, StepResult
-from asyncrl.plugins.datasets.templates.parts import Content
+from asyncrl.plugins.datasets.templates.picture_parts import Content
 from asyncrl.plugins.envs.game_text import DRAWN, GameText, own_options
 
 

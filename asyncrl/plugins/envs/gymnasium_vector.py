@@ -21,7 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from asyncrl.api import Environment, StepResult
-from asyncrl.plugins.datasets.templates.parts import Content
+from asyncrl.plugins.datasets.templates.picture_parts import Content
 from asyncrl.plugins.envs.game_text import DRAWN, GameText
 
 Call = Callable[..., Awaitable[Any]]

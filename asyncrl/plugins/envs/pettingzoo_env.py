@@ -10,7 +10,7 @@ from gymnasium import Space
 
 from asyncrl.api import Environment, RewardFunction, StepResult
 from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.plugins.datasets.templates.parts import Content
+from asyncrl.plugins.datasets.templates.picture_parts import Content
 from asyncrl.plugins.envs.game_text import GameText, own_options
 
 

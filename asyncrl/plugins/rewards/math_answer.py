@@ -14,6 +14,7 @@ The final answer of a text is the content of its last `\boxed{...}`, else what f
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import signal
@@ -26,8 +27,7 @@ from functools import cache
 from typing import Any
 
 from asyncrl.api import run_in, verdict
-from asyncrl.plugins.rewards.answers import right_answers
-from asyncrl.plugins.rewards.units import says_more, units_differ, without_unit
+from asyncrl.plugins.rewards.text import right_answers
 
 MAX_ANSWER_CHARS = 200
 """Longest final answer that is parsed. A longer one is not an answer, and parsing it, or endless digits, would cost
@@ -53,6 +53,30 @@ _VULGAR, _SLASH = re.compile("[\u00bc-\u00be\u2150-\u215e]"), "\u2044"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\[,;: ]|~")
 """Not those between digits: `12 00` is not 1200."""
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SHORT_UNITS = "cm|mm|km|kg|mg|ml|mL|L|dl|ft|in|yd|mi|lb|lbs|oz|hr|hrs|h|min|mins|sec|secs|ms|mph|km/h|am|pm|USD"
+_SAME_UNITS = (
+    "mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|ft foot feet|"
+    "yd yard|mi mile|mg milligram|g gram|kg kilogram|oz ounce|lb pound|ml milliliter millilitre|l liter litre|"
+    "s sec second|min minute|h hr hour|day|week|month|year|am a.m|pm p.m|cent|dollar usd|euro"
+)
+_UNIT_OF = {name: names.split()[0] for names in _SAME_UNITS.split("|") for name in names.split()}
+_NO_UNITS = re.compile(
+    r"\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|half|hal(?:f|ve)s|thirds?|fifths?|tenths?|hundredths?|thousandths?"
+    r"|plus|minus|divided|multiplied|pi|sqrt|not|and an?)\b|^[^a-z]*(?:squared|cubed)\b",
+    re.IGNORECASE,
+)
+"""Words after a number that change its value."""
+_LAST_WORD = re.compile(r"\d[\s~]*(?:\\[ ,;!])?(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?([A-Za-z.]+)\s*\}?$")
+_UNITS = re.compile(
+    r"(?<=[\d.}%])\s*(?:"
+    r"\^\s*(?:\{\s*)?\\circ(?:\s*\})?"  # degrees
+    r"|(?:\\[ ,;!]|~)*\\(?:text|mathrm|textrm|mbox|textbf|mathbf)\s*\{[^{}\d=<>+*/^]*\}(?:\s*\^\s*\{?\s*\d\s*\}?)?"
+    rf"|(?:{_SHORT_UNITS})\b(?:\s*\^\s*\{{?\s*\d\s*\}}?)?"
+    r"|(?<=[\s])(?:[A-Za-z][A-Za-z'./-]+)(?:\s+(?:per\s+)?[A-Za-z][A-Za-z'./-]*)*"
+    r")\s*$"
+)
 
 
 @verdict
@@ -100,7 +124,7 @@ def answers_agree(given: str, expected: str) -> bool:
         given, expected = _ASSIGNED.sub("", given), _ASSIGNED.sub("", expected)
     if not given or not expected:
         return False
-    if says_more(given) or says_more(expected) or units_differ(given, expected):
+    if _says_more(given) or _says_more(expected) or _units_differ(given, expected):
         return _SPACES.sub("", given) == _SPACES.sub("", expected)
     given_value, expected_value = as_number(given), as_number(expected)
     if given_value is not None and expected_value is not None:
@@ -118,7 +142,7 @@ def as_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    plain, scale = without_unit(_bare(text))
+    plain, scale = _without_unit(_bare(text))
     plain = plain.removesuffix("%").removesuffix("\\").strip()
     if match := _VALUE.fullmatch(plain):
         value = Fraction(match[2].replace(",", ""))
@@ -147,7 +171,7 @@ def _bare(text: str) -> str:
 
 
 def _is_percent(text: str) -> bool:
-    return without_unit(text)[0].endswith("%")
+    return _without_unit(text)[0].endswith("%")
 
 
 def _verified(given: str, expected: str) -> bool:
@@ -208,7 +232,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 def _for_verify(text: str) -> str:
     """Rewrite text so that math-verify reads it as LaTeX does: it would read `10^-3` as `10^{-}3`."""
-    return re.sub(r"\^(-\d+)", r"^{\1}", without_unit(text)[0])
+    return re.sub(r"\^(-\d+)", r"^{\1}", _without_unit(text)[0])
 
 
 def _last_boxed(text: str) -> str | None:
@@ -222,3 +246,35 @@ def _last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:position]
     return None
+
+
+def _says_more(text: str) -> bool:
+    """True if a number is followed by words that change its value."""
+    match = _UNITS.search(text)
+    return match is not None and _NO_UNITS.search(match[0].replace("\\text", "")) is not None
+
+
+def _units_differ(given: str, expected: str) -> bool:
+    """True if both end in known units that differ, as `3 am` and `3 pm`."""
+    first, second = _known_unit(given), _known_unit(expected)
+    return first is not None and second is not None and first != second
+
+
+def _without_unit(text: str) -> tuple[str, int]:
+    """`text` without a unit after its number, and the factor that a word such as `thousand` there stands for."""
+    match = _UNITS.search(text)
+    if match is None or _says_more(text):
+        return text, 1
+    words = re.findall(r"(?<!\\)\b[a-z]+", match[0].lower())
+    if "percent" in words:
+        return f"{text[: match.start()]}%", 1
+    scale = 1
+    for word in itertools.takewhile(_SCALES.__contains__, words):
+        scale *= _SCALES[word]
+    return text[: match.start()].strip(), scale
+
+
+def _known_unit(text: str) -> str | None:
+    match = _LAST_WORD.search(text)
+    name = match[1].lower().rstrip(".") if match is not None else ""
+    return _UNIT_OF.get(name) or _UNIT_OF.get(name.removesuffix("s"))

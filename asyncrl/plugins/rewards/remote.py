@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.api import run_in
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.waits.backoff import Backoff
 
 ATTEMPTS = 3
 _BACKOFF = Backoff(0.5, 5.0)

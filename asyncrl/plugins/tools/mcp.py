@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.api.picture import Picture, PictureError
-from asyncrl.comm.running_time import RunningTimeout
+from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0

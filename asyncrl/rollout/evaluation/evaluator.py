@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
-from asyncrl.plugins.datasets.prompts import InvalidPrompt
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
 from asyncrl.rollout.generation.rollout_client import RolloutClient

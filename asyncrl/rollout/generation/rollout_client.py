@@ -56,9 +56,9 @@ from msgspec import structs
 
 from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.api.picture import PictureError, check_spans
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,

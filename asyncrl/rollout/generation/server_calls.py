@@ -13,8 +13,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpTimeout
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S

@@ -34,9 +34,9 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset, Placed
-from asyncrl.plugins.datasets.data_fingerprint import content_sum
-from asyncrl.plugins.datasets.readers import files_of
-from asyncrl.plugins.datasets.templates.parts import PictureSource, pictures_of
+from asyncrl.plugins.datasets.rows.data_fingerprint import content_sum
+from asyncrl.plugins.datasets.rows.readers import files_of
+from asyncrl.plugins.datasets.templates.picture_parts import PictureSource, pictures_of
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.rollout.inputs.named import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.config.evaluation_sets import evaluation_sets, given_code
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, split_path
-from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.settings import AUTO, OFF
 from asyncrl.plugins.envs.settings import GYMNASIUM
 

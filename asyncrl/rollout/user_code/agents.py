@@ -9,12 +9,12 @@ from asyncrl.api.agent import agent_of
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
-from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.user_code.loaded import built, loaded
 from asyncrl.rollout.user_code.tools import RunTools
-from asyncrl.rollout.user_code_pool.adapters import AgentProcess, is_built_in
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.off_event_loop import AgentProcess, is_built_in
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async
 
 

@@ -14,7 +14,7 @@ from asyncrl.plugins.chat.client import ChatPolicy
 from asyncrl.plugins.chat.parsers import choose, parser
 from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.rollout.generation.served import ServedEpisodeClient
 

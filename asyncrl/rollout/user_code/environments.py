@@ -11,11 +11,11 @@ from asyncrl.api import Environment, RunIn
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
-from asyncrl.rollout.scoring import AnswerReward
 from asyncrl.rollout.user_code.loaded import built, loaded
-from asyncrl.rollout.user_code_pool.adapters import HostedEnvironment, is_built_in
-from asyncrl.rollout.user_code_pool.child.environment import ProcessEnvironment
+from asyncrl.rollout.user_code.rewards import AnswerReward
+from asyncrl.rollout.user_code_pool.child.process_environment import ProcessEnvironment
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.off_event_loop import HostedEnvironment, is_built_in
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots, ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity

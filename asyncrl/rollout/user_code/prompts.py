@@ -17,10 +17,10 @@ from asyncrl.config.token_ids import token_ids
 from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
-from asyncrl.plugins.datasets.mixture import Mixture
-from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template, make_prompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.rows.mixture import Mixture
+from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.settings import VisionMode
 

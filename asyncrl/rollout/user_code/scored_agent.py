@@ -10,7 +10,7 @@ from itertools import groupby
 
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, Sample, Tokenizer
 from asyncrl.api.agent import play_with_retries
-from asyncrl.rollout.scoring import Added, Rewards
+from asyncrl.rollout.user_code.rewards import Added, Rewards
 
 
 class ScoredAgent(Agent):

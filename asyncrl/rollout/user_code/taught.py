@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.api import GenerationClient, GenerationRequest, Sample, SamplingParams
 from asyncrl.api.columns import ColumnError
-from asyncrl.rollout.scoring import SOURCE
+from asyncrl.rollout.user_code.rewards import SOURCE
 from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.running_time import RunningTimeout
+from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.rollout.user_code_pool.child import main as child
 from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.user_code_pool.messages import (
@@ -40,7 +40,7 @@ from asyncrl.rollout.user_code_pool.messages import (
     decode_reply,
     packed,
 )
-from asyncrl.rollout.user_code_pool.policy import WATCH_EVERY_S, WATCH_FROM_S, ProcessLimits, excess, keep
+from asyncrl.rollout.user_code_pool.process_limits import WATCH_EVERY_S, WATCH_FROM_S, ProcessLimits, excess, keep
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
 

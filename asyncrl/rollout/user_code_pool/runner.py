@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api.reward import RunIn
-from asyncrl.comm.running_time import RunningTimeout
+from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.policy import ProcessLimits
+from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
 from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessPool
 from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, UserLoop, run_on
 from asyncrl.rollout.user_code_pool.timing import Activity, timed

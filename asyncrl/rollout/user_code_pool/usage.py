@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.rollout.user_code_pool.policy import Usage
+from asyncrl.rollout.user_code_pool.process_limits import Usage
 
 _ROUNDS = 50
 """Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""

@@ -20,9 +20,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from asyncrl.runtime.hosts.pod_names import LAUNCHER, run_name
+from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE, WorkerPlan
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
-from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
 
 CONTAINER = "asyncrl"
 _REPLACED = 1000

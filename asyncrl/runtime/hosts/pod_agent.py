@@ -28,12 +28,12 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
-from asyncrl.comm.security import RunSecret, SecretError
+from asyncrl.comm.security.run_secret import RunSecret, SecretError
 from asyncrl.config.run_dir import SECRET_FILE
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED
 from asyncrl.runtime.hosts.pod_carrier import agent_file
-from asyncrl.runtime.worker_plan import HOST_VARIABLE
+from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 
 _LOOK_EVERY_S = 0.5
 _HELD_BYTES = 16 << 20

@@ -46,8 +46,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, ambiguous_gpus
+from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 from asyncrl.runtime.supervisor import TOLD_FAILED
-from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 _CHUNK = 64 << 10
 _LONGEST_ORDER = 1 << 20

@@ -37,7 +37,7 @@ from asyncrl.config.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
+from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE, WorkerPlan
 
 SILENCE_S = 120.0
 """Longer than a launcher may be paused, a virtual machine moved, or a network down."""

@@ -15,9 +15,9 @@ from typing import BinaryIO
 
 from asyncrl.comm.files.retry_write import retry_write
 from asyncrl.config.run_dir import log_file
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.process_tree import mark_of
 from asyncrl.runtime.trials.claim import read_holder
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 _log = logging.getLogger(__name__)
 _LAST_LINES = 12

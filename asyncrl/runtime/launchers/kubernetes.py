@@ -10,7 +10,7 @@ import sys
 
 from asyncrl.runtime.hosts import pod_carrier
 from asyncrl.runtime.hosts.remote import RemoteBackend
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 
 class Backend(RemoteBackend):

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.process_tree import adopt_orphans, kill_descendants, supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 _GONE_LIMIT_S = 3.0
 """Longest time, in s, for killed processes to vanish; the kernel has to free their memory."""

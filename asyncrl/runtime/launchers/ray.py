@@ -28,9 +28,9 @@ from asyncrl.runtime.hosts import ray_carrier
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, address_of
 from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.launchers import WorkerHandle
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.hardware import visible_gpus
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 _DRIVER_LOG = "ray_driver.log"
 _PLACEMENT_SHARE = 0.5

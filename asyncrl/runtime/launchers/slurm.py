@@ -7,7 +7,7 @@ their number. Processes without GPUs share their node's cores (`--overlap`).
 from __future__ import annotations
 
 from asyncrl.runtime.hosts.remote import RemoteBackend
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 
 class Backend(RemoteBackend):

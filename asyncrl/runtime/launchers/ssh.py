@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 
 from asyncrl.runtime.hosts.remote import RemoteBackend
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 _OPTIONS = {
     "BatchMode": "yes",

@@ -23,7 +23,7 @@ import psutil
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.running_time import SLICE_S
+from asyncrl.comm.waits.running_time import SLICE_S
 
 _T = TypeVar("_T")
 

@@ -43,7 +43,7 @@ from asyncrl.comm.name_resolve import (
     NameResolveUnavailable,
     make_resolver,
 )
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launchers import WorkerHandle
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
 from asyncrl.runtime.supervisor import TOLD_OUT_OF_MEMORY
 
 

@@ -21,7 +21,7 @@ from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.base import HURRY_S
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import (
     BOOKS_FILE,
@@ -36,9 +36,9 @@ from asyncrl.config.run_dir import (
     write_run_config,
 )
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.process.process_tree import end_launch
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation

@@ -17,7 +17,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
-from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer.checks import algorithm, policies, teachers

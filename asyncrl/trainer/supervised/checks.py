@@ -11,7 +11,7 @@ from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems
-from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems

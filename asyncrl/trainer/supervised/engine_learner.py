@@ -22,7 +22,7 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
 from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.plugins.datasets.demonstrations import Demonstration
+from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.trainer.engines.base import engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.model.lora import adapter_config

@@ -2,7 +2,7 @@
 
 A run is a list of phases: a number of steps on the demonstrations of one dataset. The demo has two phases, correct
 demonstrations and then a few careless ones, so that the model knows both ways and RL has something to select.
-`asyncrl.plugins.datasets.demonstrations` decides which tokens of a demonstration carry loss.
+`asyncrl.plugins.datasets.supervised.demonstrations` decides which tokens of a demonstration carry loss.
 
 There is one loop. A `Learner` takes a step on a batch (`engine_learner`, `muon`), and `loss` decides what is learnt
 (`objectives`). `make_model` gives the loop its learner, and makes the folder of the model.
@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 from asyncrl.models.pictures.picture_rules import picture_rules
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
-from asyncrl.plugins.datasets.demonstration_rows import (
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.prompt_stats import shown
+from asyncrl.plugins.datasets.supervised.demonstration_rows import (
     EncodedRows,
     LazyRows,
     RowFormat,
@@ -28,10 +30,8 @@ from asyncrl.plugins.datasets.demonstration_rows import (
     load_demonstrations,
     shown_with_loss,
 )
-from asyncrl.plugins.datasets.demonstrations import Demonstration, DemonstrationFormat
-from asyncrl.plugins.datasets.preferences import PreferenceFormat
-from asyncrl.plugins.datasets.prompt_stats import shown
-from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, DemonstrationFormat
+from asyncrl.plugins.datasets.supervised.preferences import PreferenceFormat
 from asyncrl.plugins.datasets.tokenizers import (
     ChatTokenizer,
 )

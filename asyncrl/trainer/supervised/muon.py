@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
-from asyncrl.plugins.datasets.demonstration_rows import by_length
-from asyncrl.plugins.datasets.demonstrations import Demonstration
+from asyncrl.plugins.datasets.supervised.demonstration_rows import by_length
+from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
 

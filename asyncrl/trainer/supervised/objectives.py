@@ -22,8 +22,8 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic.packed import segment_sum
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.algorithms.preference_losses.inputs import AnswerPairs, LabelledAnswers, ScoredPairs
-from asyncrl.plugins.datasets.demonstrations import Demonstration
-from asyncrl.plugins.datasets.preferences import JudgedAnswer
+from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
+from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs, TrainingEngine, ValueEngine

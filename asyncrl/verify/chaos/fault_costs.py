@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm import names
-from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
+from asyncrl.comm.rollouts.drop_reasons import DropReason
+from asyncrl.comm.rollouts.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
 from asyncrl.config.run_dir import RESTARTS_FILE
 from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN
 from asyncrl.verify.audit.ledger_files import Entry
-from asyncrl.verify.chaos.plan import Fault, FaultKind
+from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
 
 LAUNCHER = "launcher"
 """Name of the launcher among the processes."""

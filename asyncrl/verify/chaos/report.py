@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 
 from asyncrl.comm import names
+from asyncrl.verify.chaos.chaos_run import Watched
 from asyncrl.verify.chaos.fault_costs import InjectedFault
-from asyncrl.verify.chaos.plan import FaultKind
-from asyncrl.verify.chaos.run import Watched
+from asyncrl.verify.chaos.fault_plan import FaultKind
 
 WIDTH = 80
 _SHORT = {

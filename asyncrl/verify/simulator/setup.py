@@ -9,9 +9,9 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from asyncrl.verify.simulator.agents import Turns
-from asyncrl.verify.simulator.engine_model import EngineModel
-from asyncrl.verify.simulator.faults import Faults
+from asyncrl.verify.simulator.servers.engine_model import EngineModel
+from asyncrl.verify.simulator.servers.faults import Faults
+from asyncrl.verify.simulator.simulated_code import Turns
 from asyncrl.verify.simulator.trainer import TrainerModel
 
 LONG = 16_384

@@ -34,7 +34,7 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import PIECE_BYTES, HttpError, JsonHttp
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.name_resolve import NameResolveError
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.config.plugin_code.same_code import KnownSources
 from asyncrl.config.run_dir import STAGED_DIR
 from asyncrl.observe import observer

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
-from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.models.pieces import in_pieces

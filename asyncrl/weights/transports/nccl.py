@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
 
 _ASK = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
 _ASK_LIMIT_S = 120.0

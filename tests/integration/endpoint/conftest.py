@@ -20,8 +20,8 @@ from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
 from asyncrl.plugins.chat.parsers import Parsed
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 
 LONG = SamplingParams(max_new_tokens=64, temperature=0.7, seed=3)

@@ -19,7 +19,7 @@ import pytest_asyncio
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
-from asyncrl.plugins.datasets.templates.chat import ChatError
+from asyncrl.plugins.datasets.templates.chat_template import ChatError
 
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -20,8 +20,8 @@ from asyncrl.models.pictures.picture_rules import picture_rules
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate, template_source
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate, template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 
 ONE, TWO = (Picture.from_array(np.random.default_rng(seed).integers(0, 256, (56, 84, 3), np.uint8)) for seed in (1, 2))

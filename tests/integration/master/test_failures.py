@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.running_time import RunningClock
+from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.trainer.messages import (

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from asyncrl.comm import running_time
-from asyncrl.comm.running_time import GAP_S, TICK_S, RunningClock, RunningTimeout, running_wait
+from asyncrl.comm.waits import running_time
+from asyncrl.comm.waits.running_time import GAP_S, TICK_S, RunningClock, RunningTimeout, running_wait
 
 
 class Raw:

@@ -20,7 +20,7 @@ from asyncrl.comm.trajectory_codec import (
     encode_trajectories,
     prepare,
 )
-from asyncrl.comm.trajectory_codec.layout import DTYPES, PAIRS
+from asyncrl.comm.trajectory_codec.message_layout import DTYPES, PAIRS
 from tests.examples import examples
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")

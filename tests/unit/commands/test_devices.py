@@ -10,7 +10,7 @@ from asyncrl.commands.before_start import devices
 from asyncrl.commands.before_start.devices import device_lines
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.process.hardware import Gpu
 from asyncrl.runtime.settings import HostConfig

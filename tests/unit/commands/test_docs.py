@@ -18,7 +18,7 @@ from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.plugins.datasets.demonstration_rows import EncodedRows, load_demonstrations
+from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.supervised.loop import held_out_of, phases_of, row_format

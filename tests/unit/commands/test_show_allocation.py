@@ -33,7 +33,7 @@ from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks

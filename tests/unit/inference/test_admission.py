@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
+from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP, plan_length
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.inference import seeds
+from asyncrl.inference.embedded import random_streams as seeds
 from asyncrl.inference.embedded.model.sampling import RowSampling, sample, signed_64, uniforms_TR
 from tests.examples import examples
 

@@ -17,7 +17,7 @@ import yaml
 from asyncrl import launch
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
-from asyncrl.inference.openai.calls import ApiCall
+from asyncrl.inference.openai.api_call import ApiCall
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses

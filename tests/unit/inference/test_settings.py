@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference import guest_checks
-from asyncrl.inference.checks import check
+from asyncrl.inference.checks import check, guest_problems
 from asyncrl.inference.settings import GenerationBackend, Quantization
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.process import hardware
@@ -228,10 +227,10 @@ def test_answers_that_leave_no_position_to_a_prompt_are_refused(
 def test_what_excludes_guests_is_refused_by_name(setting: str, value: object, said: str) -> None:
     config = config_of()
     config.generation.guests, config.generation.servers = "all", 2
-    assert list(guest_checks.problems(config)) == []
+    assert list(guest_problems(config)) == []
     group, _, leaf = setting.rpartition(".")
     setattr(vars(config)[group] if group else config, leaf, value)
-    (message,) = guest_checks.problems(config)
+    (message,) = guest_problems(config)
     assert message.startswith("generation.guests=")
     assert said in message
 
@@ -239,7 +238,7 @@ def test_what_excludes_guests_is_refused_by_name(setting: str, value: object, sa
 def test_servers_of_others_cannot_be_guests() -> None:
     config = config_of("sglang")
     config.generation.guests, config.generation.sglang.urls = "all", ["http://127.0.0.1:30000"]
-    (message,) = guest_checks.problems(config)
+    (message,) = guest_problems(config)
     assert "generation.sglang.urls" in message
 
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.ledger_lines import PromptGoes
+from asyncrl.comm.rollouts.ledger_lines import PromptGoes
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
 from asyncrl.manager.messages import GateBooks

@@ -25,7 +25,7 @@ from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset, written_out
-from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, prompt_seed
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.retry import RetryEnv

@@ -21,7 +21,7 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.episode import judge
-from asyncrl.rollout.scoring import Rewards, load_rewards
+from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.trainer.batches.step_batch import build_step_batch

@@ -26,7 +26,7 @@ from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.datasets.prompts import InvalidPrompt
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group

@@ -17,7 +17,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig

@@ -29,7 +29,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.generation import Completion
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.drop_reasons import failure, is_filter_reason
+from asyncrl.comm.rollouts.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
@@ -43,7 +43,7 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.generation.rollout_client import RolloutClient

@@ -27,7 +27,7 @@ from asyncrl.api import (
     ToolCall,
 )
 from asyncrl.api.picture import Picture
-from asyncrl.rollout.user_code_pool.child.agent import ChildAgent, answer, outcome_of
+from asyncrl.rollout.user_code_pool.child.agent_protocol import ChildAgent, answer, outcome_of
 from asyncrl.rollout.user_code_pool.messages import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
 
 MINE = """

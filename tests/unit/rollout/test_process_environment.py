@@ -22,11 +22,11 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.comm.drop_reasons import lost_episodes
+from asyncrl.comm.rollouts.drop_reasons import lost_episodes
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code_pool.child.environment import ProcessEnvironment
+from asyncrl.rollout.user_code_pool.child.process_environment import ProcessEnvironment
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.rollout.process import RolloutWorker
 
 

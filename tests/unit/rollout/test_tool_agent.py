@@ -24,8 +24,8 @@ from asyncrl.plugins.agents.tool_agent import ToolAgent
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.parsers import choose, parser
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.plugins.datasets.tool_use import CalculatorDemonstrations, answered, call_text, conversation, value_of
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv

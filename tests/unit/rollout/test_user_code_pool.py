@@ -21,7 +21,7 @@ from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, failed_label
 from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, ChildCall, CodeTarget, packed
-from asyncrl.rollout.user_code_pool.policy import ProcessLimits, Usage, excess, keep
+from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits, Usage, excess, keep
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, SlowCalls, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
 
@@ -525,7 +525,7 @@ def test_the_pool_dies_with_its_worker(tmp_path: Path) -> None:
     program.write_text(
         "import asyncio, os\n"
         "from asyncrl.rollout.user_code_pool.messages import CodeTarget\n"
-        "from asyncrl.rollout.user_code_pool.policy import ProcessLimits\n"
+        "from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits\n"
         "from asyncrl.rollout.user_code_pool.process_pool import ProcessPool\n"
         "async def main():\n"
         "    pool = ProcessPool(1, ProcessLimits(1 << 30, 4, 9))\n"

@@ -16,7 +16,7 @@ from asyncrl.plugins.rewards.math_answer import math_answer_reward
 from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import SandboxUnavailable
-from asyncrl.rollout.scoring import Rewards, load_rewards
+from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered

@@ -22,12 +22,12 @@ from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, ProcessKind, Restart
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
-from asyncrl.runtime.worker_plan import WorkerPlan
 
 
 class Played(WorkerHandle):

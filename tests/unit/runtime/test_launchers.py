@@ -54,7 +54,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.runtime.launchers.local import Backend
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 
 def runs(program):

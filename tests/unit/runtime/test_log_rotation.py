@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.runtime.run_output import rotate
+from asyncrl.runtime.trials.run_output import rotate
 
 WRITER = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 

@@ -14,7 +14,7 @@ import yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.manifests import manifests
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.settings import HostConfig
 
 validate = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate: pip install -e '.[dev]'").validate

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from asyncrl.comm.http.calls import HttpRefused, HttpUnreachable, JsonHttp
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.hosts import pod_carrier
 from asyncrl.runtime.hosts.pod_carrier import agent_file

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose
 from asyncrl.runtime.process.worker import Worker
-from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose
 
 
 def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
@@ -26,7 +26,7 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
 
 def test_the_registry_imports_no_process() -> None:
     program = (
-        "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.process_kinds import PROCESS_KINDS; "
+        "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS; "
         "sys.exit(any(kind.path.split(':')[0] in sys.modules for kind in PROCESS_KINDS.values()))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=570, check=False).returncode == 0

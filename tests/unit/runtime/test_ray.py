@@ -17,7 +17,7 @@ from asyncrl.runtime.hosts import ray_carrier
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, address_of, ambiguous_gpus
 from asyncrl.runtime.launchers import local
 from asyncrl.runtime.launchers.ray import Backend
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.settings import HostConfig
 
 ABSENT = "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"

@@ -53,11 +53,11 @@ def write(file: Path, value: Any) -> None:
 
 FIXED = {
     "seed": "7",
-    "dataset.path": "asyncrl.plugins.datasets.demonstrations:Others",
+    "dataset.path": "asyncrl.plugins.datasets.supervised.demonstrations:Others",
     "dataset.args": "{max_numbers: 5}",
     "dataset.fields": "{prompt: question}",
     "dataset.shuffle": "false",
-    "dataset.sources": "[{path: 'asyncrl.plugins.datasets.demonstrations:Others'}]",
+    "dataset.sources": "[{path: 'asyncrl.plugins.datasets.supervised.demonstrations:Others'}]",
     "model.path": "/models/another",
     "model.publish_dtype": "bfloat16",
     "model.lora.rank": "8",

@@ -16,7 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import check, hugging_face_folder, warnings
 from asyncrl.trainer.checks.algorithm import NEEDS_VALUES

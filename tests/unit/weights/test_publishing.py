@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from asyncrl.config.run_dir import versions_in
-from asyncrl.plugins.datasets.templates.chat import template_source
+from asyncrl.plugins.datasets.templates.chat_template import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.load_models import load_causal_lm

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from asyncrl.api.generation import FinishReason
-from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
+from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
 from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts

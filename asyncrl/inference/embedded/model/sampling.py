@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.inference import seeds
+from asyncrl.inference.embedded import random_streams as seeds
 
 
 def signed_64(value: int) -> int:

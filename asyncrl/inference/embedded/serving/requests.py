@@ -16,10 +16,10 @@ from msgspec import Struct
 
 from asyncrl.api import Tokenizer
 from asyncrl.api.picture import PlacedPicture, check_spans
+from asyncrl.inference.embedded.random_streams import derive_seed
 from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.inference.messages import GenerateRequest
-from asyncrl.inference.seeds import derive_seed
 
 T = TypeVar("T")
 

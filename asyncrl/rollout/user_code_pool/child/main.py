@@ -95,7 +95,7 @@ class _Held:
             TypeError: it is not an environment.
         """
         if agent:
-            from asyncrl.rollout.user_code_pool.child.agent import ChildAgent  # it brings numpy and tokenizers
+            from asyncrl.rollout.user_code_pool.child.agent_protocol import ChildAgent  # it brings numpy and tokenizers
 
             model, chat = agent
             self._object = self._object or ChildAgent(target, model, chat, self._ask)

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, SamplingParams
 from asyncrl.plugins.chat.parsers import Parser, parser
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer, special_tokens
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>")

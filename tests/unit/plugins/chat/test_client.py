@@ -34,7 +34,7 @@ from asyncrl.plugins.chat.parsers import Parsed
 from asyncrl.plugins.chat.request import ChatLimits, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.templates.chat import ChatError
+from asyncrl.plugins.datasets.templates.chat_template import ChatError
 from tests.examples import examples
 
 from .conftest import TEMPLATES, FakePolicy

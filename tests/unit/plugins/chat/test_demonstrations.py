@@ -15,9 +15,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.demonstration_rows import EncodedRows, load_demonstrations, shown_with_loss
-from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstration, DemonstrationFormat, TrainOn
-from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations, shown_with_loss
+from asyncrl.plugins.datasets.supervised.demonstrations import (
+    BadDemonstration,
+    Demonstration,
+    DemonstrationFormat,
+    TrainOn,
+)
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.settings import SFTConfig
 

@@ -25,10 +25,10 @@ from asyncrl.plugins.agents.tool_agent import _content as tool_content
 from asyncrl.plugins.chat.client import EpisodeClient, check_prompt_pictures
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.template import PICTURES, ChatFormat
-from asyncrl.plugins.datasets.prompts import InvalidPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate
-from asyncrl.plugins.datasets.templates.parts import content_of
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
+from asyncrl.plugins.datasets.templates.picture_parts import content_of
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
 

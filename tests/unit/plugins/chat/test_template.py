@@ -10,8 +10,8 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.template import ChatFormat, kind_of
-from asyncrl.plugins.datasets.prompts import PromptFormat
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.user_code.conversations import load_chat_format
 

@@ -16,10 +16,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat
 from asyncrl.plugins.datasets.prompt_stats import measure_prompts
-from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate, template_source
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate, template_source
 from asyncrl.plugins.datasets.tokenizers import FastTokenizer, load_tokenizer, special_tokens
 
 QWEN = """{%- if tools %}
@@ -122,7 +122,7 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime(2024, 7, 26, tzinfo=tz)
 
-    monkeypatch.setattr("asyncrl.plugins.datasets.templates.chat.datetime", Now)
+    monkeypatch.setattr("asyncrl.plugins.datasets.templates.chat_template.datetime", Now)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Now)
 
 

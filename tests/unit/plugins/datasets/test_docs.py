@@ -14,7 +14,7 @@ from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.master.data.buffer_order import ConfiguredOrder
-from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
 

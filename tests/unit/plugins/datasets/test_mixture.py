@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.mixture import Mixture
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.plugins.datasets.rows.mixture import Mixture
 
 
 class Rows:

@@ -17,15 +17,15 @@ from PIL import Image
 
 from asyncrl.api import Prompt, SamplingParams
 from asyncrl.api.picture import MAX_PICTURES, Picture
-from asyncrl.plugins.datasets.data_fingerprint import content_sum
-from asyncrl.plugins.datasets.demonstrations import DemonstrationFormat
-from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.prompt_stats import measure_prompts
-from asyncrl.plugins.datasets.prompts import InvalidPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.templates.chat import ChatTemplate
-from asyncrl.plugins.datasets.templates.parts import PictureSource, observed
-from asyncrl.rollout.user_code_pool.child.agent import _sample_of
+from asyncrl.plugins.datasets.rows.data_fingerprint import content_sum
+from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
+from asyncrl.plugins.datasets.templates.picture_parts import PictureSource, observed
+from asyncrl.rollout.user_code_pool.child.agent_protocol import _sample_of
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"

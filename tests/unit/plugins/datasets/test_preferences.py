@@ -10,10 +10,10 @@ import pytest
 
 from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.plugins.datasets.demonstration_rows import EncodedRows, load_demonstrations
-from asyncrl.plugins.datasets.demonstrations import BadDemonstration
-from asyncrl.plugins.datasets.preferences import JudgedAnswer, PreferenceFormat
-from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
+from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration
+from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer, PreferenceFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, ChatTokenizer, load_tokenizer
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTDatasetConfig, SupervisedOptimizer
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.prompts import load_chat_template
+from asyncrl.plugins.datasets.prompt_format import load_chat_template
 from asyncrl.plugins.datasets.templates import template_process
-from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
 from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateProcess
 from tests.unit.plugins.datasets.test_chat import QWEN
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.rollout.checks import check
-from asyncrl.rollout.scoring import load_rewards
+from asyncrl.rollout.user_code.rewards import load_rewards
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "rewards.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}

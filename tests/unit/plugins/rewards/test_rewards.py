@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Episode, RewardFunction
 from asyncrl.api.reward import RunIn, marked_run_in, run_in, scored
-from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import calls as http
 from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.plugins.rewards import remote
 from asyncrl.plugins.rewards.code_tests import CodeTestsReward, program_in
 from asyncrl.plugins.rewards.format import FormatReward

@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText
 
 from asyncrl.api.picture import Picture
 from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.plugins.datasets.demonstration_rows import EncodedRows, LazyRows
-from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstration
+from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, LazyRows
+from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration, Demonstration
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.checks import check

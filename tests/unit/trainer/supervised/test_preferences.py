@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.plugins.datasets.preferences import JudgedAnswer
+from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition

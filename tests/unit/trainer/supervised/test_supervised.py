@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_mi
 from asyncrl.commands.export.policy import export
 from asyncrl.config.setting import Device
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.demonstration_rows import LazyRows, by_length, demonstration_batches
-from asyncrl.plugins.datasets.demonstrations import DemonstrationFormat
-from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.plugins.datasets.supervised.demonstration_rows import LazyRows, by_length, demonstration_batches
+from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.supervised.checks import check

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ledger_lines import (
+from asyncrl.comm.rollouts.ledger_lines import (
     Admitted,
     Begin,
     Dropped,
@@ -20,7 +20,7 @@ from asyncrl.comm.ledger_lines import (
 )
 from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault, add_costs, complete, find_work
-from asyncrl.verify.chaos.plan import Fault, FaultKind
+from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
 
 SETTINGS = RunSettings(1, 1, "drop", 1, 0)
 

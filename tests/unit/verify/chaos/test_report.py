@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from asyncrl.commands import chaos
+from asyncrl.verify.chaos.chaos_run import Watched
 from asyncrl.verify.chaos.fault_costs import InjectedFault
-from asyncrl.verify.chaos.plan import Fault, FaultKind
+from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
-from asyncrl.verify.chaos.run import Watched
 
 
 def watched(code: int | None = 0) -> Watched:

@@ -31,14 +31,14 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.verify.simulator.clock import Deadlock
 from asyncrl.verify.simulator.clock import run as run_virtual
-from asyncrl.verify.simulator.cores import FIRST, LATER, Cores, Process
-from asyncrl.verify.simulator.engine import Engine
-from asyncrl.verify.simulator.engine_model import EngineModel
-from asyncrl.verify.simulator.faults import Faults
-from asyncrl.verify.simulator.host import Announcements
-from asyncrl.verify.simulator.lengths import Answer, LogNormal, Recorded, parting
-from asyncrl.verify.simulator.run import Simulation, simulate
+from asyncrl.verify.simulator.host.cores import FIRST, LATER, Cores, Process
+from asyncrl.verify.simulator.host.processes import Announcements
+from asyncrl.verify.simulator.servers.engine_model import EngineModel
+from asyncrl.verify.simulator.servers.faults import Faults
+from asyncrl.verify.simulator.servers.generation_server import Engine
+from asyncrl.verify.simulator.servers.lengths import Answer, LogNormal, Recorded, parting
 from asyncrl.verify.simulator.setup import Host, Setup
+from asyncrl.verify.simulator.simulation import Simulation, simulate
 from asyncrl.verify.simulator.trainer import TrainerModel
 
 MODEL = EngineModel(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from asyncrl.comm.http import calls as http_module
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpUnreachable, JsonHttp
 from asyncrl.comm.http.server import HttpRoute, HttpServer
-from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.config.plugin_code.same_code import loaded_sources
 from asyncrl.observe.forwarding import HostClock, ObservedHome, ObservedLines
 from asyncrl.weights.model_files.tensor_file import write_tensors

@@ -1,0 +1,235 @@
+"""A user's own data: files of rows.
+
+The prompt is the field `prompt`, `question`, `problem` or `messages`, text or a list of messages; every other field is
+kept for the reward. Pictures are the field `images` or `image`, or parts of messages (`templates/parts.py`); paths are
+relative to the data's folder. Demonstrations for supervised training are the field `completion`, `response` or
+`answer`. GSM8K files work as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.picture import PictureError
+from asyncrl.plugins.datasets.rows.readers import Record, read
+from asyncrl.plugins.datasets.templates.chat_template import Message, wrong_messages
+from asyncrl.plugins.datasets.templates.picture_parts import IMAGE_FIELDS, prompt_with_pictures
+
+PROMPT_FIELDS = ("prompt", "question", "problem", "messages")
+COMPLETION_FIELDS = ("completion", "response", "answer")
+_UNCHANGED = "{prompt}"
+
+
+class FileDataset:
+    """The rows of a JSONL or Parquet file, of a folder of them, or of a folder that `datasets` saved to disk.
+
+    Args:
+        path: the file or folder.
+        split: `train` or `held_out`. With `held_out_share` 0 the split is the whole file (give evaluation a file of its
+            own); above 0 a hash of the prompt puts that share of the prompts in `held_out` and the rest in `train`.
+        held_out_share: share of the prompts held out, 0 to 1.
+        prompt_template: text around a prompt that is text, as in `"{prompt}\\nThink step by step."`; `{field}` of any
+            field.
+        limit: rows kept, from the top; 0: all.
+        files: glob pattern of the files of a folder, as in `"main/train-*"`; empty: all of them.
+        fields: columns under another name: what asyncrl and the reward call it, and the column. A column within a
+            column is named with a dot: `answer: reward_model.ground_truth`.
+        demonstrations: for supervised training: messages may end with the assistant's.
+        pairs: for preference training: the prompt of a row without one is what `chosen` and `rejected` begin with.
+        seed: unused, a file has one order; the run's seed orders the epochs.
+
+    Raises:
+        ValueError: the file cannot be read, a row is no object, has no prompt or not a column that `fields` names, or
+            a picture outside of the data's folder (names file and line), or no row is left.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        split: str = "train",
+        seed: int = 0,
+        held_out_share: float = 0.0,
+        prompt_template: str = _UNCHANGED,
+        limit: int = 0,
+        files: str = "",
+        fields: Mapping[str, str] | None = None,
+        demonstrations: bool = False,
+        pairs: bool = False,
+    ) -> None:
+        if split not in ("train", "held_out"):
+            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
+        if not 0.0 <= held_out_share < 1.0:
+            raise ValueError(f"dataset held_out_share is {held_out_share}: give 0 to less than 1")
+        self.path = Path(path).expanduser()
+        self._fields = dict(fields or {})
+        self._demonstrations, self._pairs = demonstrations, pairs
+        records = read(self.path, files)
+        rows = [self._row(record, prompt_template) for record in records]
+        kept: Sequence[int] = range(len(rows))
+        if held_out_share > 0.0:
+            held_out = split == "held_out"
+            kept = [index for index in kept if _is_held_out(rows[index]["prompt"], held_out_share) == held_out]
+        kept = kept[:limit] if limit else kept
+        self._rows = [rows[index] for index in kept]
+        self._places = [records[index].place for index in kept]
+        self._sums = np.array([records[index].sum for index in kept], np.uint32)
+        if not self._rows:
+            share = f" in split {split!r} with held_out_share={held_out_share}" if held_out_share else ""
+            raise ValueError(f"{self.path} has no rows{share}: write one JSON object per line, at least one a split")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """`prompt` (text, templated, or messages) and the row's own fields."""
+        return self._rows[index]
+
+    def place(self, index: int) -> str:
+        """Return the place of row `index`: file and line, or the number of the row in the file, from 1."""
+        return self._places[index]
+
+    def sums(self) -> NDArray[np.uint32]:
+        """`[N]`: CRC-32 of each row's content."""
+        return self._sums
+
+    def demonstration(self, row: Mapping[str, Any]) -> str | list[Message]:
+        """The completion that supervised training imitates: text, or messages.
+
+        Raises:
+            ValueError: the row has none of `COMPLETION_FIELDS`, or nothing in it.
+        """
+        for name in COMPLETION_FIELDS:
+            if name in row:
+                found = row[name]
+                if found is None or found == []:
+                    raise ValueError(f"its {name!r} is {found!r}: give each row an answer, or leave the row out")
+                return [without_none(turn) for turn in found] if isinstance(found, list) else str(found)
+        names = ", ".join(COMPLETION_FIELDS)
+        raise ValueError(f"the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
+
+    def _row(self, record: Record, template: str) -> dict[str, Any]:
+        fields, place = dict(record.fields), record.place
+        for name, column in self._fields.items():
+            try:
+                fields[name] = _column(record.fields, column)
+            except LookupError:
+                raise ValueError(
+                    f"{place} has no {column!r}, which dataset.fields.{name} names; it has: {', '.join(record.fields)}"
+                ) from None
+        found = next((name for name in PROMPT_FIELDS if name in fields), "")
+        if self._pairs and not found:
+            found, fields = "prompt", with_common_prompt(fields)
+        prompt = fields.get(found)
+        if not prompt or not isinstance(prompt, str | list):
+            raise ValueError(
+                f"{place} has no text in any of the fields {', '.join(PROMPT_FIELDS)}: add one of them, or name its "
+                "column in dataset.fields.prompt"
+            )
+        shown = self._with_pictures(fields, prompt, template, place)
+        if shown is not None:
+            prompt, template = shown, _UNCHANGED
+            fields = {name: value for name, value in fields.items() if name not in IMAGE_FIELDS}
+        if isinstance(prompt, list):
+            prompt = [without_none(turn) for turn in prompt]
+            asked = prompt[:-1] if self._demonstrations and _is_answer(prompt[-1]) else prompt
+            if (wrong := wrong_messages(asked)) is not None:
+                raise ValueError(f"{place} has no messages under {found!r}: {wrong}")
+            if template != _UNCHANGED:
+                raise ValueError(f"{place} has messages, where prompt_template={template!r} wants text: leave it out")
+        if not isinstance(prompt, str):
+            return {**fields, "prompt": prompt}
+        return {**fields, "prompt": self._templated(fields, prompt, template, place)}
+
+    def _with_pictures(
+        self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, place: str
+    ) -> list[dict[str, Any]] | None:
+        """The row's messages with its pictures; None if it has none."""
+        if isinstance(prompt, str) and not any(name in fields for name in IMAGE_FIELDS):
+            return None
+        if isinstance(prompt, str):
+            prompt = self._templated(fields, prompt, template, place)
+        folder = self.path if self.path.is_dir() else self.path.parent
+        try:
+            made = prompt_with_pictures({**fields, "prompt": prompt}, folder)
+        except PictureError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if isinstance(made, str) or not any(isinstance(turn, Mapping) and _has_pictures(turn) for turn in made):
+            return None
+        return made
+
+    def _templated(self, fields: Mapping[str, Any], prompt: str, template: str, place: str) -> str:
+        try:
+            return template.format(**{**fields, "prompt": prompt})
+        except (LookupError, ValueError) as error:
+            raise ValueError(
+                f"{place} does not fit prompt_template={template!r} ({type(error).__name__}: {error}): "
+                "name fields that every line has, and write {{ and }} for braces"
+            ) from None
+
+
+def _column(fields: Mapping[str, Any], name: str) -> Any:
+    """Return the value under `name`, or, with dots, a value within it.
+
+    Raises:
+        LookupError: there is no such value.
+    """
+    if name in fields or "." not in name:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        if not isinstance(value, Mapping):
+            raise LookupError(part)
+        value = value[part]
+    return value
+
+
+CHOSEN, REJECTED = "chosen", "rejected"
+
+
+def with_common_prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` of a pair without a prompt, with what both answers begin with as their `prompt`.
+
+    Text is cut where the answers first differ, before a space there, as TRL's `extract_prompt` does it.
+    """
+    chosen, rejected = fields.get(CHOSEN), fields.get(REJECTED)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        end = _common(chosen, rejected)
+        end -= bool(end) and chosen[end - 1] == " "
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        end = max(0, min(_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+    else:
+        return dict(fields)
+    return {**fields, "prompt": chosen[:end], CHOSEN: chosen[end:], REJECTED: rejected[end:]}
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Number of elements that both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def without_none(turn: Any) -> Any:
+    """Return a message without what it leaves open: a table's column has a value in each row."""
+    return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else turn
+
+
+def _has_pictures(turn: Mapping[str, Any]) -> bool:
+    content = turn.get("content")
+    return isinstance(content, list) and any(isinstance(p, Mapping) and p.get("type") == "image" for p in content)
+
+
+def _is_answer(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and turn.get("role") == "assistant"
+
+
+def _is_held_out(prompt: str | Sequence[Message], share: float) -> bool:
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    return crc32(text.encode()) < share * 2**32

@@ -1,0 +1,246 @@
+"""Demonstrations for supervised training: convert rows to tokens with a loss mask.
+
+Without a chat template a row is its prompt, the answer and the end token; the answer and the end token carry loss.
+
+With a chat template a row is a conversation. The tokens that the model would have to write carry loss: in an
+assistant's turn everything after the generation prompt, up to and including the control token that ends the turn. They
+are found by rendering, never by searching for words: for turn i the template renders the messages before it with a
+generation prompt (P), and the messages up to it without one (W). W begins with P, and the rest of W is the turn.
+
+    P  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    W  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
+       no loss                                          here ─┴──────────────┘ none
+
+Each part is tokenised separately, so P's tokens are those of a prompt after which the model writes. If the next turn's
+P continues W, the turns are one sequence. If the template renders earlier turns differently (Qwen3 leaves out their
+reasoning), the conversation continues as another sequence, so that each turn is learnt in the context it will have.
+
+Pictures are in the turns of users, tools and the system. Their placeholders carry no loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.api.picture import Picture, PictureError, PlacedPicture
+from asyncrl.plugins.datasets import DemonstrationDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.settings import TrainOn
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, Message
+from asyncrl.plugins.datasets.templates.control_tokens import StandIns
+from asyncrl.plugins.datasets.templates.picture_parts import (
+    PictureRules,
+    expanded,
+    pictures_of,
+    placed,
+    prompt_with_pictures,
+    with_content,
+    without_pictures,
+    wrong_parts,
+)
+
+
+class BadDemonstration(ValueError):
+    """A row that has nothing to imitate; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A sequence with its loss mask, in which the first token is never set, and its pictures."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    pictures: tuple[PlacedPicture, ...] = ()
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens that carry loss."""
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationFormat:
+    """Conversion of rows to demonstrations."""
+
+    prompts: PromptFormat
+    train_on: TrainOn = TrainOn.all
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of an ordinary row."""
+        return 1
+
+    def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
+        """Return the demonstrations of `row`: one, or several if the template renders earlier turns differently.
+
+        Raises:
+            BadDemonstration: it has no answer, the template refuses it, there are messages and no template, or it has
+                pictures that cannot be used.
+        """
+        try:
+            row = {**row, "prompt": prompt_with_pictures(row)}
+        except PictureError as error:
+            raise BadDemonstration(str(error)) from None
+        if self.prompts.chat is not None:
+            return self.conversation(conversation_of(dataset, row), tools_of(row))
+        prompt, answer = row["prompt"], dataset.demonstration(row)
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise BadDemonstration(
+                "it is messages and there is no chat template; set dataset.chat_template to a Jinja file (or to auto, "
+                "with a model whose tokenizer has one), or give text"
+            )
+        tokenizer = self.prompts.tokenizer
+        before, after = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        return [Demonstration(before + after, [False] * len(before) + [True] * len(after))]
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Message], first: int = 0
+    ) -> list[Demonstration]:
+        """Return the demonstrations of a conversation; messages before number `first` carry no loss.
+
+        Raises:
+            BadDemonstration: it has no answer, or the template refuses it.
+        """
+        if (wrong := wrong_conversation(messages)) is not None:
+            raise BadDemonstration(wrong)
+        assert self.prompts.chat is not None
+        shown = self._with_pictures(messages)
+        pictures, whole = [*pictures_of(shown)], self.prompts.chat.messages(without_pictures(shown))
+        places = StandIns(self.prompts.tokenizer, whole, tools)
+        turns, offered = places.put(whole), places.put(tools)
+        first += len(turns) - len(messages)  # a system message may have come before them
+        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant" and number >= first]
+        found: list[_Sequence] = []
+        try:
+            for number in answers if self.train_on is TrainOn.all else answers[-1:]:
+                before, after = self._around(turns[: number + 1], offered)
+                if not found or not before.startswith(found[-1].text):
+                    control = tuple(self.prompts.tokenizer.control_tokens)
+                    found.append(_Sequence(places, control, self.prompts.pictures, pictures))
+                found[-1].add(before, after)
+            return [each.demonstration() for each in found]
+        except ChatError as error:
+            raise BadDemonstration(str(error)) from None
+        except ValueError as error:  # a character that an alphabet of few does not have, or a picture
+            raise BadDemonstration(str(error)) from None
+
+    def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
+        """`messages` with their pictures read.
+
+        Raises:
+            BadDemonstration: the model takes no pictures, one cannot be used, or a turn of the assistant has one.
+        """
+        try:
+            shown: list[Message] = [with_content(turn) for turn in messages]
+        except PictureError as error:
+            raise BadDemonstration(str(error)) from None
+        if any(True for _ in pictures_of(shown)) and self.prompts.pictures is None:
+            raise BadDemonstration(
+                "it has pictures, and this training takes none (docs/sft.md says which does): leave the row out"
+            )
+        if any(True for _ in pictures_of([turn for turn in shown if turn["role"] == "assistant"])):
+            raise BadDemonstration("an assistant's turn has a picture, which no model writes: leave the row out")
+        return shown
+
+    def _around(self, turns: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str]:
+        """Render P, the text before the last of `turns` (the assistant's), and W, the text with it.
+
+        Raises:
+            ChatError: the template refuses them, or W does not begin with P.
+        """
+        assert self.prompts.chat is not None
+        before = self.prompts.chat.render_turns(turns[:-1], tools)
+        after = self.prompts.chat.render_turns(turns, tools, to_answer=False)
+        if not after.startswith(before):
+            raise ChatError(
+                "the chat template shows an assistant's turn otherwise than its generation prompt begins one "
+                f"({before[-40:]!a}), so that it cannot be told what of it the model would write; give the template "
+                "the arguments that these answers were made with (dataset.chat_template_args), or another template"
+            )
+        return before, after
+
+
+class _Sequence:
+    """A sequence under construction: text and tokens so far. `pictures` are the conversation's, in order."""
+
+    def __init__(
+        self,
+        places: StandIns,
+        control: tuple[str, ...],
+        rules: PictureRules | None,
+        pictures: Sequence[Picture],
+    ) -> None:
+        self._places, self._control = places, tuple(filter(None, control))
+        self._rules, self._pictures = rules, pictures
+        self._shown = 0
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.loss_mask: list[bool] = []
+
+    def demonstration(self) -> Demonstration:
+        """The sequence so far."""
+        own = placed(self.token_ids, self._pictures[: self._shown], self._rules)
+        return Demonstration(self.token_ids, self.loss_mask, own)
+
+    def add(self, before: str, after: str) -> None:
+        """Add an assistant's turn, given the whole text `before` and `after` it."""
+        turn = after[len(before) :]
+        end = max((turn.rfind(name) + len(name) for name in self._control if name in turn), default=len(turn))
+        for part, learnt in ((before[len(self.text) :], False), (turn[:end], True), (turn[end:], False)):
+            ids = self._places.encode(self._expanded(part))
+            self.token_ids += ids
+            self.loss_mask += [learnt] * len(ids)
+        self.text = after
+
+    def _expanded(self, part: str) -> str:
+        """Return `part` of the text with placeholders for its pictures, which are the conversation's next ones."""
+        own = self._pictures[self._shown :][: 0 if self._rules is None else part.count(self._rules.marker)]
+        self._shown += len(own)
+        return expanded(part, own, self._rules)
+
+
+def conversation_of(dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Message]:
+    """Return the conversation of `row`: its messages if they end with an answer.
+
+    Otherwise the messages, or the text of its prompt as the user's turn, followed by the dataset's demonstration.
+    """
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+        return messages
+    answer = dataset.demonstration(row)
+    return [*messages, {"role": "assistant", "content": answer}] if isinstance(answer, str) else [*messages, *answer]
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Message]:
+    """Return the tools that the row's messages may call, given as a list or as JSON in a string.
+
+    Raises:
+        BadDemonstration: the row's tools are neither.
+    """
+    tools = row.get("tools") or []
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise BadDemonstration(f"its 'tools' are not valid JSON ({error})") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadDemonstration("its 'tools' are not a list of objects")
+    return tools
+
+
+def wrong_conversation(messages: Sequence[Any]) -> str | None:
+    """Return why `messages` have nothing to imitate; None if they have."""
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"message {number} is not an object with a role"
+        if isinstance(turn.get("content"), list):
+            if (wrong := wrong_parts(turn["content"])) is not None:
+                return f"message {number} has under 'content' {wrong}"
+        elif not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            return f"message {number} has no text under 'content'"
+    if not messages or messages[-1]["role"] != "assistant":
+        return "its messages do not end with an assistant's: there is no answer to imitate"
+    return None

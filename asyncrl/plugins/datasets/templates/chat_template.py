@@ -1,0 +1,188 @@
+"""Chat templates, rendered as transformers renders them, without transformers (which imports torch).
+
+A template is a Jinja program that comes with the tokenizer. It is foreign code, so it runs in Jinja's sandbox, in a
+process with limits (`template_process`). Environment, filters and functions are those of
+`transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests compare both, text by text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asyncrl.plugins.datasets.templates.picture_parts import without_pictures, wrong_parts
+from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateRefusal
+from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of the templates for conversations without and with tools, if a tokenizer has several templates."""
+
+Message = Mapping[str, Any]
+
+
+class ChatError(ValueError):
+    """Messages that cannot be rendered; the message says why."""
+
+
+class ChatTemplate:
+    """A template and its variables besides the messages.
+
+    Args:
+        source: the template, or several by name: `tool_use` renders conversations that offer tools if there is one,
+            `default` renders the others. The rest is not used.
+        special_tokens: the template's `bos_token`, `eos_token` and so on.
+        args: further variables of the template, such as `enable_thinking`; they take precedence over `special_tokens`.
+        system_prompt: text of a system message that is put before messages without one; empty for none.
+
+    Raises:
+        ChatError: `source` is not a Jinja template, or has names but none is `default`.
+        TemplateLimit: it takes more than the limits to compile it.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        args: Mapping[str, Any] | None = None,
+        system_prompt: str = "",
+    ) -> None:
+        named = {DEFAULT: source} if isinstance(source, str) else source
+        if DEFAULT not in named:
+            raise ChatError(
+                f"the tokenizer has the chat templates {', '.join(sorted(named))} and none that is called {DEFAULT}; "
+                "set dataset.chat_template to a Jinja file"
+            )
+        self.source_with_tools = named.get(TOOL_USE, named[DEFAULT])
+        """The template of conversations that offer tools."""
+        self.differs_with_tools = self.source_with_tools != named[DEFAULT]
+        """True if conversations that offer tools have a template of their own."""
+        self._source = named[DEFAULT]
+        self._variables = {**special_tokens, **(args or {})}
+        self._system_prompt = system_prompt
+        self._takes_parts_alone = False
+        for name in named.keys() & {DEFAULT, TOOL_USE}:
+            self._filled(name, named[name], None)
+        self._takes_parts_alone = not self._shows_text() and self._shows_text(in_parts=True)
+
+    def _shows_text(self, *, in_parts: bool = False) -> bool:
+        """True if the text of a message is in what the template makes; some of models with pictures want parts."""
+        turn: dict[str, Any] = {"role": "user", "content": "ShownText"}
+        variables = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": True}
+        try:
+            text = self._filled(
+                DEFAULT, self._source, {**variables, "messages": [_in_parts(turn) if in_parts else turn]}
+            )
+        except (ChatError, TemplateLimit):
+            return False
+        return "ShownText" in text and "'ShownText'" not in text
+
+    def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
+        """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+        if self._system_prompt and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self._system_prompt})
+        return turns
+
+    def render(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Render the text that the model continues: the conversation and the generation prompt.
+
+        Raises:
+            ChatError: the template refuses the messages, or fails.
+            TemplateLimit: the template takes more than the limits of `template_process`.
+        """
+        return self.render_turns(self.messages(prompt), tools)
+
+    def render_turns(self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True) -> str:
+        """Like `render`, without adding the system prompt; with `to_answer=False` also without the generation prompt.
+
+        Raises:
+            ChatError, TemplateLimit: as of `render`.
+        """
+        filled = {"tools": None, "documents": None, **self._variables}
+        if tools:
+            filled["tools"] = [dict(tool) for tool in tools]
+        shown = [_normalised(turn) for turn in without_pictures(turns)]
+        if self._takes_parts_alone:
+            shown = [_in_parts(turn) for turn in shown]
+        filled |= {"messages": shown, "add_generation_prompt": to_answer}
+        if tools and self.differs_with_tools:
+            return self._filled(TOOL_USE, self.source_with_tools, filled)
+        return self._filled(DEFAULT, self._source, filled)
+
+    def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
+        try:
+            return RENDERING.rendered(source, variables, datetime.now())
+        except TemplateRefusal as error:
+            raise ChatError(f"the chat template {error}") from None
+        except TemplateLimit as error:
+            raise TemplateLimit(f"the chat template {name!r} {error}; set dataset.chat_template to another") from None
+
+
+def _normalised(turn: Message) -> dict[str, Any]:
+    """Return the message in the form that templates read, as transformers does.
+
+    Keys that are None are removed. Reasoning is stored under the names that templates use. Arguments of calls in
+    OpenAI's form (JSON in a string) become objects.
+    """
+    given = {key: value for key, value in turn.items() if value is not None}
+    if calls := given.get("tool_calls"):
+        given["tool_calls"] = [_with_arguments_read(call) for call in calls]
+    reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _in_parts(turn: Message) -> dict[str, Any]:
+    content = turn.get("content")
+    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(turn)
+
+
+def _with_arguments_read(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # what the model wrote need not be JSON; templates that can show it as it is
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def wrong_messages(messages: Any) -> str | None:
+    """Return why `messages` is not a conversation that an answer can follow; None if it is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        return "it is no list of messages"
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"message {number} is not an object with a role"
+        if isinstance(turn.get("content"), list):
+            if (wrong := wrong_parts(turn["content"])) is not None:
+                return f"message {number} has under 'content' {wrong}"
+            continue
+        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            return f"message {number} has no text under 'content'"
+    if messages[-1]["role"] in ("system", "assistant"):
+        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
+    return None
+
+
+def template_source(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template of the tokenizer in `folder`; several by name; None if there is none.
+
+    As in transformers, the files `chat_template.jinja` (the default) and `additional_chat_templates/<name>.jinja` come
+    before what `tokenizer_config.json` holds.
+    """
+    files = {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES_DIR).glob("*.jinja"))}
+    if (own := folder / TEMPLATE_FILE).is_file():
+        files = {DEFAULT: own, **files}
+    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    config = folder / CONFIG_FILE
+    if not found and config.is_file():
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}
+    if isinstance(found, dict) and found.keys() == {DEFAULT}:
+        found = found[DEFAULT]
+    return found or None

@@ -1,0 +1,333 @@
+"""The rewards of a run: run each in its place, handle failures, and add them up by weight.
+
+The environment calls rewards of answers, through `AnswerReward`. Rewards of whole episodes and of groups are added once
+the agent has returned its samples (`asyncrl.rollout.user_code.scored_agent`). Each reward is reported by name, before
+its weight is applied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from functools import partial
+from itertools import groupby
+from numbers import Real
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias
+
+from asyncrl.api import Episode, RunIn
+from asyncrl.api.reward import is_verdict, marked_run_in
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
+from asyncrl.rollout.user_code.embeddings import Embedder, with_embeddings
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
+
+_NO_REWARD = "returned an invalid reward"
+SOURCE = "source"
+"""The column of a row that names its source; a mixture of datasets fills it in."""
+SCORE = "score"
+
+_log = logging.getLogger(__name__)
+
+
+class RewardScope(StrEnum):
+    """Argument of a reward, by the name of its first parameter; any other name means an answer's row."""
+
+    answer = auto()
+    episode = auto()
+    group = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One of the rewards that are added up. `name` is empty if there is only one."""
+
+    name: str
+    weight: float
+    sees: RewardScope
+    code: Code
+    function: Callable[..., Any]
+    failure_reward: float | None
+    verdict: bool = False
+    """True if it is 1 for a right answer and 0 for a wrong one."""
+    sources: frozenset[str] = frozenset()
+    """The sources whose rows it scores; empty for all."""
+
+    def scores(self, source: object) -> bool:
+        """True if it scores rows of `source`."""
+        return not self.sources or source in self.sources
+
+
+def load_rewards(single: RewardConfig, several: Sequence[NamedRewardConfig]) -> tuple[RewardPart, ...]:
+    """Load the rewards of the setting `rewards` or, if that is empty, of `reward`.
+
+    Raises:
+        ConfigError: a path does not name a callable, its module fails, or it cannot run where `run_in` says.
+    """
+    if not several:
+        return (_load("reward", "", 1.0, single),)
+    named = enumerate(several)
+    return tuple(_load(f"rewards[{number}]", part.name, part.weight, part) for number, part in named)
+
+
+def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardPart:
+    try:
+        found: Any = load_plugin(config.path)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
+    if not callable(found):
+        raise ConfigError(f"{group}.path={config.path!r}: it is a {type(found).__name__}; name a class or function")
+    if inspect.isclass(found) and not inspect.isfunction(getattr(found, "__call__", None)):  # noqa: B004
+        raise ConfigError(f"{group}.path={config.path!r}: its instances cannot be called; give the class a __call__")
+    called = found.__call__ if inspect.isclass(found) else found
+    place = _place(group, config, called, marked_run_in(found))
+    function: Callable[..., Any] = found
+    if inspect.isclass(found) and (place != RunIn.process or is_built_in(found)):
+        try:
+            instance: Any = found(**config.args)
+            function = instance  # for one that runs in a process this was but the check of its arguments
+        except Exception as error:  # a user's constructor may raise anything
+            given = f"{group}.path={config.path!r}, {group}.args={config.args}"
+            raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
+    else:
+        function = partial(found, **config.args)
+    sees = _sees(called)
+    code = Code(
+        f"reward {config.path}", Activity.reward, config.timeout_s, place, CodeTarget(config.path, config.args), sees
+    )
+    marked = is_verdict(found) or is_verdict(function)
+    verdict = marked if config.verdict is None else config.verdict
+    sources = frozenset(config.sources) if isinstance(config, NamedRewardConfig) else frozenset()
+    return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict, sources)
+
+
+def _place(group: str, config: RewardConfig, function: Callable[..., Any], marked: RunIn) -> RunIn:
+    wanted = config.run_in if config.run_in != RunIn.auto else marked
+    if not is_async(function):
+        return RunIn.thread if wanted == RunIn.auto else wanted
+    if wanted == RunIn.thread:
+        raise ConfigError(
+            f"{group}.run_in=thread: {config.path!r} is `async def`, which runs on an event loop; leave it at auto"
+        )
+    return wanted
+
+
+def _sees(function: Callable[..., Any]) -> RewardScope:
+    try:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+    except (TypeError, ValueError):  # a builtin may have none
+        return RewardScope.answer
+    return (
+        RewardScope(names[0]) if names and names[0] in (RewardScope.episode, RewardScope.group) else RewardScope.answer
+    )
+
+
+Added: TypeAlias = "tuple[float, dict[str, float]]"
+"""Weighted sum of rewards for a sample, and each reward's value by name, before its weight."""
+
+
+def _summed(given: Sequence[Added]) -> Added:
+    return sum(value for value, _ in given), {name: number for _, named in given for name, number in named.items()}
+
+
+class Rewards:
+    """The rewards of a run, each called in its thread, process or event loop."""
+
+    def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
+        self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
+        by_sees = {sees: tuple(group) for sees, group in groupby(sorted(parts, key=_sees_of), key=_sees_of)}
+        self._of_answers = by_sees.get(RewardScope.answer, ())
+        self._of_episodes = by_sees.get(RewardScope.episode, ())
+        self._of_groups = by_sees.get(RewardScope.group, ())
+        self._runner = runner
+        self.embedder: Embedder | None = None
+        """Embeds the frames of a group's episodes before its rewards are called; None: nothing does."""
+
+    @property
+    def after_the_rollout(self) -> bool:
+        """True if there are rewards of whole episodes or groups."""
+        return bool(self._of_episodes or self._of_groups)
+
+    async def answer(self, data: Mapping[str, Any], completion: str) -> float:
+        """Return the weighted sum of the rewards of an answer; 0 without rewards of this form.
+
+        Raises:
+            UserCodeError: a reward without a `failure_reward` failed.
+        """
+        parts = self._for(self._of_answers, data)
+        if len(parts) == 1:  # most runs, and a task for each answer would cost more than a cheap reward
+            return (await self._one(parts[0], data, completion))[0]
+        return _summed(await asyncio.gather(*(self._one(part, data, completion) for part in parts)))[0]
+
+    def answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
+        """Like `answer`, for a caller in a thread: the rewards run one after the other."""
+        total = 0.0
+        for part in self._for(self._of_answers, data):
+            try:
+                value = self._runner.call_blocking(part.code, part.function, data, completion)
+                total += _given(part, value)[0]
+            except UserCodeError as error:
+                total += _stand_in(part, error)[0]
+        return total
+
+    async def episode(self, episode: Episode) -> Added:
+        """Return the sum of the rewards of episodes for a sample.
+
+        Raises:
+            UserCodeError: as for `answer`.
+        """
+        parts = self._for(self._of_episodes, episode.data)
+        return _summed(await asyncio.gather(*(self._one(part, episode) for part in parts)))
+
+    @property
+    def of_groups(self) -> bool:
+        """True if a reward compares the answers of a group."""
+        return bool(self._of_groups)
+
+    async def group(self, group: Sequence[Episode]) -> list[Added]:
+        """Return the sum of the rewards of groups for each sample, `[S]`.
+
+        Raises:
+            UserCodeError: as for `answer`.
+        """
+        parts = self._for(self._of_groups, group[0].data)
+        if parts and self.embedder is not None and len({each.episode for each in group}) > 1:
+            group = await with_embeddings(group, self.embedder)
+        by_part = await asyncio.gather(*(self._of_group(part, group) for part in parts))
+        return [_summed([values[number] for values in by_part]) for number in range(len(group))]
+
+    def _for(self, parts: tuple[RewardPart, ...], data: Mapping[str, Any]) -> tuple[RewardPart, ...]:
+        """Return the rewards among `parts` that score rows of this row's source.
+
+        Raises:
+            UserCodeError: no reward of the run scores this source.
+        """
+        if not self._by_source:
+            return parts
+        source = data.get(SOURCE)
+        if not any(part.scores(source) for part in self._parts):
+            raise UserCodeError(
+                "rewards", f"has none for rows of {SOURCE} {source!r}; name it in the sources of one", how=_NO_REWARD
+            )
+        return tuple(part for part in parts if part.scores(source))
+
+    async def _one(self, part: RewardPart, *args: Any) -> Added:
+        try:
+            return _given(part, await self._runner.call(part.code, part.function, *args))
+        except UserCodeError as error:
+            return _stand_in(part, error)
+
+    async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[Added]:
+        try:
+            values = await self._runner.call(part.code, part.function, list(group))
+            try:
+                values = list(values)
+            except TypeError:
+                message = f"returned {values!r:.80} for a group; return a list"
+                raise UserCodeError(part.code.label, message, how=_NO_REWARD) from None
+            if len(values) != len(group):
+                message = f"returned {len(values)} rewards for a group of {len(group)} samples; return one for each"
+                raise UserCodeError(part.code.label, message, how=_NO_REWARD)
+            return [_given(part, value) for value in values]
+        except UserCodeError as error:
+            return [_stand_in(part, error) for _ in group]
+
+
+def _sees_of(part: RewardPart) -> RewardScope:
+    return part.sees
+
+
+def _given(part: RewardPart, value: object) -> Added:
+    """Check the result of `part`: a number, or a mapping with the key `SCORE` and further numbers."""
+    number, extras = (value.get(SCORE), _extras(part, value)) if isinstance(value, Mapping) else (value, {})
+    try:
+        number = float(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserCodeError(
+            part.code.label,
+            f"returned {value!r:.80}; a reward is a finite number, or {{'{SCORE}': number, ...}}",
+            how=_NO_REWARD,
+        )
+    if part.verdict:
+        if number not in (0.0, 1.0):
+            raise UserCodeError(
+                part.code.label,
+                f"is declared a verdict and returned {number:g}; return 0 or 1, or set its verdict to false",
+                how=_NO_REWARD,
+            )
+        current_meter().add_verdict(part.name, number == 1.0)
+    return _weighted(part, number, extras)
+
+
+def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers besides the score, by the name of their metric; other values are left out."""
+    named: dict[str, float] = {}
+    for key, each in value.items():
+        if key == SCORE or not isinstance(each, Real):
+            continue
+        name = f"{part.name}.{key}" if part.name else str(key)
+        if name in ROW_METRICS or not math.isfinite(each):
+            why = "is no finite number" if name not in ROW_METRICS else f"would hide the metric reward/{name}"
+            raise UserCodeError(part.code.label, f"returned {key!r}: {each!r:.40}, which {why}", how=_NO_REWARD)
+        named[name] = float(each)
+    return named
+
+
+def _weighted(part: RewardPart, number: float, extras: Mapping[str, float] = MappingProxyType({})) -> Added:
+    named = {part.name: number, **extras} if part.name else dict(extras)
+    for name, each in named.items():
+        current_meter().add_reward(name, each)
+    return part.weight * number, named
+
+
+def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
+    """Return the `failure_reward` of a failed `part`; without one raise the error, which fails the rollout."""
+    if part.failure_reward is None:
+        raise error
+    _log.info("%s; the answer is given failure_reward=%g", error, part.failure_reward)
+    current_meter().add_failure()
+    if part.verdict:
+        current_meter().add_verdict(part.name, False)
+    return _weighted(part, part.failure_reward)
+
+
+class AnswerReward:
+    """The reward that an environment calls: awaitable on an event loop, a number in a plain function."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+
+    def __call__(self, data: Mapping[str, Any], completion: str) -> Any:
+        """Return the reward of answer text `completion` to dataset row `data`; see the class."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._rewards.answer_blocking(data, completion)
+        return _ToAwait(self._rewards.answer(data, completion))
+
+
+class _ToAwait:
+    """An awaitable that raises a clear error if it is used as a number."""
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, None, float]:
+        value: Generator[Any, None, float] = self._coroutine.__await__()
+        return value
+
+    def __float__(self) -> NoReturn:
+        self._coroutine.close()
+        raise TypeError("in asynchronous code a reward is awaited: `value = await self._reward(data, text)`")

@@ -1,0 +1,279 @@
+"""Every kind of process of a run: where its class is, how many there are and what each may use, how it ends.
+
+The launcher, the plan and the entry point read this registry and know no kind by name. To add a kind, write its
+process, a `Worker`, and enter it here by import path; only a process of that kind loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
+from asyncrl.comm.names import (
+    ENCODER_SERVER,
+    EVALUATION_MASTER,
+    EVALUATION_WORKER,
+    GENERATION_SERVER,
+    GSERVER_MANAGER,
+    MASTER_WORKER,
+    MODEL_WORKER,
+    POLICY_SERVER,
+    RECORDER,
+    ROLLOUT_WORKER,
+    STAGING_SERVER,
+)
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
+from asyncrl.inference.settings import GenerationBackend, guests_of, server_shape
+from asyncrl.manager.settings import PolicyConfig
+from asyncrl.runtime.planning.staging_hosts import staging_hosts
+from asyncrl.runtime.planning.worker_plan import Resources
+from asyncrl.trainer.parallel.placement import placement
+
+GPU_ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+"""Settings of torch's allocator in processes that compute on a GPU. Segments that grow fit micro-batches of changing
+sizes without holes, and leave more to another process on the same GPU. Pinned host memory above 64 MiB is not rounded
+up to a power of two, which would take up to twice what off-loading needs. SGLang chooses its own: its kernels that
+share memory between GPUs do not accept such segments.
+"""
+
+
+class Purpose(StrEnum):
+    """Purpose of a launch."""
+
+    train = auto()
+    evaluate = auto()
+    """Evaluation of a model that stands, without a trainer."""
+
+
+_TRAIN, _EVALUATE = frozenset({Purpose.train}), frozenset({Purpose.evaluate})
+
+
+class Restart(StrEnum):
+    """Processes that must restart after a process died."""
+
+    nothing = auto()
+    """The run ends. The same command continues from the newest checkpoint."""
+    alone = auto()
+    """The launcher starts a new process in its place (`restart_budget`)."""
+    together = auto()
+    """MasterWorker and all ModelWorkers restart together, from the in-memory checkpoint (`memory_checkpoint`)."""
+    alone_or_together = auto()
+    """A new process asks the rest of the trainer for its state. It continues with them, or exits with
+    `EXIT_RESTART_TRAINER` so that all of the trainer restart.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Resources that the processes of one host share.
+
+    Attributes:
+        gpus: of the host, by CUDA's names for them.
+        ranks: training ranks that run there.
+    """
+
+    gpus: Sequence[str]
+    ranks: int
+
+
+def _one(config: ExperimentConfig) -> int:
+    return 1
+
+
+def _on_cpu(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    return Resources(niceness=_niceness(config, here))
+
+
+def _niceness(config: ExperimentConfig, here: Share) -> int:
+    """Return the niceness of a process that shares the cores with training ranks; 0 where these use GPUs."""
+    return 0 if here.gpus and config.trainer.device != Device.cpu else config.system.niceness
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessKind:
+    """One kind of process.
+
+    Attributes:
+        path: import path `package.module:Class` of its `Worker`.
+        count: how many there are.
+        resources: what one may use: the config, its number among those of its kind on its host, what these share.
+        runs: the launches that it is part of.
+        leads: its normal exit is the end of the run; asked to stop, it saves first. Each launch has one leading kind.
+        serves: other processes call it; it is stopped after them, so that none waits for an answer that never comes.
+        essential: the run ends with it. The death of any other process is noted, and the run continues.
+        restart: what the launcher restarts after its death.
+        placed_as: kind that it is placed with on several hosts; empty if it is placed by its own name.
+    """
+
+    path: str
+    count: Callable[[ExperimentConfig], int] = _one
+    resources: Callable[[ExperimentConfig, int, Share], Resources] = _on_cpu
+    runs: frozenset[Purpose] = _TRAIN
+    leads: bool = False
+    serves: bool = False
+    essential: bool = True
+    restart: Restart = Restart.nothing
+    placed_as: str = ""
+
+
+def _training_ranks(config: ExperimentConfig) -> int:
+    return 0 if config.samples.only else placement(config).workers
+
+
+def _training_rank(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """The first GPUs of the host, one each, for the ranks of all roles by worker index."""
+    ours = here.gpus if config.trainer.device != Device.cpu else ()
+    return Resources(config.trainer.threads, _dealt(index, 1, ours), allocator=GPU_ALLOCATOR if ours else "")
+
+
+def _generation_servers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else len(config.generation.sglang.urls) or config.generation.servers
+
+
+def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
+    """GPUs of a host that its training ranks leave to generation servers; the last one is shared if they take all.
+
+    Where all servers are guests of the training ranks, these ranks' own.
+    """
+    if config.generation.device == Device.cpu:
+        return ()
+    taken = here.ranks if config.trainer.device != Device.cpu else 0
+    if taken and len(guests_of(config.generation)) == config.generation.servers:
+        return here.gpus[:taken]
+    return here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
+
+
+def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """The GPUs that training leaves, as many as the server has ranks; too few are shared in turn."""
+    generation = config.generation
+    ours, guests = gpus_of_servers(config, here), guests_of(generation)
+    if ours and index in guests and config.trainer.device != Device.cpu:
+        ours, index = here.gpus[: here.ranks] or ours, index - guests.start
+    niceness = 0 if ours else _niceness(config, here)
+    in_process = generation.backend == GenerationBackend.embedded
+    allocator = GPU_ALLOCATOR if ours and in_process else ""
+    return Resources(generation.threads, _dealt(index, server_shape(generation).gpus, ours), niceness, allocator)
+
+
+def _policy_servers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else len(config.policy_of_server)
+
+
+def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """GPUs as for generation servers; policy servers that compute are numbered after those."""
+    policies = config.policy_of_server
+    if policies[index].url is not None:
+        return _on_cpu(config, index, here)
+    return _generation_server(config, _generation_servers(config) + _computing(policies[:index]), here)
+
+
+def _computing(policies: Sequence[PolicyConfig]) -> int:
+    """Number of the policies' servers that the run starts; others run already."""
+    return sum(policy.url is None for policy in policies)
+
+
+def _staging_servers(config: ExperimentConfig) -> int:
+    return len(staging_hosts(config)) if _generation_servers(config) else 0
+
+
+def _encoder_servers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else config.rollout.encoder.servers
+
+
+def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """The GPUs after those of training ranks and generation servers; too few are shared in turn, from the last."""
+    gpus = config.rollout.encoder.gpus if here.gpus else 0
+    if not gpus:
+        return _on_cpu(config, index, here)
+    taken = here.ranks if config.trainer.device != Device.cpu else 0
+    if config.generation.device != Device.cpu:
+        servers = _generation_servers(config) + _computing(config.policy_of_server)
+        taken += servers * server_shape(config.generation).gpus
+    left = here.gpus[min(taken, len(here.gpus) - 1) :]
+    return Resources(gpus=_dealt(index, gpus, left), allocator=GPU_ALLOCATOR)
+
+
+def _rollout_workers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else config.rollout.workers
+
+
+def _managers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else 1
+
+
+def _masters(config: ExperimentConfig) -> int:
+    return 0 if config.samples.only else 1
+
+
+def _recorders(config: ExperimentConfig) -> int:
+    return 1 if config.samples.only else 0
+
+
+def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of the `index`-th taker of `each` out of `gpus`, in turn."""
+    return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
+
+
+PROCESS_KINDS = {
+    STAGING_SERVER: ProcessKind(
+        "asyncrl.weights.staging.process:StagingServer",
+        _staging_servers,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
+    ),
+    MODEL_WORKER: ProcessKind(
+        "asyncrl.trainer.process:ModelWorker", _training_ranks, _training_rank, restart=Restart.together
+    ),
+    GENERATION_SERVER: ProcessKind(
+        "asyncrl.inference.process:GenerationServer",
+        _generation_servers,
+        _generation_server,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
+    ),
+    POLICY_SERVER: ProcessKind(
+        "asyncrl.inference.process:PolicyServer",
+        _policy_servers,
+        _policy_server,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
+        placed_as=GENERATION_SERVER,
+    ),
+    ENCODER_SERVER: ProcessKind(
+        "asyncrl.inference.encoder.process:EncoderServer",
+        _encoder_servers,
+        _encoder_server,
+        serves=True,
+        restart=Restart.alone,
+    ),
+    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
+    EVALUATION_WORKER: ProcessKind(
+        "asyncrl.rollout.process:EvaluationWorker",
+        _rollout_workers,
+        runs=_EVALUATE,
+        placed_as=ROLLOUT_WORKER,
+    ),
+    GSERVER_MANAGER: ProcessKind(
+        "asyncrl.manager.process:GserverManager",
+        _managers,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
+    ),
+    MASTER_WORKER: ProcessKind(
+        "asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.alone_or_together
+    ),
+    RECORDER: ProcessKind("asyncrl.master.offline.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
+    EVALUATION_MASTER: ProcessKind(
+        "asyncrl.master.offline.evaluation_process:EvaluationMaster",
+        runs=_EVALUATE,
+        leads=True,
+        placed_as=MASTER_WORKER,
+    ),
+}
+"""By name, the slowest to start first."""

@@ -1,0 +1,71 @@
+"""Computations on one host besides engines and trainer, and the delay until its manager learns of a version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
+from asyncrl.manager.fleet.servers import Target
+from asyncrl.manager.process import WATCH_S
+from asyncrl.verify.simulator.host.cores import FIRST, Cores, Process
+from asyncrl.verify.simulator.setup import Host
+
+NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Used if no host is given: no process slows another, and everything besides engines and trainer takes no time."""
+
+
+class Processes:
+    """The processes of a run on `host`, each of which does one thing at a time; None: they take no time.
+
+    `probe` is a server's process while it gets no requests; `rank` has priority on the cores.
+    """
+
+    def __init__(self, host: Host | None, cores: Cores) -> None:
+        self.host = host or NOTHING
+        self._cores = cores
+        self.manager, self.master, self.probe = (Process(cores) for _ in range(3))
+        self.rank = Process(cores, FIRST)
+        self._running: set[asyncio.Task[None]] = set()
+
+    def worker(self) -> Process:
+        """Build another RolloutWorker's process."""
+        return Process(self._cores)
+
+    async def receive(self) -> None:
+        """Receive a trajectory in a thread of the rank, before it is acknowledged."""
+        await self.rank.cut_in(self.host.receive_s)
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work`, for which nothing waits."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+class Announcements:
+    """The versions as the manager learns of them. It polls like name resolution, with growing pauses that start from
+    the shortest again after `WATCH_S` or once it has found a version. If not `polled`, it learns of them at once.
+    """
+
+    def __init__(self, tell: Callable[[Target], None], *, polled: bool) -> None:
+        self._tell, self._polled = tell, polled
+        self._loop = asyncio.get_running_loop()
+        self._watched_from = self._loop.time()
+
+    def announce(self, target: Target) -> None:
+        """Publish `target`."""
+        self._loop.call_later(self._next_look_s() if self._polled else 0.0, self._heard, target)
+
+    def _heard(self, target: Target) -> None:
+        self._watched_from = self._loop.time()
+        self._tell(target)
+
+    def _next_look_s(self) -> float:
+        """Seconds until the manager looks again."""
+        since = (self._loop.time() - self._watched_from) % WATCH_S
+        look, pause = 0.0, FIRST_POLL_S
+        while look < since:
+            look, pause = look + pause, min(2 * pause, LAST_POLL_S)
+        return min(look, WATCH_S) - since
