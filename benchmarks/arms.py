@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from asyncrl.commands.notebook import LoadedRun, load_run
+from asyncrl.launch.notebook import LoadedRun, load_run
 
 
 def arguments(description: str | None, arms: Collection[str]) -> argparse.Namespace:

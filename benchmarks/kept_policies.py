@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.commands.export.policy import export
+from asyncrl.launch.commands.export.policy import export
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

@@ -19,7 +19,7 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from asyncrl.commands.dashboard import main as dashboard
+from asyncrl.launch.commands.dashboard import main as dashboard
 
 PAGES = ("Overview", "Learning", "Speed", "Samples", "Health")
 COLOURS = {"version": "", "log-probability": "_logprob"}

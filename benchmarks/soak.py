@@ -37,7 +37,6 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.commands.audit import audit
 from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import (
     LEDGER_DIR,
@@ -47,6 +46,7 @@ from asyncrl.config.run_dir import (
     RESTARTS_FILE,
     SAMPLES_DIR,
 )
+from asyncrl.launch.commands.audit import audit
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
 from asyncrl.config.load import experiments_dir
+from asyncrl.launch.commands.audit import audit
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
 from asyncrl.observe.samples import answer_files, read_samples
 
 pytest.importorskip("pyarrow")

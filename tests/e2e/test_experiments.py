@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.export import main as export
 from asyncrl.config.load import load_experiment
+from asyncrl.launch.commands.export import main as export
 from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .clusters import ssh_hosts

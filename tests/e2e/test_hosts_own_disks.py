@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.runtime.supervisor import PLACE_VARIABLE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 
 from .clusters import pods
 from .hosts import assert_gone, over, processes_of, titled, with_python

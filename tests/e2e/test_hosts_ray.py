@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 
 from ..ports import free_ports
 from .clusters import await_that, ray_cluster

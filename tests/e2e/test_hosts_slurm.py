@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 
 from ..conftest import LIMIT_S
 from .clusters import slurm

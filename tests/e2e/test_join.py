@@ -13,9 +13,9 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security.run_secret import RunSecret
-from asyncrl.commands.audit import audit
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
+from asyncrl.launch.commands.audit import audit
 from asyncrl.manager.messages import ServerStatus, StatusReply
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.process.worker import open_resolver

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from asyncrl import launch
-from asyncrl.commands import show
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands import show
+from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.samples import read_samples, sample_files
 from tests.unit.test_documented_snippets import commands_that_read
 

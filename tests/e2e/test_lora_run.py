@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
 from asyncrl.weights.model_files.loading import read_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.commands.audit import audit
 
 from ..conftest import SETTINGS, SGLANG_ENV, Run, make_tiny_model, make_tiny_moe
 from ..warm import Template

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.commands import notebook
-from asyncrl.commands.notebook import RunFailed
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch import notebook
+from asyncrl.launch.notebook import RunFailed
 
 from ..warm import Template
 
@@ -48,7 +48,7 @@ def forked(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 FORKED = """
 import subprocess, types
-from asyncrl.commands import notebook
+from asyncrl.launch import notebook
 from tests.warm import Template
 names = {{name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}}
 notebook.subprocess = types.SimpleNamespace(Popen=Template({run!r}).popen, **names)

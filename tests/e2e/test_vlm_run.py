@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands import show
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands import show
+from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.weights.versions.logprob_probe import read_probe
 

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.commands.attach import attach
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, versions_in
+from asyncrl.launch.commands.attach import attach
 from asyncrl.runtime.trials.claim import read_holder
 
 from ..conftest import Gate

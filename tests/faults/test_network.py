@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from asyncrl.runtime.supervisor import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S, Run, StartRun

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts

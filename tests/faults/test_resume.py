@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from asyncrl.plugins.datasets.queue.order import DataOrder, epoch_order
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.rows.files import FileDataset

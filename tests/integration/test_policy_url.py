@@ -16,13 +16,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.security.run_secret import RunSecret
-from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, SECRET_FILE, write_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.process import PolicyServer
+from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import PolicyConfig

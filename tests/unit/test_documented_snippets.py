@@ -26,11 +26,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from asyncrl import launch
-from asyncrl.commands import COMMANDS
-from asyncrl.commands.doctor import experiment
-from asyncrl.commands.init import write_project
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.launch.commands import COMMANDS
+from asyncrl.launch.commands.doctor import experiment
+from asyncrl.launch.commands.init import write_project
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """Arguments as the command's own parser takes them; SystemExit where it refuses."""
     if words[:1] and words[0] in COMMANDS:
-        module = importlib.import_module(f"asyncrl.commands.{words[0]}")
+        module = importlib.import_module(f"asyncrl.launch.commands.{words[0]}")
         with pytest.raises(Parsed) as caught:
             module.main(list(words[1:]), "asyncrl")
         return caught.value.arguments

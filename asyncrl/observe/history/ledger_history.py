@@ -94,6 +94,10 @@ class _LedgerLines:
         self._folder = folder
         self._files: list[Appended] = []
 
+    def from_the_start(self) -> _LedgerLines:
+        """Return a reader of the same files that has read nothing."""
+        return _LedgerLines(self._folder)
+
     def new(self) -> Iterator[Line]:
         """Yield the lines that were appended since the last call.
 
@@ -122,6 +126,10 @@ class _EndedRollouts:
         self._keep_steps, self._keep_from = keep_steps, keep_from
         self._by_step: deque[tuple[int, list[str]]] = deque()
         self._since_step: list[str] = []
+
+    def without_any(self) -> _EndedRollouts:
+        """Return the same rule with no rollouts."""
+        return _EndedRollouts(self._keep_steps, self._keep_from)
 
     def add(self, rollout_id: str) -> None:
         """Record the end of a rollout."""
@@ -164,11 +172,11 @@ class LedgerHistory:
     """
 
     def __init__(self, folder: Path, keep_steps: int, keep_from: int | None = None) -> None:
-        self._parts = lambda: (_LedgerLines(folder), _EndedRollouts(keep_steps, keep_from))
+        self._lines = _LedgerLines(folder)
+        self._ended_rollouts = _EndedRollouts(keep_steps, keep_from)
         self._clear()
 
     def _clear(self) -> None:
-        self._lines, self._ended_rollouts = self._parts()
         self.steps: dict[int, StepOf] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.launches: list[Begin] = []
@@ -201,6 +209,7 @@ class LedgerHistory:
         try:
             self._read()
         except ReadAgain:  # a MasterWorker that goes on cuts off a step that is not whole
+            self._lines, self._ended_rollouts = self._lines.from_the_start(), self._ended_rollouts.without_any()
             self._clear()
             self._read()
 

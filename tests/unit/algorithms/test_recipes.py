@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from asyncrl.algorithms.objective import Objective
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.catalog import resolve
+from asyncrl.launch.before_start.checks import validate
 from asyncrl.trainer.functions.calls import objective_spec
 
 Slope = Callable[[int], float]

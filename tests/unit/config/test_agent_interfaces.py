@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.agent_interfaces import agent_problems, environment_problems
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.checks import validate
 
 SOURCE = """
 from abc import ABC

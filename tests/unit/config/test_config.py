@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands import COMMANDS
-from asyncrl.commands.before_start.checks import validate
-from asyncrl.commands.before_start.hub import is_hub_name
 from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
+from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.hub import is_hub_name
+from asyncrl.launch.commands import COMMANDS
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.trainer.parallel.placement import worker_grid
 
@@ -42,7 +42,7 @@ def adopting(url: str) -> list[str]:
 
 PPO = ("algorithm.graph=ppo", "algorithm.advantage.name=gae")
 ANYWHERE = sorted(name for name in known_experiments(experiments_dir()) if not name.endswith("gpu"))
-"""The others are checked where GPUs are pretended, in tests/unit/commands/test_show_allocation.py."""
+"""The others are checked where GPUs are pretended, in tests/unit/launch/test_show_allocation.py."""
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
@@ -469,7 +469,7 @@ def test_a_setting_with_dashes_is_told_how_it_is_written(
 
 def test_the_command_is_called_asyncrl_too() -> None:
     command = [str(Path(sys.executable).parent / "asyncrl"), "--help"]
-    code = f"import sys; sys.argv = {command!r}; from asyncrl.launch import main; sys.exit(main())"
+    code = f"import sys; sys.argv = {command!r}; from asyncrl.launch.__main__ import main; sys.exit(main())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False)
     assert ended.stdout.splitlines()[0] == "asyncrl <experiment> [setting=value ...] [options]"
     as_a_module = launch("--help").stdout.replace("python -m asyncrl.launch ", "asyncrl ")
@@ -486,8 +486,8 @@ def test_cfg_job_prints_a_config_that_can_be_read_again(tmp_path: Path) -> None:
 
 def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, asyncrl.launch, asyncrl.rollout.process; "
-        "import asyncrl.commands.train, asyncrl.commands.previews.dry_run, asyncrl.commands.previews.show_graph; "
+        "import sys, asyncrl.launch.__main__, asyncrl.rollout.process; "
+        "import asyncrl.launch.train, asyncrl.launch.previews.dry_run, asyncrl.launch.previews.show_graph; "
         "import asyncrl.manager.process, asyncrl.master.process; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, load_plugin, split_path
 from asyncrl.config.plugin_code.signatures import problems
+from asyncrl.launch.before_start.checks import validate
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.rollout.user_code.components import UserComponents
 

@@ -9,13 +9,13 @@ import pytest
 
 import asyncrl
 
-TEMPLATES = Path("asyncrl/commands/init/project")
+TEMPLATES = Path("asyncrl/launch/commands/init/project")
 """Files of a user's project."""
 PLUGIN = Path("asyncrl/inference/sglang/plugin/asyncrl_pictures")
 """Imported by SGLang, and itself nothing of asyncrl."""
 
 LIGHT_MODULES = (
-    "asyncrl.commands.export",
+    "asyncrl.launch.commands.export",
     "asyncrl.plugins.datasets",
     "asyncrl.plugins.datasets.arithmetic",
     "asyncrl.plugins.datasets.supervised.demonstrations",

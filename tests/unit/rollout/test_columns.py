@@ -15,10 +15,10 @@ from asyncrl.api.columns import ColumnError, column, with_columns
 from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import SampleColumns
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.episode import judge
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards

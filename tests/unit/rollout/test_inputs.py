@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from asyncrl.api.picture import Picture, PictureError
-from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.config.setting import ChoiceConfig, ConfigError
+from asyncrl.launch.before_start.same_data import keep_inputs
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig

@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from asyncrl.api import GenerationRequest, SamplingParams
-from asyncrl.commands.before_start.checks import validate
-from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
+from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.rehearsal import MadeUpPolicy, RehearsalOutcome, rehearse
 
@@ -178,7 +178,7 @@ def test_a_process_that_user_code_ends_is_an_error_that_says_so(configured: Conf
 
 
 def test_code_that_does_not_return_is_a_note_and_ends(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.commands.before_start.rehearse.LIMIT_S", 6.0)
+    monkeypatch.setattr("asyncrl.launch.before_start.rehearse.LIMIT_S", 6.0)
     before = set(psutil.Process().children())
     with rehearsed(configured("agent.path=CODE:waits")) as notes:
         assert [note.partition(" within ")[0] for note in notes()] == [

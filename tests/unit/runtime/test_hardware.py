@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.checks import validate
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.process.hardware import Gpu, count_gpus, interface_of, uncounted_gpus, visible_gpus
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit, main
+from asyncrl.launch.commands.audit import audit, main
 from asyncrl.verify.audit.ledger_files import read_ledger
 from tests.unit.verify.conftest import Launch, begin_run
 

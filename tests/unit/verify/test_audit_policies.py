@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from tests.unit.verify.conftest import Launch, begin_run
 from tests.unit.verify.test_audit import ledger_of, write
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
-from asyncrl.commands.audit import audit
+from asyncrl.launch.commands.audit import audit
 from asyncrl.weights.versions.manifest import FileEntry
 from tests.unit.verify.conftest import Launch, begin_run
 from tests.unit.verify.test_audit import changed, ledger_of, surviving

@@ -18,13 +18,13 @@ from asyncrl.api import Episode
 from asyncrl.api.picture import Picture
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
 from asyncrl.inference.encoder.process import loaded
 from asyncrl.inference.encoder.service import EncoderService
 from asyncrl.inference.encoder.settings import EncoderConfig
+from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.rewards.srpo import SRPOReward
 from asyncrl.rollout.user_code.embeddings import with_embeddings
 from asyncrl.rollout.user_code_pool.errors import UserCodeError

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from asyncrl.commands.dashboard import token_of
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
+from asyncrl.launch.commands.dashboard import token_of
 from asyncrl.observe.dashboard.page import SCRIPTS, STYLES, UPLOT_SHA256, html, static
 from asyncrl.observe.dashboard.page_data import MOST_POINTS, TIMELINE_SPANS, page_data
 from asyncrl.observe.dashboard.server import Dashboard

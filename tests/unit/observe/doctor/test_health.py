@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.files.file_lock import take_lock
-from asyncrl.commands.doctor.run import main
+from asyncrl.launch.commands.doctor.run import main
 from asyncrl.observe.doctor import Level, examine
 from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from asyncrl.launch import main
+from asyncrl.launch.__main__ import main
 from asyncrl.observe.history import History
 from asyncrl.observe.timeline import Span, Timeline, timeline
 from asyncrl.observe.timeline.chrome import chrome_trace

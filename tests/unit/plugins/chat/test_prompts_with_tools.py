@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.api import GenerationClient, messages_of
-from asyncrl.commands.before_start.input_checks import check_prompts
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.input_checks import check_prompts
 from asyncrl.plugins.datasets.prompt_format import OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.settings import Overlong

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import finds_stop_strings
+from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.rollout.user_code.components import UserComponents

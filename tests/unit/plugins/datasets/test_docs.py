@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.before_start.checks import validate
-from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.input_checks import check_data
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.rollout.user_code.prompts import load_train_set

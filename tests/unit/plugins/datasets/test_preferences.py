@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.setting import ChoiceConfig, ConfigError
+from asyncrl.launch.before_start.input_checks import check_data
 from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
 from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
-from asyncrl.commands.export.policy import export
 from asyncrl.config.setting import Device
+from asyncrl.launch.commands.export.policy import export
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.rows.files import FileDataset

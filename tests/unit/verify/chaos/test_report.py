@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from asyncrl.commands import chaos
+from asyncrl.launch.commands import chaos
 from asyncrl.verify.chaos.chaos_run import Watched
 from asyncrl.verify.chaos.fault_costs import InjectedFault
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands import doctor
+from asyncrl.launch.commands import doctor
 from asyncrl.observe.doctor.measured import measure
 from asyncrl.observe.history import History
 from asyncrl.verify.simulator.plans.fastest_split import plan

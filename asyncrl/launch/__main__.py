@@ -1,0 +1,138 @@
+"""`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
+
+    attach RUN                     show a run that was started with `--detach`
+    audit RUN                      check a run's files
+    chaos EXPERIMENT               run an experiment while injecting faults
+    clean RUN                      remove files that an ended run does not need
+    completion bash                print a script for the shell
+    dashboard RUN                  show runs on a page
+    doctor RUN | EXPERIMENT        explain why a run is slow or makes no steps; make every check of a start
+    eval MODEL                     evaluate a run's policy, or a Hugging Face folder
+    export RUN [--step N] OUT      write the policy of a run as a Hugging Face folder
+    init FOLDER                    create a project of your own
+    install verifiers VERSION      make an environment for a package that conflicts with asyncrl's
+    join RUN                       add GenerationServers or RolloutWorkers to a running run
+    replay                         train on kept samples
+    rollout                        generate and keep rollouts without training
+    show RUN                       print kept samples
+    trace RUN                      show a run over time
+
+Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
+Ctrl-C or SIGTERM after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.launch.commands import COMMANDS
+from asyncrl.launch.refusal import refuse
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    if os.getcwd() not in sys.path:  # an import path means the same to `asyncrl` as to `python -m`, which puts it there
+        sys.path.insert(0, os.getcwd())
+    from asyncrl.config.describe import experiment_help, list_experiments, program, resolved_yaml
+    from asyncrl.config.setting import ConfigError
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(f"asyncrl.launch.commands.{argv[0]}")
+        return int(command.main(argv[1:], program()))
+    args = _parse(argv, program())
+    folder = Path(args.config_dir) if args.config_dir else None
+    try:
+        if args.experiment is None:
+            _print(list_experiments(folder))
+            return 0 if args.help else EXIT_CONFIG
+        from asyncrl.config.experiment import ExperimentConfig
+        from asyncrl.config.load import load_experiment
+        from asyncrl.launch.before_start.checks import validate, warnings
+        from asyncrl.launch.before_start.hub import resolve_hub_names
+        from asyncrl.launch.before_start.input_checks import check_data, check_graph, resolve_length
+
+        config = load_experiment(args.experiment, args.overrides, folder, commands=COMMANDS)
+        if args.help:
+            _print(experiment_help(args.experiment, config))
+            return 0
+        resolve_hub_names(config)
+        resolve_length(config)
+        validate(config)
+        check_graph(config)
+        if args.cfg:
+            _print(resolved_yaml(config).rstrip("\n"))
+            return 0
+        if args.show_graph is not None:
+            from asyncrl.launch.previews.show_graph import show_graph
+
+            return show_graph(config, args.show_graph)
+        check_data(config, folder)
+        for line in warnings(config) if isinstance(config, ExperimentConfig) else ():
+            print(f"warning: {line}", file=sys.stderr)
+    except ConfigError as error:
+        return refuse(error)
+    if args.show_allocation:
+        from asyncrl.launch.previews.show_allocation import show_allocation
+
+        return show_allocation(config, folder)
+    if args.dry_run:
+        from asyncrl.launch.previews.dry_run import dry_run
+
+        return dry_run(config, [item for item in argv if item != "--dry-run"])
+    from asyncrl.launch.train import train
+
+    again = [item for item in argv if item != "--detach"] if args.detach else None
+    return train(config, folder, again=again, detached=args.detached)
+
+
+def _print(text: str) -> None:
+    """Print for a reader who may stop reading: `--help | head` ends quietly."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
+
+
+def _parse(argv: list[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    parser.add_argument("experiment", nargs="?", help="name of an experiment")
+    parser.add_argument("overrides", nargs="*", help="setting=value")
+    parser.add_argument("--help", "-h", action="store_true", help="the experiments, or the settings of one")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the processes a run would start and stop")
+    parser.add_argument(
+        "--show-allocation",
+        action="store_true",
+        help="print where each training rank and its roles go and what memory each will need, and stop",
+    )
+    parser.add_argument(
+        "--show-graph",
+        nargs="?",
+        const="-",
+        metavar="FILE.svg",
+        help="print the training step's graph, or write it as SVG",
+    )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="start the run and leave it running; the same command again shows it, and Ctrl-C there ends it",
+    )
+    parser.add_argument("--detached", action="store_true", help=argparse.SUPPRESS)  # the one that --detach starts
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        name, _, value = unknown[0].lstrip("-").partition("=")
+        parser.print_usage(sys.stderr)
+        parser.exit(refuse(f"unknown option {unknown[0]}; a setting has no dashes: {name}={value or 'VALUE'}"))
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The devices on which the processes of a run compute: lines for the terminal, and a check of their memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
+from asyncrl.config.setting import ConfigError, Dtype
+from asyncrl.inference.settings import adopts, guests_of
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.process.hardware import gpu_details, host_memory
+
+COUNT_LIMIT_S = 120.0
+_GIB = 1 << 30
+
+
+def device_lines(config: ExperimentConfig) -> Iterator[str]:
+    """Yield lines about training and generation: number, GPUs, data type, attention and memory.
+
+    The types in `config` are resolved (`with_types`). GPU names and memory are this host's.
+    """
+    plans, generation = plan_workers(config), config.generation
+    trains = [plan for plan in plans if plan.kind == MODEL_WORKER]
+    serves = [plan for plan in plans if plan.kind == GENERATION_SERVER]
+    if trains:
+        yield f"training: {_line(trains, 'rank', config.model.dtype, str(config.model.attn_implementation))}"
+    if serves and adopts(generation):
+        yield f"generation: {len(serves)} servers that were started by others"
+    elif serves:
+        attention = generation.sglang.args.get("attention_backend", "of its choice")
+        own = "its own" if generation.backend == "embedded" else attention
+        yield f"generation: {_line(serves, f'{generation.backend} server', generation.dtype, own)}"
+
+
+def _line(plans: list[WorkerPlan], what: str, dtype: Dtype, attention: str) -> str:
+    places = dict.fromkeys((plan.host.name, gpu) for plan in plans for gpu in plan.resources.gpus)
+    known = gpu_details() if places else {}
+    devices = []
+    for host, gpu in places:
+        details = None if host else known.get(gpu)
+        memory = f", {details.memory / _GIB:.1f} GiB" if details is not None and details.memory is not None else ""
+        named = f" ({details.name}{memory})" if details is not None else f" of {host}" if host else ""
+        devices.append(f"GPU {gpu}{named}")
+    if not all(plan.resources.gpus for plan in plans):
+        devices.append(f"the CPU ({host_memory() / _GIB:.1f} GiB of memory)")
+    count = f"{len(plans)} {what}{'s' if len(plans) > 1 else ''}"
+    return f"{count} on {', '.join(devices)}; {dtype}, attention {attention}"
+
+
+def check_guests_fit(config: ExperimentConfig) -> None:
+    """Check that guests and training ranks fit on this host's GPUs in turns. Another process counts: it takes torch.
+
+    Raises:
+        ConfigError: some is missing; the message says how many GiB.
+    """
+    plans = plan_workers(config) if guests_of(config.generation) else []
+    if not any(plan.resources.gpus for plan in plans if plan.kind == GENERATION_SERVER):
+        return
+    with TemporaryDirectory() as folder:
+        write_run_config(config, Path(folder))
+        argv = [sys.executable, "-m", "asyncrl.launch.previews.show_allocation", folder]
+        told = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=True).stdout.strip()
+    if told:
+        raise ConfigError(told)

@@ -1,0 +1,111 @@
+"""`python -m asyncrl.launch doctor RUN`: explain a run's speed, and find its problems.
+
+Exit codes: 0 nothing is wrong, 1 there is a problem, 2 the folder is not a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.launch.refusal import refuse
+from asyncrl.observe.doctor import Diagnosis, Finding, Level, examine
+from asyncrl.observe.history import History
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
+
+_STYLE = {Level.problem: "bold red", Level.bottleneck: "bold yellow", Level.remark: "bold green"}
+_BAR = 10
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"{program} doctor",
+        description="Say why a run is as fast as it is, and what is wrong with it.",
+        epilog=f"Before a run: {program} doctor EXPERIMENT [setting=value ...] makes every check of a start.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run; it may go on, have ended or have died")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--plan",
+        type=int,
+        metavar="DEVICES",
+        help="say how so many devices are best divided between training and generation, by a simulation with its rates",
+    )
+    args = parser.parse_args(argv)
+    try:
+        history = History(args.run)
+    except ValueError as error:
+        return refuse(error)
+    if args.plan is not None:
+        from asyncrl.launch.commands.doctor.plan import show_plan  # the simulator takes a second to import
+
+        return show_plan(history, args.plan, args.json)
+    diagnosis = examine(history)
+    if args.json:
+        print(json.dumps(as_json(history, diagnosis)))
+    else:
+        show(history, diagnosis, Console(highlight=False))
+    return EXIT_FAILED if any(finding.level is Level.problem for finding in diagnosis.findings) else EXIT_OK
+
+
+def as_json(history: History, diagnosis: Diagnosis) -> dict[str, object]:
+    """Return the diagnosis for scripts."""
+    return {
+        "run": str(history.folder),
+        "state": str(history.state),
+        "step": max(history.steps, default=0),
+        "findings": [
+            {**dataclasses.asdict(finding), "link": finding.link, "gain": finding.gain}
+            for finding in diagnosis.findings
+        ],
+        "stages": [dataclasses.asdict(stage) for stage in diagnosis.stages],
+        "measured": None if diagnosis.measured is None else dataclasses.asdict(diagnosis.measured),
+        "not_measured": list(diagnosis.not_measured),
+    }
+
+
+def show(history: History, diagnosis: Diagnosis, console: Console) -> None:
+    """Print the diagnosis for people."""
+    step, total = max(history.steps, default=0), history.setting("total_train_steps", 0)
+    console.print(Text(f"{history.name}: {history.state}, step {step} of {total}", style="bold"))
+    for finding in diagnosis.findings:
+        console.print(_told(finding))
+    if not diagnosis.findings:
+        console.print("Nothing is wrong as far as its files tell.")
+    if (m := diagnosis.measured) is not None:
+        console.print(Text(f"\nsteps {m.steps[0]} to {m.steps[1]}, {m.step_s:.2f} s each", style="dim"))
+        console.print(_stages(diagnosis))
+    for missing in diagnosis.not_measured:
+        console.print(Text(f"not measured: {missing}", style="dim"))
+
+
+def _told(finding: Finding) -> Text:
+    text = Text("\n")
+    text.append(finding.title, style=_STYLE[finding.level])
+    text.append(f": {finding.sentence}")
+    for more in (finding.advice, finding.gain):
+        if more:
+            text.append(f"\n  → {more}")
+    text.append(f"\n  {finding.link}", style="dim")
+    return text
+
+
+def _stages(diagnosis: Diagnosis) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(no_wrap=_ < 2)
+    for stage in diagnosis.stages:
+        filled = 0 if stage.use is None else round(_BAR * min(1.0, max(0.0, stage.use)))
+        share = "   ?" if stage.use is None else f"{100 * stage.use:3.0f} %"
+        style = "red" if stage.use is not None and stage.use > 0.85 else "cyan"
+        bar = Text("█" * filled, style=style) + Text("░" * (_BAR - filled), style="dim") + Text(f" {share}")
+        table.add_row(Text(stage.name), bar, Text(stage.figures))
+    return table

@@ -1,0 +1,37 @@
+"""`asyncrl export RUN [--step N] OUT`: the policy of a step as a plain Hugging Face folder; see `policy`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.launch.refusal import refuse
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line after `export`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"{program} export", description="Write a policy as a Hugging Face folder.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: <fileroot>/<experiment>/<trial>")
+    parser.add_argument("--step", type=int, metavar="N", help="train steps of the policy; the newest by default")
+    parser.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapters alone, for peft")
+    parser.add_argument("--policy", default="", metavar="NAME", help="one of `policies` that the run trains too")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
+    args = parser.parse_intermixed_args(argv)
+    from asyncrl.launch.commands.export.policy import (  # which loads torch: not for --help or a wrong option
+        ExportError,
+        export,
+    )
+    from asyncrl.weights.model_files.loading import WeightUpdateError
+    from asyncrl.weights.versions.manifest import ManifestError
+
+    try:
+        run, out = args.run.expanduser(), args.out.expanduser()
+        step = export(run, args.step, out, adapter=args.adapter, policy=args.policy)
+    except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
+        refuse(error)
+        return EXIT_FAILED
+    named = f"the policy {args.policy}" if args.policy else "the policy"
+    print(f"{args.out}: {named} after {step} steps of {args.run}")
+    return EXIT_OK

@@ -1,0 +1,93 @@
+"""`python -m asyncrl.launch rollout EXPERIMENT [setting=value ...]`: generate and keep rollouts, without training.
+
+Servers, GserverManager and RolloutWorkers are those of the experiment, with the model in `model.path`. It ends with
+total_train_steps * train_batch_size rollouts in the run's folder `samples/`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.run_dir import SAMPLES_DIR
+from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.experiment_args import RL_ONLY, parse
+from asyncrl.launch.before_start.input_checks import check_prompts, resolve_length
+from asyncrl.launch.before_start.reachable import check_reachable
+from asyncrl.launch.before_start.rehearse import rehearsed
+from asyncrl.launch.before_start.same_data import keep_data_record, keep_inputs
+from asyncrl.launch.refusal import refuse
+from asyncrl.launch.train import with_model
+from asyncrl.observe.display import make_display
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.trainer.supervised.base_model import BaseModelError
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code."""
+    args = parse(argv, f"{program} rollout", __doc__ or "")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    os.umask(PRIVATE_UMASK)
+    try:
+        config = load_experiment(
+            args.experiment, ["samples.only=true", "eval.interval=0", *args.overrides], args.folder
+        )
+        if not isinstance(config, ExperimentConfig):
+            return refuse(RL_ONLY.format(args.experiment))
+        resolve_length(config)
+        config = with_model(open_gate(config), args.folder)
+        validate(config)
+        return _run(config, console)
+    except (BaseModelError, TrialError, ConfigError) as error:
+        refuse(str(error))
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def open_gate(config: ExperimentConfig) -> ExperimentConfig:
+    """Return `config` with a gate that admits exactly the wanted rollouts: as no new version follows, none gets old."""
+    ahead = config.total_train_steps - 1
+    held = config.total_train_steps * config.train_batch_size
+    capacity = max(config.trainer.buffer_capacity, held)
+    return replace(config, max_head_offpolicyness=ahead, trainer=replace(config.trainer, buffer_capacity=capacity))
+
+
+def _run(config: ExperimentConfig, console: Console) -> int:
+    found = [f"WARNING: {note}" for note in check_reachable(config)]
+    with rehearsed(config) as rehearsal_notes:
+        check_prompts(config)
+        notes = [*found, *rehearsal_notes()]
+    title = f"asyncrl rollout {config.experiment_name}/{config.trial_name}"
+    display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
+    launcher = Launcher(config, display)
+    try:
+        launcher.prepare()
+        keep_data_record(config)
+        keep_inputs(config)
+        for line in notes:
+            display.note(line)
+        code = launcher.run()
+    finally:
+        display.close()
+    folder = launcher.run_dir / SAMPLES_DIR
+    console.print(f"samples    {folder}")
+    console.print(f"           show them with: python -m asyncrl.launch show {_short(launcher.run_dir)}")
+    return code
+
+
+def _short(path: Path) -> str:
+    home = str(Path.home())
+    return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)

@@ -1,0 +1,278 @@
+"""Show where every role of a checked experiment is placed, and how much memory each training rank will need."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
+from asyncrl.config.context import context_length
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import Config
+from asyncrl.config.run_dir import read_run_config
+from asyncrl.config.setting import Dtype
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
+from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
+from asyncrl.launch.before_start.input_checks import base_model_config
+from asyncrl.launch.previews.guest_memory import SharedDevice, problems, shared_devices
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.types import Graph
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
+from asyncrl.runtime.process.hardware import gpu_details, host_memory
+from asyncrl.trainer.model.attention_shape import packed_shape
+from asyncrl.trainer.parallel.placement import engine_of, model_of, placement
+from asyncrl.trainer.parallel.worker_grid import Placement
+from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
+from asyncrl.trainer.sized_model import SizedModel, count
+from asyncrl.trainer.sizing import MemoryNeed, Workload, need, total
+from asyncrl.trainer.supervised.base_model import described
+from asyncrl.trainer.supervised.settings import SFTConfig
+
+GIB = 1 << 30
+_WIDTH = 200
+"""Width up to which the table may exceed the terminal's, so that no figure is cut off."""
+RUNTIME_BYTES = {"cpu": GIB // 2, "gpu": 3 * GIB // 2}
+"""Memory besides models: a process's libraries; on a GPU its CUDA context, NCCL's buffers and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One training rank: its place, its roles, its memory."""
+
+    worker: int
+    host: str
+    gpu: str | None
+    shards: tuple[str, ...]
+    need: MemoryNeed
+
+    @property
+    def device(self) -> str:
+        """Return the device in words."""
+        return "cpu" if self.gpu is None else f"gpu {self.gpu}"
+
+
+def show_allocation(config: Config, folder: Path | None) -> int:
+    """Print the table and its warnings; return the exit code. `folder` has the user's experiments."""
+    if isinstance(config, SFTConfig):
+        print("error: a supervised experiment has one process and no layout", file=sys.stderr)
+        return 1
+    config, graph = with_types(config), load_graph(config)
+    placed = placement(config, graph)
+    rows = allocation(config, graph, placed, folder)
+    console = Console(highlight=False, markup=False, width=_WIDTH)
+    work = f"{config.trainer.tokens_per_micro_batch} tokens per micro-batch, {config.model.dtype}"
+    unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
+    whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
+    gpu_bytes = beside_servers(config, whole)
+    shared = _in_turns(config, graph, rows, folder)
+    lines = [
+        f"{placed.workers} training ranks, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
+        "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
+        *(f"warning: {line}" for line in warnings(rows, host_memory(), gpu_bytes)),
+    ]
+    console.print("\n".join(lines[:2]), soft_wrap=True)
+    console.print(_table(rows, GIB if unit == "GiB" else GIB >> 10))
+    for line in lines[2:]:
+        console.print(line, soft_wrap=True)
+    for device in shared:
+        console.print(str(device), soft_wrap=True)
+    missing = problems(shared, whole)
+    for line in missing:
+        console.print(f"error: {line}", soft_wrap=True)
+    return EXIT_CONFIG if missing else EXIT_OK
+
+
+def guests_without_room(config: ExperimentConfig) -> list[str]:
+    """Return an error message for each GPU of this host whose guests and ranks do not fit on it in turns."""
+    whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
+    if not whole or not guests_of(config.generation):
+        return []
+    graph = load_graph(config)
+    rows = allocation(config, graph, placement(config, graph), None)
+    return problems(_in_turns(config, graph, rows, None), whole)
+
+
+def _in_turns(
+    config: ExperimentConfig, graph: Graph, rows: Sequence[RankRow], folder: Path | None
+) -> list[SharedDevice]:
+    """Return the GPUs of this host that training ranks and their guests use in turns."""
+    if not guests_of(config.generation):
+        return []
+    model = count(_described(config, model_of(config, graph, "actor"), folder))
+    here = [(row.gpu, row.need) for row in rows if row.host == config.system.host]
+    return shared_devices(config, model, here, RUNTIME_BYTES["gpu"])
+
+
+def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> list[RankRow]:
+    """Return every training rank of the run."""
+    models = _models(config, graph, placed, folder)
+    plans = [plan for plan in plan_workers(config) if plan.kind == MODEL_WORKER]
+    rows = []
+    for plan in plans:
+        shards = placed.shards_of(plan.index)
+        needs = [
+            need(
+                models[shard.role],
+                placed.grids[shard.role].layout,
+                placed.grids[shard.role].coordinates(plan.index),
+                _workload(config, shard.role),
+                trained=policy_and_role(config, shard.role)[1] in ("actor", "critic"),
+            )
+            for shard in shards
+        ]
+        gpu = plan.resources.gpus[0] if plan.resources.gpus else None
+        rows.append(
+            RankRow(
+                plan.index,
+                plan.host.name or plan.host.address or config.system.host,
+                gpu,
+                tuple(map(str, shards)),
+                total(needs, offload=config.trainer.offload),
+            )
+        )
+    return rows
+
+
+def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return the memory of this host's GPUs that SGLang servers leave, each taking its share of the free memory.
+
+    Guests leave all of it while a step is trained.
+    """
+    part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
+    left, guests = dict(gpu_bytes), guests_of(config.generation)
+    if config.generation.backend == GenerationBackend.sglang:
+        for plan in plan_workers(config):
+            if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
+                left |= {gpu: round(left[gpu] * (1 - part)) for gpu in plan.resources.gpus if gpu in left}
+    return left
+
+
+def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, int]) -> list[str]:
+    """Return a warning for each rank that does not fit on its GPU, and for ranks that do not fit in the machine's
+    memory.
+    """
+    lines = []
+    on_cpu = [row for row in rows if row.gpu is None]
+    fixed = RUNTIME_BYTES["cpu"] * len(on_cpu)
+    host = sum(row.need.on_host for row in rows)
+    needed = (sum(row.need.total for row in on_cpu) + host, sum(row.need.total_checkpointed for row in on_cpu) + host)
+    if on_cpu:
+        who = f"the {len(on_cpu)} ranks on the CPU together"
+        lines += _too_much(who, "this machine has", *needed, fixed, host_bytes)
+    elif host > host_bytes:
+        lines.append(
+            f"roles, moments and activations that are kept in host memory need {host / GIB:.1f} GiB of it, and this "
+            f"machine has {host_bytes / GIB:.1f} GiB; use trainer.offload=false, optimizer.moments_on=device and "
+            "trainer.activations_on=device"
+        )
+    for row in rows:
+        if row.gpu is None:
+            continue
+        if row.gpu not in gpu_bytes:
+            lines.append(f"rank {row.worker}: the memory of GPU {row.gpu} is unknown (nvidia-smi does not report it)")
+            continue
+        needed = (row.need.total, row.need.total_checkpointed)
+        where = f"GPU {row.gpu} has, beside the servers on it,"
+        lines += _too_much(f"rank {row.worker}", where, *needed, RUNTIME_BYTES["gpu"], gpu_bytes[row.gpu])
+    return lines
+
+
+def _too_much(who: str, where: str, needed: int, checkpointed: int, fixed: int, there: int) -> list[str]:
+    if needed + fixed <= there:
+        return []
+    room, plain, best = (f"{size / GIB:.1f} GiB" for size in (there, needed + fixed, checkpointed + fixed))
+    beside = f"({fixed / GIB:.1f} of them for libraries)"
+    lower = "or lower trainer.tokens_per_micro_batch"
+    if checkpointed + fixed <= there:
+        return [
+            f"{who} will need {plain} {beside}, and {where} {room}; it fits with gradient checkpointing ({best}), "
+            f"{lower}"
+        ]
+    return [
+        f"{who} will need {best} {beside} even with gradient checkpointing, and {where} {room}; shard over more ranks "
+        f"(d), cut into more slices or stages (t, p), {lower}"
+    ]
+
+
+def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> dict[str, SizedModel]:
+    """Return the model of each role, with its sizes."""
+    counted: dict[tuple[str | None, bool], SizedModel] = {}
+    models = {}
+    for role in placed.roles:
+        own = policy_and_role(config, role)[1]
+        with_words = own in ("actor", "ref") or config.algorithm.teacher_of(own) is not None
+        key = (model_of(config, graph, role), not with_words)
+        if key not in counted:
+            counted[key] = count(_described(config, key[0], folder), value_model=key[1])
+        models[role] = counted[key]
+    return models
+
+
+def _described(config: ExperimentConfig, path: str | None, folder: Path | None) -> dict[str, Any]:
+    """Return the `config.json` of the model in `path`; None: that of the base model, made or not."""
+    if path is None:
+        return described(base_model_config(config, folder))
+    return dict(json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")))
+
+
+def _workload(config: ExperimentConfig, role: str) -> Workload:
+    policy, role = policy_and_role(config, role)
+    engine, config = engine_of(config), config_of_policy(config, policy)
+    averaged = role == "ref" and config.algorithm.reference.mode == ReferenceMode.ema
+    dtype = Dtype.float32 if averaged else config.model.dtype
+    longest, prompt = context_length(config, {}), config.dataset.max_prompt_tokens
+    on_gpus = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == MODEL_WORKER)
+    return Workload(
+        engine,
+        dtype,
+        config.model.attn_implementation,
+        config.trainer.tokens_per_micro_batch,
+        longest,
+        moments_on_host=_optimizer(config, role).moments_on == KeptOn.host,
+        activations_on_host=config.trainer.activations_on == KeptOn.host,
+        shape=packed_shape(
+            prompt,
+            max(1, longest - prompt),
+            config.group_size,
+            config.trainer.tokens_per_micro_batch,
+            share=config.trainer.share_prefixes,
+        ),
+        varlen=on_gpus and dtype == Dtype.bfloat16,
+    )
+
+
+def _optimizer(config: ExperimentConfig, role: str) -> OptimizerConfig:
+    return config.algorithm.critic.optimizer if role == "critic" else config.optimizer
+
+
+def _table(rows: Sequence[RankRow], unit: int) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in ("rank", "host", "device", "roles and coordinates"):
+        table.add_column(heading)
+    on_host = any(row.need.on_host for row in rows)
+    figures = ("weights", "gradients", "moments", "gathered", "activations", "logits", "peak")
+    for heading in (*figures, "host") if on_host else figures:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        of = row.need
+        kept = [f"{value / unit:.2f}" for value in (of.weights, of.gradients, of.moments, of.gathered)]
+        activations = f"{of.activations / unit:.2f} ({(of.checkpointed + of.recomputed) / unit:.2f})"
+        whole = f"{of.total / unit:.2f} ({of.total_checkpointed / unit:.2f})"
+        cells = [*kept, activations, f"{of.logits / unit:.2f}", whole]
+        cells += [f"{of.on_host / unit:.2f}"] * on_host
+        table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *cells)
+    return table
+
+
+if __name__ == "__main__":
+    print("\n".join(guests_without_room(read_run_config(Path(sys.argv[1])))))

@@ -1,0 +1,181 @@
+"""Run a checked experiment: make its base model first if necessary, then run it to its end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.config.describe import program
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import Config
+from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
+from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.devices import check_guests_fit, device_lines
+from asyncrl.launch.before_start.input_checks import base_model_config, chat_notes, check_prompts
+from asyncrl.launch.before_start.reachable import check_reachable
+from asyncrl.launch.before_start.rehearse import rehearsed
+from asyncrl.launch.before_start.same_data import check_same_data, keep_data_record, keep_inputs
+from asyncrl.launch.before_start.space import space_line
+from asyncrl.launch.commands.attach import attach, detach
+from asyncrl.launch.refusal import refuse
+from asyncrl.observe.display import make_display, wrapped
+from asyncrl.observe.doctor import examine
+from asyncrl.observe.history import History
+from asyncrl.plugins.datasets.prompt_stats import PromptStats, shown
+from asyncrl.runtime.checks import check_place
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.planning.plan_workers import with_types
+from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.trials.claim import detached_holder
+from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished
+from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
+from asyncrl.trainer.checks.algorithm import other_tokenizers
+from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
+from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.weights.versions.manifest import verify
+
+
+def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
+    """Run the experiment; return the exit code. `folder` has the experiments (None: the built-in ones).
+
+    Args:
+        again: the command line that runs it in the background; None: it runs here.
+        detached: True in the background process.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    os.umask(PRIVATE_UMASK)
+    try:
+        if isinstance(config, SFTConfig) and again is not None:
+            raise ConfigError("--detach: a base model is made in the foreground; leave --detach out")
+        if isinstance(config, SFTConfig):
+            console.print(f"model: {ensure_base_model(config)}")
+            return EXIT_OK
+        check_place(config)
+        return _run_rl(with_model(config, folder), console, again, detached)
+    except (BaseModelError, TrialError, ConfigError) as error:
+        refuse(error)
+        if isinstance(error, TrialHeld):
+            return EXIT_HELD
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
+    run_dir = run_dir_of(config)
+    if detached_holder(run_dir) is not None:
+        _check_same_run(run_dir, config)
+        if (code := attach(run_dir)) is not None:
+            return code
+    if config.resume == Resume.auto and check_finished(run_dir, config):
+        console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
+        for line in summary_lines(run_dir):
+            console.print(wrapped(line, console, SUMMARY_INDENT))
+        console.print(
+            "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
+        )
+        return EXIT_OK
+    found = [f"WARNING: {note}" for note in check_reachable(config)]
+    check_guests_fit(config)
+    with rehearsed(config) as rehearsal_notes:
+        statistics = check_prompts(config)
+        notes = [*found, *rehearsal_notes()]
+    if again is not None:
+        return detach(again, run_dir)
+    title = f"asyncrl {config.experiment_name}/{config.trial_name}"
+    display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
+    launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
+    try:
+        if config.resume == Resume.auto:
+            check_same_data(config)
+        launcher.prepare()
+        keep_data_record(config)
+        keep_inputs(config)
+        enough, space = space_line(config)
+        for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
+            display.note(line)
+        _show_prompts(config, statistics, run_dir, display.note)
+        code = launcher.run()
+    finally:
+        display.close()
+    for line in (*summary_lines(run_dir), _verdict(run_dir)):
+        console.print(wrapped(line, console, SUMMARY_INDENT))
+    for line in what_next(run_dir, code):
+        console.print(line)
+    if detached:
+        (run_dir / EXIT_FILE).write_text(str(code))
+    return code
+
+
+def _verdict(run_dir: Path) -> str:
+    """Return the doctor's verdict on the run."""
+    verdict = examine(History(run_dir)).verdict
+    return f"doctor     {'nothing is wrong' if verdict is None else verdict.title}"
+
+
+def what_next(run_dir: Path, code: int) -> list[str]:
+    """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
+    run = shlex.quote(str(run_dir))
+    commands = [f"{program()} doctor {run}", f"{program()} dashboard {run}"]
+    lines = [f"{label:<{SUMMARY_INDENT}}{command}" for label, command in zip(("look at it", ""), commands, strict=True)]
+    continues = f"{'continue':<{SUMMARY_INDENT}}the same command goes on from the newest checkpoint"
+    return [*lines, continues] if code == EXIT_INTERRUPTED else lines
+
+
+def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
+    """Check that the run in the background has the requested settings.
+
+    Raises:
+        TrialError: it has other settings.
+    """
+    if config.resume != Resume.auto:
+        raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
+    if changes := changed_settings(run_dir, config):
+        listed = "; ".join(map(str, changes))
+        raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
+
+
+def _show_prompts(
+    config: ExperimentConfig, statistics: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
+) -> None:
+    """Show statistics of the prompts, above the display and in `logs/prompts.log`."""
+    lines = [
+        f"{group}: {line}"
+        for group, found in statistics.items()
+        for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
+    ]
+    if first := statistics["dataset"].first:
+        text, length = first
+        lines += [f"first prompt, {length} tokens:", shown(text)]
+    lines += [f"chat template: {line}" for line in chat_notes(config)]
+    for line in lines:
+        note(line)
+    logs = run_dir / LOGS_DIR
+    logs.mkdir(exist_ok=True)
+    (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
+
+
+def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
+    """Return the config with its types and with a folder as `model.path`: the set one, or the base model, made first if
+    necessary.
+
+    Raises:
+        ConfigError: a model that scores the answers has another tokenizer than the base model.
+    """
+    if config.model.path is not None:
+        path = Path(config.model.path).expanduser().resolve()
+    else:
+        path = ensure_base_model(base_model_config(config, folder))
+    made = with_types(replace(config, model=replace(config.model, path=str(path))))
+    if wrong := list(other_tokenizers(made)):
+        raise ConfigError("\n".join(wrong))
+    return made

@@ -1,0 +1,70 @@
+"""The lines that say at the start on what a run computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.launch.before_start import devices
+from asyncrl.launch.before_start.devices import device_lines
+from asyncrl.runtime.planning.plan_workers import with_types
+from asyncrl.runtime.process import hardware
+from asyncrl.runtime.process.hardware import Gpu
+from asyncrl.runtime.settings import HostConfig
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
+    """Build the config of a machine that shows as many GPUs as there are folders in `tmp_path`."""
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path)
+    monkeypatch.setattr(hardware, "_count_listed", lambda path: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "gpu_details", lambda: {str(gpu): Gpu("NVIDIA H100", 80 * GIB) for gpu in range(2)})
+    monkeypatch.setattr(devices, "host_memory", lambda: 8 * GIB)
+    return ExperimentConfig()
+
+
+def lines(config: ExperimentConfig) -> list[str]:
+    return list(device_lines(with_types(config)))
+
+
+def test_a_run_says_on_which_gpus_in_which_type_and_with_which_attention(
+    config: ExperimentConfig, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    config.generation.backend = GenerationBackend.sglang
+    assert lines(config) == [
+        "training: 1 rank on GPU 0 (NVIDIA H100, 80.0 GiB); bfloat16, attention sdpa",
+        "generation: 1 sglang server on GPU 1 (NVIDIA H100, 80.0 GiB); bfloat16, attention of its choice",
+    ]
+
+
+def test_a_run_on_cpus_says_so(config: ExperimentConfig) -> None:
+    config.trainer.parallel = "d2"
+    assert lines(config) == [
+        "training: 2 ranks on the CPU (8.0 GiB of memory); float32, attention sdpa",
+        "generation: 1 embedded server on the CPU (8.0 GiB of memory); float32, attention its own",
+    ]
+
+
+def test_gpus_of_other_hosts_are_told_by_the_host(config: ExperimentConfig) -> None:
+    config.system.hosts = [
+        HostConfig(address="10.0.0.1", runs=["master_worker", "model_worker", "gserver_manager", "rollout_worker"]),
+        HostConfig(name="node2", address="10.0.0.2", runs=["generation_server"], gpus=["0", "1"]),
+    ]
+    config.generation.servers = 2
+    assert lines(config)[1] == (
+        "generation: 2 embedded servers on GPU 0 of node2, GPU 1 of node2; bfloat16, attention its own"
+    )
+
+
+def test_servers_that_others_started_are_told_as_such(config: ExperimentConfig) -> None:
+    config.generation.backend = GenerationBackend.sglang
+    config.generation.sglang.urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    assert lines(config)[1] == "generation: 2 servers that were started by others"

@@ -1,0 +1,66 @@
+"""A trial with a checkpoint refuses other training data, by file and line, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.run_dir import run_dir_of
+from asyncrl.launch.before_start.same_data import check_same_data, keep_data_record
+from asyncrl.runtime.trials.resume import TrialError
+
+LINES = [json.dumps({"prompt": f"{i}+1="}) for i in range(4)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ExperimentConfig:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(LINES))
+    config = load_experiment("async_ppo", [f"fileroot={tmp_path}", f"dataset.path={data}", "dataset.args={}"])
+    assert isinstance(config, ExperimentConfig)
+    run_dir_of(config).mkdir(parents=True)
+    return config
+
+
+def save_checkpoint(config: ExperimentConfig) -> None:
+    folder = run_dir_of(config) / "checkpoints" / "v2"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"master_state": {"buffer": {"used_prompts": {"count": 2}}}}))
+
+
+def change(config: ExperimentConfig) -> None:
+    Path(config.dataset.path).write_text("\n".join(LINES[:2]))
+
+
+def test_truncated_data_is_refused_with_file_line_and_what_to_do(config: ExperimentConfig) -> None:
+    keep_data_record(config)
+    save_checkpoint(config)
+    check_same_data(config)
+    change(config)
+    with pytest.raises(TrialError, match=r"data\.jsonl:2 .* 2 more.*put the data back as it was.*resume=restart"):
+        check_same_data(config)
+    keep_data_record(config)  # which leaves the record as it is
+    with pytest.raises(TrialError):
+        check_same_data(config)
+
+
+def test_without_a_checkpoint_a_trial_takes_whatever_data(config: ExperimentConfig) -> None:
+    keep_data_record(config)
+    change(config)
+    check_same_data(config)
+    keep_data_record(config)
+    save_checkpoint(config)
+    check_same_data(config)
+
+
+def test_a_trial_of_an_earlier_version_is_recorded_from_now_on(config: ExperimentConfig) -> None:
+    save_checkpoint(config)
+    check_same_data(config)
+    keep_data_record(config)
+    change(config)
+    with pytest.raises(TrialError):
+        check_same_data(config)
