@@ -30,10 +30,11 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.model import layout_parity
 from asyncrl.trainer.model.gradient_checkpointing import _Moved
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import AttentionImplementation, KeptOn
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn, TeacherConfig
 from asyncrl.weights.checkpoints.writer import CheckpointWriter
 
 from ..late_stream import LateStream
@@ -130,22 +131,36 @@ def step(config: ExperimentConfig, rank: TrainingRank, version: int, device: tor
 
 
 EAGER = AttentionImplementation.eager
+FLEX = AttentionImplementation.flex_attention
+VARIABLE = "the rule of the variable-length kernel"
+TEACHER = "teacher"
 CASES: dict[str, dict[str, Any]] = {
     "tree": {},
+    "packed": {"trainer__share_prefixes": False},
+    VARIABLE: {"trainer__share_prefixes": False},
+    "flex": {"model__attn_implementation": FLEX},
     "padded": {"model__attn_implementation": EAGER, "trainer__share_prefixes": False},
     "checkpointing": {"trainer__gradient_checkpointing": True},
     "activations on the host": {"trainer__gradient_checkpointing": True, "trainer__activations_on": KeptOn.host},
     "whole distributions": {"algorithm__kl_coef": 0.1, "algorithm__kl": ChoiceConfig(name="full")},
     "critic": {"algorithm__graph": "ppo", "algorithm__advantage": ChoiceConfig(name="gae")},
     "adapters": {"model__lora__rank": 4},
+    "dapo": {"algorithm__graph": "dapo", "algorithm__entropy_coef": 0.01},
+    TEACHER: {},
+    "moments on the host": {"optimizer__moments_on": KeptOn.host},
+    "off-loaded": {"trainer__offload": True, "algorithm__kl_coef": 0.1},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches(
-    model_dir: Path, case: str
+    model_dir: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(model_dir, micro_batch=2000, **CASES[case])
+    if case == VARIABLE:
+        monkeypatch.setattr(layout_parity, "kernel_exists", lambda *_: True)
+    if case == TEACHER:
+        config.algorithm.teachers = [TeacherConfig(name="own", path=str(model_dir))]
     ranks = {device: ranks_on(config, device) for device in (CPU, DEVICE)}
     steps = []
     for version, micro_batch in enumerate((2000, 2000, 90)):

@@ -9,8 +9,9 @@ Sequences that share nothing are tries of one branch, so the same two vectors ke
 gathered, repeated or masked by a [T, T] tensor: the kernel gets the blocks of `BLOCK` x `BLOCK` pairs in which anything
 is visible, found from the vectors' extremes, and asks the rule in those that are not visible whole.
 
-On a GPU the kernel is compiled once, for any length. On a CPU FlexAttention has no backward pass: `all_pairs` does the
-same there, which is slow and for tests; they compare it with FlexAttention's forward pass and with `packed_attention`.
+On a GPU the kernel is compiled once, for any length. Elsewhere FlexAttention has no backward pass: `all_pairs` does the
+same there, which is slow and for tests; they compare it with FlexAttention's forward pass, with `packed_attention` and
+with a plain mask.
 Whether a model is right with it is checked at load like every layout
 (`asyncrl.trainer.model.layout_parity`).
 """
@@ -101,7 +102,7 @@ def _listed(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _kernel(device_type: str) -> Callable[..., Any]:
-    return all_pairs if device_type == "cpu" else torch.compile(cast(Callable[..., Any], flex_attention), dynamic=True)
+    return torch.compile(cast(Callable[..., Any], flex_attention), dynamic=True) if device_type == "cuda" else all_pairs
 
 
 def all_pairs(
@@ -119,8 +120,8 @@ def all_pairs(
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
-    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    nothing = torch.zeros((), dtype=torch.int64)
+    place = torch.arange(query.shape[2], device=query.device)
+    q, k, nothing = place[:, None], place[None], place.new_zeros(())
     if score_mod is not None:
         scores = score_mod(scores, nothing, nothing, q, k)
     scores = scores.masked_fill(~block_mask.mask_mod(nothing, nothing, q, k), -torch.inf)

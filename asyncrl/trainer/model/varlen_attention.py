@@ -5,9 +5,9 @@ repeated, and a block of pairs that no token sees costs nothing. It supports gro
 logits, sinks, dropout, and values of another size than keys are refused by name, and the next layout is tried. A stream
 of shared prefixes has no such ends and goes to `packed_attention`.
 
-On a CPU `all_pairs` computes the same with a mask of all pairs; it is slow and only for tests, which compare it with
-`packed_attention`. The parity check at load tests each model with the kernel, as with every layout
-(`asyncrl.trainer.model.layout_parity`).
+Elsewhere `all_pairs` computes the same with a mask of all pairs. It is slow and only for tests, which compare it with
+`packed_attention` and with a plain mask. The parity check at load tests each model with the kernel, as with every
+layout (`asyncrl.trainer.model.layout_parity`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _within_ends(
 ) -> tuple[Tensor, None]:
     if softcap is not None or s_aux is not None or dropout or value.shape[-1] != query.shape[-1]:
         raise NotImplementedError("torch's kernel knows no capped logits, sinks, dropout or values of another size")
-    compute: Callable[..., Tensor] = all_pairs if query.device.type == "cpu" else varlen_attn  # type: ignore[assignment]
+    on_gpu = query.device.type in ("cuda", "meta")  # of tensors without values, the kernel checks its arguments
+    compute: Callable[..., Tensor] = varlen_attn if on_gpu else all_pairs  # type: ignore[assignment]
     out = compute(
         *(each.squeeze(0).transpose(0, 1) for each in (query, key, value)),
         ends,

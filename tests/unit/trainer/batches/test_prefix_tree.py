@@ -26,7 +26,7 @@ from asyncrl.trainer.model import flex_attention
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.flex_attention import FLEX, visible_blocks
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
-from asyncrl.trainer.model.packed_attention import PACKED
+from asyncrl.trainer.model.packed_attention import PACKED, packed_attention
 from asyncrl.trainer.model.varlen_attention import VARLEN, varlen_attention
 from asyncrl.trainer.settings import OptimizerConfig
 
@@ -185,6 +185,68 @@ def test_flex_attentions_forward_pass_is_that_of_all_pairs(softcap: float | None
     found = flex_attention.all_pairs(query, key, value, **arguments)
     for ours, theirs in ((found[0], expected[0]), (found[1].lse, expected[1].lse)):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention by a mask [T, T] and nothing else; [1, T, heads, size] as of the functions under test."""
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * 0.5
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)), dim=-1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
+
+
+@given(
+    sequence_lists,
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
+    st.sampled_from([(2, 2), (4, 2), (4, 1)]),
+    st.sampled_from([1, 100, 1 << 24]),
+)
+def test_every_attention_over_a_random_tree_is_that_of_a_plain_mask_forward_and_backward(
+    sequences: list[list[int]],
+    window: int | None,
+    softcap: float | None,
+    sink: bool,
+    heads: tuple[int, int],
+    mask_bytes: int,
+) -> None:
+    torch.manual_seed(0)
+    sinks = torch.randn(heads[0], requires_grad=True) if sink else None
+    for kind, attention in (
+        (AttentionKind.flex, flex_attention.flex_stream_attention),
+        (AttentionKind.tree, packed_attention),
+        (AttentionKind.packed, packed_attention),
+        (AttentionKind.packed, varlen_attention),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefix_tree, "MAX_MASK_BYTES", mask_bytes)
+            made = one_micro_batch(sequences, kind, CPU, wanted=False)
+        size = made.model_inputs["input_ids"].numel()
+        visible, places = torch.eye(size, dtype=torch.bool), iter(made.places_I.tolist())  # padding sees itself
+        for seq in made.seqs:
+            path = [next(places) for _ in sequences[seq]]
+            for depth, place in enumerate(path):
+                visible[place, path[0 if window is None else max(0, depth + 1 - window) : depth + 1]] = True
+        query, key, value = (torch.randn(1, each, size, 8, requires_grad=True) for each in (heads[0], *heads[1:] * 2))
+        told = {name: each for name, each in made.model_inputs.items() if name not in ("input_ids", "position_ids")}
+        told |= {"scaling": 0.5, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+        if attention is varlen_attention and (softcap is not None or sink):
+            with pytest.raises(NotImplementedError, match="no capped logits, sinks"):
+                attention(nn.Module(), query, key, value, None, **told)
+            continue
+        found, _ = attention(nn.Module(), query, key, value, None, **told)
+        expected = plain_attention(query, key, value, visible, softcap, sinks)
+        weights, inputs = torch.randn_like(expected), [query, key, value, *([] if sinks is None else [sinks])]
+        pairs = [(found, expected)]
+        pairs += zip(*(torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected)), strict=True)
+        for ours, plain in pairs:
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 @given(sequence_lists, st.integers(1, 60), st.data())
