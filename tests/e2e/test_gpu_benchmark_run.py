@@ -1,4 +1,4 @@
-"""The row of `benchmarks/gpu.py` that plays a whole run, whose server is killed, on a CPU with small sizes.
+"""The rows of `benchmarks/gpu.py` that play whole runs, on a CPU with small sizes; in one the server is killed.
 
 That rows are measured by the command and written down, `tests/integration/test_gpu_benchmark.py` shows.
 """
@@ -38,13 +38,21 @@ def forked(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_run_of_the_benchmark_outlives_its_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "parts", "steps"), [("runs", 2, 3), ("failures", 1, 4)])
+def test_whole_runs_of_the_benchmark_end_well_and_one_outlives_its_server(
+    tmp_path: Path, name: str, parts: int, steps: int
+) -> None:
     rows = {row.name: row for row in gpu.ROWS}
     bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path)
     list(rows[gpu.NEEDED].measure(bench))
-    measured = list(rows["failures"].measure(bench))
+    measured = list(rows[name].measure(bench))
     assert not [figure for figure in measured if figure.failed]
-    figures = {figure.name: figure.value for figure in measured}
-    assert figures["steps"] >= 4
-    assert figures["rollouts missing in the books"] == 0
-    assert figures["processes left behind"] == 0
+    by_part = {
+        figure.part: {each.name: each.value for each in measured if each.part == figure.part} for figure in measured
+    }
+    assert len(by_part) == parts
+    for figures in by_part.values():
+        assert float(figures["steps"]) >= steps
+        assert float(figures["step_s, median after the first"]) > 0
+        assert figures["rollouts missing in the books"] == 0
+        assert figures["processes left behind"] == 0

@@ -21,8 +21,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import gpu  # noqa: E402
 from gpu_rows.bench import Bench, Figure  # noqa: E402
 
-WHOLE_RUNS = {"runs", "failures", "tests"}
-"""`failures` is played by tests/e2e/test_gpu_benchmark_run.py, and `runs` is the same with nothing killed."""
+WHOLE_RUNS = {"runs", "failures"}
+"""Played by tests/e2e/test_gpu_benchmark_run.py."""
 
 
 def table(python: str, tmp_path: Path, rows: list[str]) -> dict[str, Any]:
@@ -53,6 +53,7 @@ def test_the_limits_of_all_rows_are_less_than_half_an_hour() -> None:
 
 
 def raises(_: Bench) -> Iterator[Figure]:
+    """Figures of a row that fails."""
     yield Figure("", "first", 1.0)
     raise ValueError("no such kernel")
 
@@ -79,3 +80,35 @@ def test_a_row_that_fails_keeps_what_it_has_and_says_why(
     assert (first.key, first.value) == ("first", 1.0)
     assert last.failed
     assert reason in str(last.value)
+
+
+def met(bench: Bench) -> Iterator[Figure]:
+    """Figures of a row that works."""
+    yield Figure("", "speed", 1.0)
+    yield Figure("", "before", bench.earlier("broken", "first") or 0.0)
+
+
+def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "gpu.json"
+    monkeypatch.setattr(gpu, "ROWS", (gpu.Row("broken", 60, raises), gpu.Row("works", 60, met)))
+    targets = [
+        gpu.Target("fast", (("works", "speed"),), 0.5, at_least=True),
+        gpu.Target("small", (("works", "speed"), ("works", "before")), 0.5),
+        gpu.Target("share", (("works", "speed"),), 2.0, over=("broken", "first")),
+        gpu.Target("agrees", (("broken", "second"),), 1.0),
+    ]
+    monkeypatch.setattr(gpu, "TARGETS", targets)
+    command = ["gpu.py", "--tiny", "--device", "cpu", "--json", str(record), "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gpu.main() == 1
+    rows = json.loads(record.read_text())["rows"]
+    assert [figure["failed"] for figure in rows["broken"]["figures"]] == [False, True]
+    assert [figure["value"] for figure in rows["works"]["figures"]] == [1.0, 1.0]
+    printed = capsys.readouterr().out
+    verdicts = [line.split()[-1] for line in printed.split("targets")[1].splitlines()[1:5]]
+    assert verdicts == ["met", "MISSED", "met", "1.0"], printed
+    assert "agrees" in printed
+    assert "not measured" in printed
+    assert "1 failed" in printed
