@@ -1,6 +1,6 @@
 """The router, which chooses the generation server of each request and counts what runs where.
 
-Mechanism --------- `Router.schedule` places a request on an eligible server (it takes requests, and its version is
+`Router.schedule` places a request on an eligible server (it takes requests, and its version is
 recent enough) and adds the request's load to the server's counts. Exactly one of these removes it again:
 
 - `release` (the request is done), `release_rollout` (its rollout is over), `release_worker` (its worker is gone);
@@ -169,8 +169,8 @@ class PrefixAffine(Policy):
     """A conversation stays on the server that holds its cache; a new one goes to the server with the fewest outstanding
     tokens.
 
-        It moves when its server takes no requests, and then stays at the new one. If there are more than
-        `conversations`, those unused for longest are forgotten; each takes about 100 bytes.
+    It moves when its server takes no requests, and then stays at the new one. If there are more than `conversations`,
+    those unused for longest are forgotten; each takes about 100 bytes.
     """
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
