@@ -206,8 +206,8 @@ class _Panel:
         standing: lines below the figures: the state of the run.
     """
 
-    def __init__(self, title: str, total_steps: int, eta: int, failures: _Failures) -> None:
-        self._title, self._total, self._eta, self._failures = title, total_steps, eta, failures
+    def __init__(self, title: str, total_steps: int, eta: int, failed: Mapping[str, int]) -> None:
+        self._title, self._total, self._eta, self._failed = title, total_steps, eta, failed
         self.standing: Sequence[str] = ()
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
@@ -271,8 +271,8 @@ class _Panel:
         if "time/generation_idle_s" in row:
             waits += f", generation for training {self._share('time/generation_idle_s')}"
         grid.add_row("waiting", waits)
-        if failed := self._failures.rollouts:
-            counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
+        if self._failed:
+            counts = ", ".join(f"{count} {reason}" for reason, count in self._failed.items())
             grid.add_row("failed", f"[bold red]{counts}[/]")
         return grid
 
@@ -302,7 +302,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
         self._failures = _Failures()
-        self._panel = _Panel(title, total_steps, eta, self._failures)
+        self._panel = _Panel(title, total_steps, eta, self._failures.rollouts)
         self._live = Live(get_renderable=self._panel.render, console=console, auto_refresh=False, transient=False)
         self._restore_keys = silence_keys(console.file)
         self._live.start()
@@ -322,9 +322,10 @@ class LiveDisplay:
     def row(self, row: Row) -> None:
         """Update the figures with a step's row."""
         with self._lock:
-            for remark in self._failures.take(row):
+            remarks = self._failures.take(row)
+            self._panel.add(row)  # first: the panel is drawn again below each remark
+            for remark in remarks:
                 self.note(remark)
-            self._panel.add(row)
 
     def standing(self, lines: Sequence[str]) -> None:
         """Show the state of the run below the figures."""

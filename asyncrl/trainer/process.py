@@ -137,6 +137,7 @@ class ModelWorker(Worker):
             self.log.info("%s", price_line(self._rank.state_bytes(), copy_rate(device)))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.memory_checkpoint.close)
+        functions = {call.function: find_function(call.function) for call in graph.calls}
         utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
         observer.gauges(utilisation.gauges)
         sample_logs = self._open_sample_logs()
@@ -152,7 +153,7 @@ class ModelWorker(Worker):
             receiver=self._receiver,
             versions=self._versions,
             memory_checkpoint=self._memory_checkpoint,
-            functions={call.function: find_function(call.function) for call in graph.calls},
+            functions=functions,
             sample_logs=sample_logs,
             utilisation=utilisation,
             profile=StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device),

@@ -146,8 +146,8 @@ class MetricsLog:
             "rollout/dropped_stale": after.stale - before.stale,
             "buffer/size": len(self._buffer),
         }
-        if self._restarts is not None:
-            row |= self._restarts.figures()
+        assert self._restarts is not None, "open() comes first"
+        row |= self._restarts.figures()
         row |= {
             f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
             for reason in sorted({*FAILURES, *after.dropped} - {DropReason.stale})  # the buffer counts that one

@@ -94,9 +94,9 @@ class _LedgerLines:
         self._folder = folder
         self._files: list[Appended] = []
 
-    def from_the_start(self) -> _LedgerLines:
-        """Return a reader of the same files that has read nothing."""
-        return _LedgerLines(self._folder)
+    def begin_again(self) -> None:
+        """Forget what was read: `new` yields every line once more."""
+        self._files, self.unreadable = [], 0
 
     def new(self) -> Iterator[Line]:
         """Yield the lines that were appended since the last call.
@@ -127,20 +127,23 @@ class _EndedRollouts:
         self._by_step: deque[tuple[int, list[str]]] = deque()
         self._since_step: list[str] = []
 
-    def without_any(self) -> _EndedRollouts:
-        """Return the same rule with no rollouts."""
-        return _EndedRollouts(self._keep_steps, self._keep_from)
+    def clear(self) -> None:
+        """Forget all rollouts."""
+        self._by_step.clear()
+        self._since_step = []
 
     def add(self, rollout_id: str) -> None:
         """Record the end of a rollout."""
         self._since_step.append(rollout_id)
 
-    def close_step(self, step: int) -> Iterator[str]:
-        """Count the rollouts that ended since the step before as ended in `step`; yield those to forget."""
+    def close_step(self, step: int) -> list[str]:
+        """Count the rollouts that ended since the step before as ended in `step`; return those to forget."""
         self._by_step.append((step, self._since_step))
         self._since_step = []
+        forgotten: list[str] = []
         while self._has_too_many():
-            yield from self._by_step.popleft()[1]
+            forgotten += self._by_step.popleft()[1]
+        return forgotten
 
     def _has_too_many(self) -> bool:
         """True if the rollouts of the oldest step are no longer to be kept."""
@@ -177,6 +180,8 @@ class LedgerHistory:
         self._clear()
 
     def _clear(self) -> None:
+        self._lines.begin_again()
+        self._ended_rollouts.clear()
         self.steps: dict[int, StepOf] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.launches: list[Begin] = []
@@ -209,7 +214,6 @@ class LedgerHistory:
         try:
             self._read()
         except ReadAgain:  # a MasterWorker that goes on cuts off a step that is not whole
-            self._lines, self._ended_rollouts = self._lines.from_the_start(), self._ended_rollouts.without_any()
             self._clear()
             self._read()
 

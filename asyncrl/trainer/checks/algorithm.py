@@ -1,4 +1,4 @@
-"""Checks of the settings of `algorithm`: the functions that they name, and how the choices go together."""
+"""Checks of `algorithm`, filters and shaping: the functions that they name, and how the choices go together."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from asyncrl.trainer.trajectories.scored import detach
 
 
 class CurrentStep:
-    """Builds the batches of a step, finds the batch of a call, and writes the samples of chosen steps.
+    """Builds the batches of a step, finds the batch of a call, and records the samples that are kept.
 
     Args:
         sample_logs: writers of the rank's samples, by policy.

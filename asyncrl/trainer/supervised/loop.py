@@ -32,9 +32,7 @@ from asyncrl.plugins.datasets.supervised.demonstration_rows import (
 )
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, DemonstrationFormat
 from asyncrl.plugins.datasets.supervised.preferences import PreferenceFormat
-from asyncrl.plugins.datasets.tokenizers import (
-    ChatTokenizer,
-)
+from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.objectives import Measures
@@ -203,4 +201,4 @@ def _encoded(dataset: DemonstrationDataset, form: RowFormat, max_tokens: int, na
 
 
 def _nobody(told: object) -> None:
-    """Ignore a report: the default callback."""
+    """Ignore a note: the default callback."""

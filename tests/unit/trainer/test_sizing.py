@@ -32,7 +32,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_ranks
-from asyncrl.trainer.model import host_activations
+from asyncrl.trainer.model import gradient_checkpointing
 from asyncrl.trainer.model.attention_shape import AttentionShape, packed_shape
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import Critic
@@ -264,7 +264,11 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monk
 
     numpy's memory, which it does not count, stands for the host's.
     """
-    monkeypatch.setattr(host_activations, "host_like", lambda tensor: torch.from_numpy(np.empty_like(tensor.numpy())))
+
+    def on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.empty_like(tensor.numpy()))
+
+    monkeypatch.setattr(gradient_checkpointing, "host_like", on_the_host)
     checkpointed = layout in ("checkpointed", "on the host")
     layers, prompt, answer, group = 6, 48, 24, 4
     padded = layout == "padded"

@@ -21,7 +21,7 @@ from asyncrl.trainer.engines import role
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
-from asyncrl.trainer.model import host_activations
+from asyncrl.trainer.model import gradient_checkpointing
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm, load_critic
@@ -208,7 +208,7 @@ def test_inputs_of_layers_that_wait_on_the_host_leave_the_device_and_come_back_w
 ) -> None:
     """Also where copies are late, as on a GPU's stream of its own, and with several micro-batches."""
     if late:
-        monkeypatch.setattr(host_activations, "HostCopies", LateStream().copies)
+        monkeypatch.setattr(gradient_checkpointing, "HostCopies", LateStream().copies)
     batch, gradients, alive = make_batch(), [], []
     for on_host in (False, True):
         policy = engine(llama_dir, budget=60, train=True, checkpointing=True, on_host=on_host)
