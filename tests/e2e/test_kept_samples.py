@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from asyncrl import launch
+from asyncrl.launch import __main__ as launch
 from asyncrl.launch.commands import show
 from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.samples import read_samples, sample_files

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from asyncrl import launch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.launch import __main__ as launch
 from asyncrl.launch.commands import COMMANDS
 from asyncrl.launch.commands.doctor import experiment
 from asyncrl.launch.commands.init import write_project

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl import launch
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.api_call import ApiCall
@@ -22,6 +21,7 @@ from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.inference.openai.sse import pieces
+from asyncrl.launch import __main__ as launch
 from asyncrl.plugins.agents.openai_agent import OpenAIAgent
 
 DOC = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()

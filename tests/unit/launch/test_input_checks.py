@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl import launch
 from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch import __main__ as launch
 from asyncrl.launch.before_start.checks import validate, warnings
 from asyncrl.launch.before_start.input_checks import check_data, check_prompts, resolve_length
 from asyncrl.runtime.settings import HostConfig

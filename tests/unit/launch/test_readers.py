@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from asyncrl import launch
+from asyncrl.launch import __main__ as launch
 
 
 @pytest.mark.parametrize(
