@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import overlap
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Finished, RolloutLine, RunSettings
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutLine, RunSettings
 from asyncrl.config.load import load_supervised
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger

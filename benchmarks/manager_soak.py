@@ -31,8 +31,8 @@ from typing import Any
 import psutil
 import uvloop
 
+from asyncrl.comm.ended_rollouts.recent_ids import GENERATIONS, ids_remembered
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.rollouts.recent_ids import GENERATIONS, ids_remembered
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions

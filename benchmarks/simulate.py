@@ -8,7 +8,7 @@ row. `--docs` writes the tables and the plot there, as docs/scale_runs.md has th
 of this machine and of real runs of the demo to a file, fits the model of each round to the first of its runs, and holds
 all of them beside what the simulator says of them (`simulator.fit`); with `--rounds 0` it measures nothing, and needs
 no quiet machine. `--record` keeps the groups that the first run generated, for `Recorded.of_file`. The parts, and what
-of them is real: `simulator/__init__.py`, `simulator/run.py`.
+of them is real: `simulator/__init__.py`, `simulator/simulation.py`.
 """
 
 from __future__ import annotations

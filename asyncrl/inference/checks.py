@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
@@ -26,7 +27,7 @@ from asyncrl.inference.sglang import gpu_checks
 from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.runtime.planning.plan_workers import with_types
+from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode
@@ -73,11 +74,22 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a warning for each valid setting with a surprising effect."""
-    if gpu_checks.embedded_on_gpus(config):
+    if _embedded_on_gpus(config):
         yield (
             "generation.backend='embedded': on a GPU it is for tests and small models, as a token costs some thirty "
             "operators a layer, each started by the CPU; use generation.backend=sglang for speed"
         )
+
+
+def _embedded_on_gpus(config: ExperimentConfig) -> bool:
+    """True if an embedded engine computes on a GPU."""
+    if config.generation.backend != GenerationBackend.embedded:
+        return False
+    try:
+        plans = plan_workers(config)
+    except ValueError:  # no layout, or no graph
+        return False  # reported by the trainer's checks and by the launcher
+    return any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plans)
 
 
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
@@ -250,7 +262,7 @@ def _sglang_pictures(config: ExperimentConfig) -> Iterator[str]:
 
 
 def guest_problems(config: ExperimentConfig) -> Iterator[str]:
-    """As `check`, for servers that cannot take turns with the trainer."""
+    """Yield an error message for each setting that guests exclude: `setting=value: what is wrong; what to do`."""
     try:
         guests = guests_of(config.generation)
     except ValueError as error:

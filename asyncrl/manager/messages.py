@@ -32,7 +32,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted, RolloutLine
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, RolloutLine
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]

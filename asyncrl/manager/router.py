@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from asyncrl.comm.rollouts.recent_ids import RecentIds
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
 from asyncrl.manager.messages import RouteRequest
 
 SHARE = 1.25

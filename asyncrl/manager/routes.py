@@ -7,9 +7,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection
 
+from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.router import Router, ServerView
-from asyncrl.runtime.process.waiting import Notifier
 
 LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
 """Number of lost servers that are remembered, at least and per server: within a pause of a worker several processes of

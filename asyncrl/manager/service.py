@@ -27,7 +27,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from msgspec import structs
 
-from asyncrl.comm.rollouts.recent_ids import ids_remembered
+from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
+from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.rollouts.admission import Admission
@@ -39,7 +40,6 @@ from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.routes import Routes
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.runtime.process.waiting import Notifier
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""

@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.comm.rollouts.drop_reasons import failure, lost_episodes
+from asyncrl.comm.ended_rollouts.drop_reasons import failure, lost_episodes
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
 

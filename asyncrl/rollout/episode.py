@@ -28,7 +28,7 @@ from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
-from asyncrl.comm.rollouts.drop_reasons import LOST_EPISODES
+from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.plugins.chat.client import check_prompt_pictures
 from asyncrl.rollout.user_code_pool.errors import named_failure
 

@@ -38,7 +38,7 @@ from typing import NoReturn
 from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.rollouts.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
+from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route

@@ -33,7 +33,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.picture import Picture
 from asyncrl.api.trajectory import WON, policy_of
-from asyncrl.comm.rollouts.drop_reasons import LOST_EPISODES
+from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve

@@ -22,10 +22,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.comm import names
+from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
-from asyncrl.comm.rollouts.recent_ids import ids_remembered
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
 from asyncrl.config.trained_policies import role_of_policy

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, PromptGoes
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.rollouts.ledger_lines import Dropped, PromptGoes
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.manager.client import ManagerClient, ManagerGone

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.rollouts.ledger_lines import Admitted
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, write_run_config

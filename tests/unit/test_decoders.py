@@ -39,13 +39,13 @@ import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.codec import CodecError
+from asyncrl.comm.ended_rollouts import ledger_lines as lines
 from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
 from asyncrl.comm.http.server import Refused
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
-from asyncrl.comm.rollouts import ledger_lines as lines
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.serving import requests as embedded

@@ -13,8 +13,8 @@ import zmq
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.codec import CodecError
+from asyncrl.comm.ended_rollouts.recent_ids import AT_LEAST, RecentIds
 from asyncrl.comm.push_pull import messages
-from asyncrl.comm.rollouts.recent_ids import AT_LEAST, RecentIds
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send

@@ -56,17 +56,6 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def embedded_on_gpus(config: ExperimentConfig) -> bool:
-    """True if an embedded engine computes on a GPU."""
-    if config.generation.backend != GenerationBackend.embedded:
-        return False
-    try:
-        plans = plan_workers(config)
-    except ValueError:  # no layout, or no graph
-        return False  # reported by the trainer's checks and by the launcher
-    return any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plans)
-
-
 def first_shared_gpu(plans: list[WorkerPlan]) -> tuple[str, tuple[str, str]] | None:
     """Return the first GPU that a generation server shares with a training rank or another server, and the two."""
     on: defaultdict[tuple[str, str], list[WorkerPlan]] = defaultdict(list)

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.names import GuestMemory
+from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode, PictureSender
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import WeightsDiffer
@@ -29,7 +30,6 @@ from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.observe import observer
-from asyncrl.runtime.process.waiting import Notifier
 from asyncrl.runtime.process.worker import CannotContinue
 from asyncrl.weights.transports.base import ManagerEnd
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.fleet.servers import Target, host_of
-from asyncrl.runtime.process.waiting import Notifier
 from asyncrl.weights.staging.client import StagingClient, reason_of, source_failed
 from asyncrl.weights.staging.messages import StageRequest, version_folder
 

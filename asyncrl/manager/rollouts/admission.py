@@ -14,14 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate
 from asyncrl.manager.router import ServerView
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.runtime.process.waiting import Notifier
 
 
 @dataclass(slots=True, eq=False)

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import RolloutTicket

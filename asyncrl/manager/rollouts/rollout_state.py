@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason
-from asyncrl.comm.rollouts.ledger_lines import PromptGoes
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
 from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate

@@ -81,8 +81,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason
-from asyncrl.comm.rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import Books
 
 TRAINED, ABANDONED = "trained", "abandoned"

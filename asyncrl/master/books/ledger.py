@@ -1,4 +1,4 @@
-"""The run's ledger on disk, with the fate of every rollout (`asyncrl.comm.rollouts.ledger_lines`, `docs/ledger.md`).
+"""The run's ledger on disk, with the fate of every rollout (`asyncrl.comm.ended_rollouts.ledger_lines`, `docs/ledger.md`).
 
 Lines are handed to the kernel as they come, so they outlive the process. They are synced after each step, before each
 checkpoint (which names the line it belongs to) and at the end. A thread syncs the lines of a step while the next one
@@ -29,10 +29,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
-from asyncrl.comm.files.appended_file import AppendedFile
-from asyncrl.comm.files.retry_write import retry_write_blocking
-from asyncrl.comm.names import ACTOR
-from asyncrl.comm.rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts.ledger_lines import (
     SEAL_BYTES,
     SEAL_END,
     Begin,
@@ -48,6 +45,9 @@ from asyncrl.comm.rollouts.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.comm.files.appended_file import AppendedFile
+from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateBooks

@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from msgspec import structs
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
 from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
 from asyncrl.manager.messages import ConsumedReply, ConsumedReport, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.books.ledger import Ledger

@@ -37,8 +37,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason
-from asyncrl.comm.rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from asyncrl.comm.rollouts.drop_reasons import CUT_SHORT
+from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.metrics.metric_rows import Row

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
+from asyncrl.comm.ended_rollouts.drop_reasons import is_filter_reason
 from asyncrl.comm.http.calls import HttpError
-from asyncrl.comm.rollouts.drop_reasons import is_filter_reason
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.observe.metrics.learning import ADVICE

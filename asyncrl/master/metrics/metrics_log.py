@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.rollouts.drop_reasons import FAILURES, DropReason, is_filter_reason
+from asyncrl.comm.ended_rollouts.drop_reasons import FAILURES, DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.manager.client import GateStatus

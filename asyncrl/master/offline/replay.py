@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import PULLERS, WinRatesOfPools
 from asyncrl.comm.push_pull import TrajectoryPusher
-from asyncrl.comm.rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import (
     Books,

@@ -18,8 +18,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT
 from asyncrl.comm.request_reply.client import RequestClient
-from asyncrl.comm.rollouts.drop_reasons import CUT_SHORT
 from asyncrl.manager.settings import VersionPoolConfig
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.observe import observer

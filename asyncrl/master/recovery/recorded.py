@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason
-from asyncrl.comm.rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.ledger_lines import (
     Abandoned,
     Admitted,
     Begin,
@@ -28,7 +28,7 @@ from asyncrl.comm.rollouts.ledger_lines import (
     Step,
     Trained,
 )
-from asyncrl.comm.rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason, failure, is_filter_reason
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.exploited import exploited_rewards
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured

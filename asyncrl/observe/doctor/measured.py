@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import log
 from statistics import median
 
-from asyncrl.comm.rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
 from asyncrl.observe.doctor.servers import POLICY_SERVER, SERVER, Fleet, ServerLoad, server_loads
 from asyncrl.observe.history import History, Process, Rollout

@@ -1,4 +1,4 @@
-"""The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.rollouts.ledger_lines`).
+"""The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.ended_rollouts.ledger_lines`).
 
 Steps that a later launch forgot are forgotten here too. The figures of all steps are kept. Rollouts are kept while they
 run, and if they ended within the newest `keep_steps` steps, so that memory does not grow with the run. With
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts.ledger_lines import (
     Abandoned,
     Admitted,
     Begin,

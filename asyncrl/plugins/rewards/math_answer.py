@@ -77,6 +77,7 @@ _UNITS = re.compile(
     r"|(?<=[\s])(?:[A-Za-z][A-Za-z'./-]+)(?:\s+(?:per\s+)?[A-Za-z][A-Za-z'./-]*)*"
     r")\s*$"
 )
+r"""A unit after a number (`cm`, `dollars per hour`, `\text{ eggs}`), or words that change it."""
 
 
 @verdict

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.rollouts.drop_reasons import CUT_SHORT, failure, lost_episodes
+from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT, failure, lost_episodes
 from asyncrl.config.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.observe.metrics.learning import FlatSteps

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted, RunSettings
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, RunSettings
 
 _PROMPT_ID = re.compile(r"e(\d+)-(\d+)")
 _WORKER = re.compile(r"[a-z_]+/\d+")

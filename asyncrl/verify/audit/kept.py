@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.rollouts.ledger_lines import Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import Trained
 from asyncrl.verify.audit.documents import Settings, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome

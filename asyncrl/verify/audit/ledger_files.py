@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Saved, Step
+from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Saved, Step
 
 _decode = msgspec.json.Decoder(Line).decode
 

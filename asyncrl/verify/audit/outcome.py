@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.comm.rollouts.ledger_lines import LedgerBooks, RunSettings, Saved, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import LedgerBooks, RunSettings, Saved, Trained
 
 
 @dataclass(slots=True)

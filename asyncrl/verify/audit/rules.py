@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncrl.comm.rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts.ledger_lines import (
     Abandoned,
     Admitted,
     Begin,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm import names
-from asyncrl.comm.rollouts.drop_reasons import DropReason
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
 from asyncrl.config.run_dir import RESTARTS_FILE
 from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN

@@ -70,7 +70,7 @@ class TrainCounts:
         return replace(self, staleness=self.staleness.copy(), answers=self.answers.copy(), steps=list(self.steps))
 
 
-class _Reports:
+class Reports:
     """Reports to the manager: the rollouts that it has to learn of, and what its replies say.
 
     Attributes:
@@ -105,7 +105,10 @@ class MasterLoop:
     """The master, its ranks' time and their receiving end.
 
     Args:
+        setup: the run's setup.
         on: processes of the run's host.
+        head: receives the trajectories.
+        manager: the client for its reports.
         announce: called with each new version.
         turns: builds the turns with guests.
 
@@ -131,7 +134,7 @@ class MasterLoop:
         self.collector = Collector([head], self.buffer)  # type: ignore[list-item]
         self._announcer = without_evaluations()
         self.turns = turns(self._announcer, manager, self.buffer, self.collector)
-        self.reports = _Reports(manager, head, self.buffer)
+        self.reports = Reports(manager, head, self.buffer)
         self.version = 0
         self.counts = TrainCounts()
 

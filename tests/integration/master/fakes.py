@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done, Reply, Request
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes
 from asyncrl.comm.request_reply import Request
-from asyncrl.comm.rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.rollouts.recent_ids import GENERATIONS, RecentIds
+from asyncrl.comm.ended_rollouts.recent_ids import GENERATIONS, RecentIds
 
 PUT, POP = "put", "pop"
 

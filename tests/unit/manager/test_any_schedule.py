@@ -44,9 +44,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.api.trajectory import GENERATED
+from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, LedgerBooks, PromptGoes, RunSettings
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.rollouts.drop_reasons import DropReason
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Dropped, LedgerBooks, PromptGoes, RunSettings
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import HeldRollouts
 from asyncrl.manager.service import ManagerService

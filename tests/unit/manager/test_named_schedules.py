@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from asyncrl.comm.rollouts.ledger_lines import Dropped
+from asyncrl.comm.ended_rollouts.ledger_lines import Dropped
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import RollCall
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.comm.rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
 from asyncrl.manager.rollouts.staleness_gate import RolloutTicket

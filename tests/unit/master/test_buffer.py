@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import structs
 
-from asyncrl.comm.rollouts.recent_ids import ids_remembered
+from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts

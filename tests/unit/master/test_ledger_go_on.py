@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Finished, RolloutLine, RunSettings, Saved
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutLine, RunSettings, Saved
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
 from asyncrl.comm.files import retry_write
-from asyncrl.comm.rollouts.ledger_lines import RunSettings
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts.ledger_lines import (
     Abandoned,
     Admitted,
     Begin,

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.rollouts.ledger_lines import PromptGoes
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.comm.rollouts.drop_reasons import FAILURES, DropReason
+from asyncrl.comm.ended_rollouts.drop_reasons import FAILURES, DropReason
 from asyncrl.manager.fleet.servers import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.observe.metrics.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure

@@ -29,7 +29,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.generation import Completion
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.rollouts.drop_reasons import failure, is_filter_reason
+from asyncrl.comm.ended_rollouts.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (

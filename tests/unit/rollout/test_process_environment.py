@@ -22,7 +22,7 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.comm.rollouts.drop_reasons import lost_episodes
+from asyncrl.comm.ended_rollouts.drop_reasons import lost_episodes
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 from msgspec.structs import replace
 
-from asyncrl.comm.rollouts.drop_reasons import CUT_SHORT
+from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.run_files import write_books, write_summary
 from asyncrl.runtime.trials.restart_log import WHOLE_RUN, note_restart, note_went_on

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.rollouts.ledger_lines import PromptGoes, RunSettings
+from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes, RunSettings
 from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.rollouts.rollout_events import RolloutEvents
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate

@@ -1,9 +1,9 @@
 """A user's own data: files of rows.
 
 The prompt is the field `prompt`, `question`, `problem` or `messages`, text or a list of messages; every other field is
-kept for the reward. Pictures are the field `images` or `image`, or parts of messages (`templates/parts.py`); paths are
-relative to the data's folder. Demonstrations for supervised training are the field `completion`, `response` or
-`answer`. GSM8K files work as they are.
+kept for the reward. Pictures are the field `images` or `image`, or parts of messages (`templates/picture_parts.py`);
+paths are relative to the data's folder. Demonstrations for supervised training are the field `completion`, `response`
+or `answer`. GSM8K files work as they are.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class ContinuousBatch:
         for sequence in self._by_rid.values():
             if not sequence.answer.done():
                 sequence.answer.set_exception(error)
-                sequence.answer.exception()
+                sequence.answer.exception()  # retrieved: nobody may wait for it
         self._by_rid.clear()
         self._queue.clear()
         self._agenda.clear()

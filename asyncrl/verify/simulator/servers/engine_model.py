@@ -127,7 +127,7 @@ class EngineCounts:
     updates: int = 0
 
     def since(self, earlier: EngineCounts) -> EngineCounts:
-        """Return the work since `earlier` counts of the same server."""
+        """Return the work since `earlier` counts of the same servers."""
         return EngineCounts(*(getattr(self, name) - getattr(earlier, name) for name in self.__slots__))
 
     def add(self, other: EngineCounts) -> None:

@@ -1,7 +1,7 @@
 """A simulated generation server: the HTTP paths of a real one, and the life of its process.
 
-Its answers are decoded by `ContinuousBatch`, a model of the engine's speed. Answers are of one token each, repeated: a
-number that encodes the answer's seed (`Running.generated`).
+Its answers are decoded by `ContinuousBatch`, a model of the engine's speed. An answer repeats one number, which encodes
+its seed, after the tokens that it has in common with its group (`Running.generated`).
 """
 
 from __future__ import annotations

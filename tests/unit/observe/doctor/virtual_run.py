@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.rollouts.ledger_lines import Admitted, Begin, Finished, Line, RunSettings, Step, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Finished, Line, RunSettings, Step, Trained
 
 PIECE_S = 0.02
 LOOK_S = 2.0
