@@ -1,4 +1,4 @@
-"""The run's ledger on disk, with the fate of every rollout (`asyncrl.comm.ended_rollouts.ledger_lines`, `docs/ledger.md`).
+"""The run's ledger on disk: how every rollout ended (`asyncrl.comm.ended_rollouts.ledger_lines`, `docs/ledger.md`).
 
 Lines are handed to the kernel as they come, so they outlive the process. They are synced after each step, before each
 checkpoint (which names the line it belongs to) and at the end. A thread syncs the lines of a step while the next one
