@@ -156,8 +156,8 @@ TOGETHER = (
 
 
 WHOLE_RUNS = ("tests/e2e/", "tests/faults/")
-RUNS_AT_ONCE = 3
-"""Workers of pytest that begin with whole runs, which wait; the others begin with the other tests, which compute."""
+RUNS_AT_ONCE = 0.6
+"""Part of pytest's workers that begins with whole runs, which wait; the others begin with tests that compute."""
 
 
 class StopsEarly:
@@ -175,7 +175,7 @@ class StopsEarly:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` a file's tests stay on one worker of pytest; whole runs, each a minute long, need not.
 
-    `RUNS_AT_ONCE` workers take whole runs as long as there are any, and the others take the other tests, so that
+    `RUNS_AT_ONCE` of the workers take whole runs as long as there are any, and the others take the other tests, so that
     processors which a run leaves idle have something to compute.
     """
     if config.getoption("dist") != "loadfile":
@@ -189,7 +189,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if file.startswith(WHOLE_RUNS) and not file.endswith(TOGETHER) else file
 
         def _assign_work_unit(self, node: WorkerController) -> None:
-            runs = self.nodes.index(node) < RUNS_AT_ONCE
+            runs = self.nodes.index(node) < int(len(self.nodes) * RUNS_AT_ONCE)
             fitting = (scope for scope in self.workqueue if scope.startswith(WHOLE_RUNS) == runs)
             if (scope := next(fitting, None)) is not None:
                 self.workqueue.move_to_end(scope, last=False)
