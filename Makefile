@@ -12,7 +12,7 @@ WARM := popen//python=$(PYTHON_IN) -I -S tests/warm.py --worker
 # tests/gpu have the GPU to themselves; without one they are some tests more
 GPU := $(shell if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then echo yes; fi)
 
-.PHONY: run demo-tools test check docs setup clean
+.PHONY: run demo-tools test check lint types docs setup clean
 
 run: setup
 	$(PYTHON_IN) -m asyncrl.launch async_ppo $(OVERRIDES)
@@ -25,11 +25,15 @@ test: setup
 	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
 	ASYNCRL_TESTS_PRELOADED="anthropic openai mcp hypothesis scipy.optimize" $(PYTHON_IN) -m pytest tests $(if $(GPU),--ignore=tests/gpu) -q --tx '$(TEST_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
 
-check: setup
+check: lint types
+
+lint: setup
 	$(PYTHON_IN) -m ruff check .
 	$(PYTHON_IN) -m ruff format --check .
-	$(PYTHON_IN) -m mypy
 	$(VENV)/bin/lint-imports
+
+types: setup
+	$(PYTHON_IN) -m mypy
 
 # The documentation as a site, in site/: every page is in its order, and no link is dead.
 docs:
