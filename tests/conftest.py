@@ -142,8 +142,15 @@ LONGEST_FILES = (
     *("test_hosts", "test_process_death", "test_chaos", "test_sglang_run", "test_hosts_ray", "test_etcd_outage"),
     *("test_hosts_own_disks", "test_slurm_job", "test_tools", "test_hosts_slurm", "test_wheel", "test_join"),
     *("test_vlm_run", "test_embodied_run", "test_user_code", "test_oracle", "test_full_disk"),
+    *("test_fastest_split", "test_documented_snippets", "test_adapters", "test_prefix_tree", "test_export"),
+    *("test_engine_logprobs", "test_routing_replay", "test_supervised", "test_every_model", "test_metrics"),
+    *("test_rewards", "test_vla", "test_reference", "test_checkpoints", "test_user_code_pool", "test_pictures"),
+    *("test_trained_policies", "test_mcp", "test_model_worker", "test_reference_loop", "test_rehearsal"),
+    *("test_preferences", "test_compiled", "test_audit", "test_any_schedule", "test_engine", "test_sizing"),
 )
-"""These begin first, so that no worker of pytest is left alone with one at the end."""
+"""These begin first, so that no worker of pytest is left alone with one at the end; or last, where time is short."""
+UNTIL = "ASYNCRL_TESTS_UNTIL"
+"""Environment variable: the time, in seconds since 1970, after which no test begins any more."""
 TOGETHER = (
     "test_hosts.py",
     "test_hosts_ray.py",
@@ -217,7 +224,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     who asks for them has.
     """
     order = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)), reverse=UNTIL in os.environ)
     for item in items:
         if is_further(item.nodeid):
             item.add_marker(pytest.mark.every_case)
@@ -226,6 +233,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, variable in ASKED_FOR.items():
             if item.get_closest_marker(marker) and not os.environ.get(variable):
                 item.add_marker(pytest.mark.skip(TO_INCLUDE[marker][0]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Where time is short, what would begin too late is skipped, before its fixtures are made."""
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(f"no time left ({UNTIL})")
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 LEFT_OUT = """
 import pytest
@@ -25,21 +27,37 @@ def test_of_the_moon():
 """
 
 
+@pytest.mark.parametrize(
+    ("until", "lines"),
+    [
+        (
+            "inf",
+            [
+                "3 skipped: no CUDA device; to include them: make test, on a machine with an NVIDIA GPU",
+                "1 skipped: the moon is not up",
+            ],
+        ),
+        (
+            "0",
+            [
+                "3 skipped: no CUDA device; to include them: make test, on a machine with an NVIDIA GPU",
+                "1 skipped: no time left (ASYNCRL_TESTS_UNTIL)",
+            ],
+        ),
+    ],
+)
 def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includes_them(
-    tmp_path: Path, warm_python: str
+    tmp_path: Path, warm_python: str, until: str, lines: list[str]
 ) -> None:
     (tmp_path / "test_left_out.py").write_text(LEFT_OUT)
     path = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
         [warm_python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "tests.conftest", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "ASYNCRL_TESTS_UNTIL": until},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
-    assert [line for line in ended.stdout.splitlines() if "skipped: " in line] == [
-        "3 skipped: no CUDA device; to include them: make test, on a machine with an NVIDIA GPU",
-        "1 skipped: the moon is not up",
-    ]
+    assert [line for line in ended.stdout.splitlines() if "skipped: " in line] == lines
