@@ -224,7 +224,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     who asks for them has.
     """
     order = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)), reverse=UNTIL in os.environ)
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if UNTIL in os.environ:
+        items.sort(key=lambda item: (-order.get(item.path.stem, len(order)), "tests/unit/" not in item.nodeid))
     for item in items:
         if is_further(item.nodeid):
             item.add_marker(pytest.mark.every_case)
@@ -265,6 +267,8 @@ def skip_lines(skipped: Iterable[pytest.TestReport | pytest.CollectReport]) -> l
     for report in skipped:
         _, _, reason = cast(tuple[str, int, str], report.longrepr)
         markers = TO_INCLUDE.keys() & set(report.keywords) if isinstance(report, pytest.TestReport) else set()
+        if UNTIL in reason:
+            markers = set()
         counts[TO_INCLUDE[min(markers)] if markers else (reason.removeprefix("Skipped: "), "")] += 1
     return [
         f"{count} skipped: {reason}" + (f"; to include them: {command}" if command else "")
