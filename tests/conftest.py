@@ -224,9 +224,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     who asks for them has.
     """
     order = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if UNTIL in os.environ:
         items.sort(key=lambda item: (-order.get(item.path.stem, len(order)), "tests/unit/" not in item.nodeid))
+    else:
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         if is_further(item.nodeid):
             item.add_marker(pytest.mark.every_case)
@@ -266,9 +267,8 @@ def skip_lines(skipped: Iterable[pytest.TestReport | pytest.CollectReport]) -> l
     counts: Counter[tuple[str, str]] = Counter()
     for report in skipped:
         _, _, reason = cast(tuple[str, int, str], report.longrepr)
-        markers = TO_INCLUDE.keys() & set(report.keywords) if isinstance(report, pytest.TestReport) else set()
-        if UNTIL in reason:
-            markers = set()
+        of_a_test = isinstance(report, pytest.TestReport) and UNTIL not in reason
+        markers = TO_INCLUDE.keys() & set(report.keywords) if of_a_test else set()
         counts[TO_INCLUDE[min(markers)] if markers else (reason.removeprefix("Skipped: "), "")] += 1
     return [
         f"{count} skipped: {reason}" + (f"; to include them: {command}" if command else "")

@@ -55,3 +55,10 @@ def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includ
         check=True,
     )
     assert [line for line in ended.stdout.splitlines() if "skipped: " in line] == lines
+
+
+def test_what_is_left_out_where_memory_is_slow_are_files_that_there_are() -> None:
+    lines = (TESTS.parent / ".ci" / "left_out_where_memory_is_slow").read_text().splitlines()
+    assert lines
+    for line in lines:
+        assert (TESTS.parent / line.removeprefix("--ignore=")).is_file(), line
