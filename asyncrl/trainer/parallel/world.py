@@ -84,9 +84,9 @@ def training_world(
             # NCCL connects and fails now, not in the first step. Binding the group to the device (`device_id`) would do
             # so too, but makes every later group a split of this one, also those with servers of the weight transport.
             dist.all_reduce(torch.zeros(1, device=device))
-            alone = dist.new_group([worker], timeout=timeout, use_local_synchronization=True)
+            groups = _Groups(worker, placement.workers, timeout)
             for grid in placement.distinct:
-                if (place := _lay_out(worker, grid, alone, device, timeout)) is not None:
+                if (place := _lay_out(worker, grid, groups, device)) is not None:
                     places[grid] = place
             everyone = Ranks(worker, placement.workers)
             hosts = tuple(told.decode() for told in everyone.all_gather_bytes(config.system.host.encode()))
@@ -106,26 +106,59 @@ def all_have_started(config: ExperimentConfig) -> None:
         _set_pg_timeout(timeout, group)
 
 
-def _lay_out(
-    worker: int, grid: WorkerGrid, alone: dist.ProcessGroup, device: torch.device, timeout: timedelta
-) -> RankPosition | None:
-    """Return this rank's place in `grid`, or None for a rank outside it. All ranks call this, because all must make
-    each group. `alone`, the group of this rank only, serves every axis of length 1.
+class _Groups:
+    """The process groups of this rank, one for each set of ranks.
+
+    A group costs threads and connections with gloo, memory of the GPU with NCCL. All collectives are begun by the thread
+    that trains, in the same order on all ranks, so a set of ranks needs one group, however many purposes it serves.
+
+    Attributes:
+        alone: the group of this rank only.
     """
+
+    def __init__(self, worker: int, workers: int, timeout: timedelta) -> None:
+        self.alone = dist.new_group([worker], timeout=timeout, use_local_synchronization=True)
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(workers)): dist.group.WORLD}
+
+    def own(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+        """Return the group of the list that has this rank, or None where it is alone or in none. All ranks call this
+        with the same `lists`, because all must make each group.
+        """
+        found = [self._group(tuple(members)) for members in lists if len(members) > 1]
+        return next((group for group in found if group is not None), None)
+
+    def new(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+        """As `own`, but a group that serves no other purpose: what is sent in it has an order of its own."""
+        made = [self._new(members) for members in lists if len(members) > 1]
+        return next((group for group in made if group is not None), None)
+
+    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if members not in self._made:
+            self._made[members] = self._new(list(members))
+        return self._made[members]
+
+    def _new(self, members: list[int]) -> dist.ProcessGroup | None:
+        made = dist.new_group(members, timeout=self._timeout)
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else made
+
+
+def _lay_out(worker: int, grid: WorkerGrid, groups: _Groups, device: torch.device) -> RankPosition | None:
+    """Return this rank's place in `grid`, or None for a rank outside it. All ranks call this."""
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.context, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
-    axes = [_own_group(_lines(replicas, axis), timeout) for axis in range(len(MESH_AXES))]
+    axes = [groups.own(_lines(replicas, axis)) for axis in range(len(MESH_AXES))]
     pipelines = _lines(workers, 0)
-    data = _own_group(_lines(workers, 1), timeout)
-    context = _own_group(_lines(workers, 2), timeout)
-    everyone = _own_group([workers.flatten().tolist()], timeout)
-    copy = _own_group([copy.flatten().tolist() for copy in workers.unbind(1)], timeout)
-    backwards = _own_group(pipelines, timeout)
-    ends = _own_group([[stages[0], stages[-1]] for stages in pipelines if len(stages) > 1], timeout)
+    data = groups.own(_lines(workers, 1))
+    context = groups.own(_lines(workers, 2))
+    everyone = groups.own([workers.flatten().tolist()])
+    copy = groups.own([copy.flatten().tolist() for copy in workers.unbind(1)])
+    backwards = groups.new(pipelines)
+    ends = groups.own([[stages[0], stages[-1]] for stages in pipelines if len(stages) > 1])
     if worker not in grid.members:
         return None
     mesh = DeviceMesh.from_group(
-        [alone if axis is None else axis for axis in axes], device.type, replicas, mesh_dim_names=MESH_AXES
+        [groups.alone if axis is None else axis for axis in axes], device.type, replicas, mesh_dim_names=MESH_AXES
     )
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
@@ -141,15 +174,6 @@ def _lines(workers: torch.Tensor, axis: int) -> list[list[int]]:
     """The workers that differ in their place on `axis` alone, for each place on the other axes."""
     lines: list[list[int]] = workers.movedim(axis, -1).flatten(0, -2).tolist()
     return lines
-
-
-def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make a process group for each list of several workers, and return the one that this rank belongs to, or None.
-
-    A worker alone needs no group, which would have threads of its own.
-    """
-    made = [dist.new_group(members, timeout=timeout) for members in groups if len(members) > 1]
-    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:

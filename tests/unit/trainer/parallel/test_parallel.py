@@ -62,6 +62,7 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
             "received": received.item(),
             "outcome": outcome,
             "timeouts": [starting, timeouts()],
+            "groups": len(_world.pg_map),
         }
         told.put((worker, found))
 
@@ -121,6 +122,7 @@ def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
     assert [rank["received"] for rank in told] == [2.0, 3.0, 0.0, 1.0]
     assert told[3]["outcome"] == "ValueError('mine')"
     assert [rank["timeouts"] for rank in told] == [[[1800.0], [120.0]]] * 4, "one may load for long"
+    assert [rank["groups"] for rank in told] == [4] * 4, "all, alone, one for each axis"
     assert not list(tmp_path.glob("training_world*"))
     for rank in told[:3]:
         assert str(rank["outcome"]).startswith("PeerFailed"), rank
