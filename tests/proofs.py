@@ -126,9 +126,9 @@ def keep_proofs(patch: pytest.MonkeyPatch, folder: Path) -> None:
         if file.exists():
             runner.find_states()
             return
-        before = runner.pattern, runner.pairs_per_token, runner.goes_on
+        before = runner.masks.pattern, runner.pairs_per_token, runner.goes_on
         check(runner, longest)
-        if (runner.pattern, runner.pairs_per_token, runner.goes_on) == before:
+        if (runner.masks.pattern, runner.pairs_per_token, runner.goes_on) == before:
             _write(file, "")
 
     for module in (flat, sharded):

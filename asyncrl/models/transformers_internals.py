@@ -72,6 +72,17 @@ def context_limit(config: PretrainedConfig) -> int | None:
     return None if limit is None else int(limit)
 
 
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the tokens that end an answer of this model, from its generation config, else its config."""
+    generation = model.generation_config
+    eos = generation.eos_token_id if generation is not None else None
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 def batch_independent_limit(config: PretrainedConfig) -> int | None:
     """Return the length beyond which one sequence of a batch changes the rotary positions of all others, or None.
 

@@ -31,13 +31,13 @@ from transformers import PreTrainedModel
 from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
-from asyncrl.inference.embedded.limits import RequestLimits, shown_prompts
-from asyncrl.inference.embedded.model.engine_parity import check_parity, refuse_unserved
+from asyncrl.inference.embedded.limits import EngineLimits, longest_sequence, shown_prompts
+from asyncrl.inference.embedded.model.engine_parity import check_parity
 from asyncrl.inference.embedded.model.memory import EngineMemory
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.model.served_weights import ServedWeights
 from asyncrl.inference.embedded.serving.commands import Command, Mailbox
-from asyncrl.inference.embedded.throughput import WorkMeter
+from asyncrl.inference.embedded.statistics import Statistics
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
@@ -49,7 +49,7 @@ from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.storages import own_storage
-from asyncrl.models.transformers_internals import context_limit
+from asyncrl.models.transformers_internals import eos_token_ids
 from asyncrl.weights.model_files.loading import WeightUpdateError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,9 @@ class GenerationEngine:
         ValueError: a limit is out of range.
 
     Attributes:
-        takes_pictures: requests may show pictures.
+        model: the model that is served.
+        limits: limits that requests are checked against.
+        eos_token_ids: tokens that end an answer.
     """
 
     def __init__(
@@ -113,50 +115,43 @@ class GenerationEngine:
     ) -> None:
         if saves_memory:
             own_storage(model)
-        self._saves_memory = saves_memory
-        self._pictures, self.takes_pictures = pictures, pictures is not None
-        self.max_model_len = _longest(model, max_model_len)
+        longest = longest_sequence(model, max_model_len)
         for name, value in (
             ("max_running_requests", max_running_requests),
             ("chunked_prefill_size", chunked_prefill_size),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        full = max_running_requests * self.max_model_len
-        self.max_total_tokens = full if max_total_tokens is None else min(max_total_tokens, full)
-        self.max_running_requests = max_running_requests
-        self.model = model
+        full = max_running_requests * longest
+        room = full if max_total_tokens is None else max_total_tokens
+        self.model, self._pictures = model, pictures
         self._weights = ServedWeights(model, model_path, int8=int8)
         if model.device.type != "cpu":
             fuse_norms(model, gradients=False)
-        runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)
-        check_parity(runner, self.max_model_len)
+        runner = ModelRunner(model, min(room, full), record_routing=record_routing, pictures=pictures)
+        check_parity(runner, longest)
         if pictures is not None:
             pictures.encoded = 0  # without those of the check
-        self._limits = RequestLimits(
+        self.limits = EngineLimits(
             runner.vocab_size,
-            self.max_model_len,
-            self.max_total_tokens,
+            max_running_requests,
+            longest,
+            min(room, full),
             reads_text=detokenize is not None,
             records_routing=record_routing,
         )
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model)
         self._jobs = JobTable()
-        queue = AdmissionQueue(max_running_requests, self.max_total_tokens)
-        room = full if max_total_tokens is None else max_total_tokens
+        queue = AdmissionQueue(max_running_requests, self.limits.max_total_tokens)
         self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
-        self._prefilled_before = runner.prefilled_tokens  # by the check
-        self._memory = EngineMemory(runner)
+        self._memory = EngineMemory(runner, may_release=saves_memory)
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
         self._paused: PauseMode | None = None
         self._drains: deque[_Drain] = deque()
-        self._retractions = 0
-        self._meter = WorkMeter()
-        self._stats = EngineStats()
-        self._stats_due = True
+        self._statistics = Statistics(self._batch, self._jobs, self.limits, pictures)
 
     def start(self) -> None:
         """Run the engine on its own thread until `close`."""
@@ -197,9 +192,14 @@ class GenerationEngine:
         """Label of the weights in force."""
         return self._batch.version
 
+    @property
+    def takes_pictures(self) -> bool:
+        """True if requests may show pictures."""
+        return self._pictures is not None
+
     def stats(self) -> EngineStats:
-        """The latest snapshot, at most `meter.INTERVAL_S` old while the engine works."""
-        return self._stats
+        """The latest snapshot, at most `statistics.INTERVAL_S` old while the engine works."""
+        return self._statistics.latest
 
     def prepare(self, job: Job) -> None:
         """Prepare the pictures of `job`, some milliseconds for each new one. Without this call `submit` does it.
@@ -218,7 +218,7 @@ class GenerationEngine:
             EngineStoppedError: the engine has ended.
         """
         for request in job.inputs:
-            self._limits.check(request)
+            self.limits.check(request)
         self.prepare(job)
         self._jobs.reserve(job)
         try:
@@ -257,7 +257,7 @@ class GenerationEngine:
         return self._mailbox.post(lambda: self._memory.resume(tags))
 
     def _release_memory(self, tags: Collection[MemoryTag]) -> int:
-        if not self._saves_memory:
+        if not self._memory.may_release:
             raise MemoryStateError("this server keeps its memory; start it as a guest (generation.guests)")
         if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
             raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
@@ -320,13 +320,12 @@ class GenerationEngine:
         self._run_commands()
         self._apply_drains()
         if not self._runnable():
-            self._renew_stats()
+            self._take_statistics()
             return False
         begin = time.perf_counter()
         self._batch.step()
         self._deliver()
-        if self._meter.worked(begin, time.perf_counter(), self._batch.counts.generated) or self._stats_due:
-            self._renew_stats()
+        self._statistics.worked(begin, time.perf_counter())
         return True
 
     def _run(self) -> None:
@@ -344,7 +343,7 @@ class GenerationEngine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; return False if the engine is to stop."""
         if not (self._drains or self._runnable()):
-            self._renew_stats()
+            self._take_statistics()
             self._mailbox.wait()
         return not self._mailbox.closed
 
@@ -352,7 +351,7 @@ class GenerationEngine:
         while (command := self._mailbox.take()) is not None:
             command.run()
             self._deliver()
-            self._stats_due = True
+            self._statistics.due = True
 
     def _runnable(self) -> bool:
         if self._paused is not None:
@@ -380,13 +379,13 @@ class GenerationEngine:
         if mode == PauseMode.abort:
             self._batch.abort(lambda _: True)
         elif mode == PauseMode.retract:
-            self._retractions += self._batch.retract()
+            self._statistics.retractions += self._batch.retract()
         self._paused = mode
 
     def _deliver(self) -> None:
         """Answer complete jobs, after the statistics count them."""
         if self._jobs.due:
-            self._renew_stats()
+            self._take_statistics()
             self._jobs.answer()
 
     def _fail_all(self, error: BaseException) -> None:
@@ -398,57 +397,5 @@ class GenerationEngine:
         while (command := self._mailbox.take()) is not None:
             command.fail(error)
 
-    def _renew_stats(self) -> None:
-        self._stats_due = False
-        batch = self._batch
-        self._stats = EngineStats(
-            running=batch.samples.live,
-            waiting=batch.waiting,
-            paused=self._paused is not None,
-            used_tokens=batch.used_tokens,
-            max_total_tokens=self.max_total_tokens,
-            max_running_requests=self.max_running_requests,
-            prompt_tokens=batch.counts.prompt,
-            cached_tokens=batch.counts.cached,
-            generated_tokens=batch.counts.generated,
-            prefilled_tokens=batch.runner.prefilled_tokens - self._prefilled_before,
-            kept_tokens=batch.prefills.kept_tokens,
-            finished_requests=self._jobs.finished,
-            aborted_requests=self._jobs.aborted,
-            retractions=self._retractions,
-            steps=batch.steps,
-            busy_seconds=self._meter.busy_seconds,
-            gen_throughput=self._meter.tokens_per_s if self._runnable() else 0.0,
-            weight_version=batch.version,
-            encoded_pictures=0 if self._pictures is None else self._pictures.encoded,
-        )
-
-
-def _longest(model: PreTrainedModel, max_model_len: int | None) -> int:
-    """Return the longest sequence that is served, in tokens: `max_model_len`, or by default the model's own limit.
-
-    Raises:
-        UnsupportedModelError: the engine does not serve such a model.
-        ValueError: the length is missing, or out of range.
-    """
-    limit = context_limit(model.config)
-    longest = limit if max_model_len is None else max_model_len
-    if longest is None:
-        raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
-    refuse_unserved(model, longest)
-    if longest < 1:
-        raise ValueError(f"max_model_len is {longest}; it must be at least 1")
-    if limit is not None and longest > limit:
-        raise ValueError(f"max_model_len is {longest}, but the model's positions end at {limit}; lower it")
-    return longest
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end an answer of this model, from its generation config, else its config."""
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation is not None else None
-    if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    def _take_statistics(self) -> None:
+        self._statistics.take(paused=self.paused)

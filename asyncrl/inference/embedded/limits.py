@@ -1,27 +1,35 @@
-"""Work on the caller's thread before a request is queued: its limits are checked, its pictures prepared."""
+"""Limits of an engine, and work on the caller's thread before a request is queued: the request is checked against them,
+its pictures are prepared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from asyncrl.inference.embedded.model.engine_parity import refuse_unserved
 from asyncrl.inference.embedded.types import GenerationInput, Job, RequestError, ShownPrompt
 from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.transformers_internals import context_limit
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
+class EngineLimits:
     """Limits of an engine.
 
     Attributes:
         vocab_size: number of tokens of the model.
+        max_running_requests: largest number of samples that are decoded together.
         max_model_len: longest prompt + output, in tokens.
-        max_total_tokens: positions of the KV cache.
+        max_total_tokens: positions of the KV cache for running samples.
         reads_text: the engine has a tokenizer, so it can search for stop strings.
         records_routing: it records the experts that each token went through.
     """
 
     vocab_size: int
+    max_running_requests: int
     max_model_len: int
     max_total_tokens: int
     reads_text: bool
@@ -67,6 +75,25 @@ class RequestLimits:
             )
         if spec.stop and not self.reads_text:
             raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")
+
+
+def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """Return the longest sequence that is served, in tokens: `max_model_len`, or by default the model's own limit.
+
+    Raises:
+        UnsupportedModelError: the engine does not serve such a model.
+        ValueError: the length is missing, or out of range.
+    """
+    limit = context_limit(model.config)
+    longest = limit if max_model_len is None else max_model_len
+    if longest is None:
+        raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
+    refuse_unserved(model, longest)
+    if longest < 1:
+        raise ValueError(f"max_model_len is {longest}; it must be at least 1")
+    if limit is not None and longest > limit:
+        raise ValueError(f"max_model_len is {longest}, but the model's positions end at {limit}; lower it")
+    return longest
 
 
 def shown_prompts(pictures: Pictures, job: Job) -> tuple[ShownPrompt, ...]:

@@ -109,8 +109,8 @@ def all_have_started(config: ExperimentConfig) -> None:
 class _Groups:
     """The process groups of this rank, one for each set of ranks.
 
-    A group costs threads and connections with gloo, memory of the GPU with NCCL. All collectives are begun by the thread
-    that trains, in the same order on all ranks, so a set of ranks needs one group, however many purposes it serves.
+    With gloo a group costs threads and connections, with NCCL memory of the GPU. The thread that trains begins all
+    collectives, in the same order on all ranks, so a set of ranks needs one group, however many purposes it serves.
 
     Attributes:
         alone: the group of this rank only.

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.decoding.prefix_rows import MOST_SHARED_TOKENS, Prefix, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.model.cached_attention import Reach, tree_bias
+from asyncrl.inference.embedded.model.masks import Reach, tree_bias
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode

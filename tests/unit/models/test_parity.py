@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.model import cached_attention, model_io
+from asyncrl.inference.embedded.model import cached_attention, masks, model_io
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
@@ -366,8 +366,8 @@ def _one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_mask(patch: pytest.MonkeyPatch) -> None:
-    original = model_io.decode_bias
-    patch.setattr(model_io, "decode_bias", lambda *args: torch.zeros_like(original(*args)))
+    original = masks.decode_bias
+    patch.setattr(masks, "decode_bias", lambda *args: torch.zeros_like(original(*args)))
 
 
 def _late_position(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The attention function that the engine registers with transformers, and the masks that it passes to the model.
+"""The attention function that the engine registers with transformers.
 
 Decoding is one query per row against keys of ragged length. It is two batched matrix products over `rows x kv_heads`,
 which need no copy of the cache (a slice of the slot tensor collapses to one batch dimension) and no repeat of the keys
@@ -11,27 +11,17 @@ Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from asyncrl.inference.embedded.model.masks import causal_bias
 from asyncrl.models.transformers_internals import register_attention
 
 ATTENTION_NAME = "asyncrl_slots"
 DECODE_ATTENTION_NAME = "asyncrl_slots_decode"
 """The same for one query a row, without the branch on the number of queries: for recording a decode step."""
-
-
-class Reach(NamedTuple):
-    """Keys that a layer sees: the last `size` keys or, if `chunked`, those of its own chunk of `size`."""
-
-    size: int
-    chunked: bool = False
-
-    def first(self, positions: Tensor) -> Tensor:
-        """Return the first position that each of `positions` sees."""
-        return positions // self.size * self.size if self.chunked else positions - self.size + 1
 
 
 def slot_attention(
@@ -131,82 +121,6 @@ def _written_out_prefill(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
     return (weights @ value).transpose(1, 2)
-
-
-def _additive(allowed: Tensor, like: Tensor) -> Tensor:
-    """Return 0 where allowed, the dtype's minimum elsewhere: minus infinity would make a fully masked row NaN."""
-    blocked = torch.finfo(like.dtype).min
-    return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, blocked)
-
-
-def _also_in_block(allowed: Tensor, blocks_BU: Tensor | None) -> Tensor:
-    """Return `allowed` [U, U] or [B, U, U] with each token's own block added; a token with block -1 is in none."""
-    if blocks_BU is None:
-        return allowed
-    return allowed | ((blocks_BU[:, :, None] == blocks_BU[:, None, :]) & (blocks_BU[:, :, None] >= 0))
-
-
-def causal_bias(length: int, reach: Reach | None, like: Tensor, blocks_BU: Tensor | None = None) -> Tensor:
-    """Return the additive mask `[1 or B, 1, length, length]` of a prefill, within `reach` if given.
-
-    Args:
-        blocks_BU: blocks of tokens that see each other in both directions; -1 for a token in none.
-    """
-    positions = torch.arange(length, device=like.device)
-    allowed = _also_in_block(positions[None, :] <= positions[:, None], blocks_BU)
-    if reach is not None:
-        allowed = allowed & (positions[None, :] >= reach.first(positions)[:, None])
-    return _additive(allowed.view(-1, 1, length, length), like)
-
-
-def tree_bias(
-    ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor, blocks_BU: Tensor | None = None
-) -> Tensor:
-    """Return the additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree
-    it is, and its own block (`causal_bias`), within `reach` if given.
-    """
-    places = torch.arange(ends_BU.shape[1], device=like.device)
-    allowed = (places[:, None] >= places) & (places[:, None] < ends_BU[:, None, :])
-    allowed = _also_in_block(allowed, blocks_BU)
-    if reach is not None:
-        allowed &= depths_BU[:, None, :] >= reach.first(depths_BU)[:, :, None]
-    return _additive(allowed, like)[:, None]
-
-
-def after_base_bias(
-    bases_B: Tensor,
-    before: int,
-    depths_BU: Tensor,
-    ends_BU: Tensor | None,
-    reach: Reach | None,
-    like: Tensor,
-    blocks_BU: Tensor | None = None,
-) -> Tensor:
-    """Return the additive mask `[B, 1, U, before + U]` of rows that continue from a base.
-
-    A token sees the base of its row, the first `bases_B[b]` of the `before` keys. In the row it sees what `tree_bias`
-    allows, or, if no row branches (`ends_BU` None), the tokens before it and its own block. All of it is within
-    `reach` if given.
-    """
-    places = torch.arange(depths_BU.shape[1], device=like.device)
-    known = torch.arange(before, device=like.device)
-    base = (known < bases_B[:, None])[:, None, :].expand(-1, len(places), -1)
-    own = places[:, None] >= places
-    own = own.expand(len(bases_B), -1, -1) if ends_BU is None else own & (places[:, None] < ends_BU[:, None, :])
-    own = _also_in_block(own, blocks_BU)
-    if reach is not None:
-        first = reach.first(depths_BU)[:, :, None]
-        base, own = base & (known >= first), own & (depths_BU[:, None, :] >= first)
-    return _additive(torch.cat((base, own), dim=-1), like)[:, None]
-
-
-def decode_bias(position_R: Tensor, length: int, reach: Reach | None, like: Tensor) -> Tensor:
-    """Return the additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, within `reach` if given."""
-    keys = torch.arange(length, device=like.device)
-    allowed = keys <= position_R[:, None]
-    if reach is not None:
-        allowed &= keys >= reach.first(position_R)[:, None]
-    return _additive(allowed, like)[:, None, None, :]
 
 
 def install_attention() -> str:

@@ -97,7 +97,7 @@ def check_parity(runner: ModelRunner, longest: int) -> None:
     for pairs_per_token, goes_on in dict.fromkeys(product((sharing, None), (True, False))):
         reach = longest if pairs_per_token is None else max(longest, runner.prefill_tokens)
         short = subject.with_short_lengths(reach)
-        for pattern in range(len(runner.patterns)):
+        for pattern in range(len(runner.masks.patterns)):
             hint, found = "", subject.fault(pattern, pairs_per_token, goes_on)
             if found is None and short is not None:
                 hint = f"generation.context_length={short.shortest - 1} or less, or "
@@ -168,7 +168,7 @@ class _Subject:
             goes_on: as of the runner, which is set to it.
         """
         runner = self._runner
-        runner.pattern, runner.pairs_per_token, runner.goes_on = pattern, pairs_per_token, goes_on
+        runner.masks.pattern, runner.pairs_per_token, runner.goes_on = pattern, pairs_per_token, goes_on
         try:
             difference = self._difference(self._sequences, self.plain)
         except torch.OutOfMemoryError:

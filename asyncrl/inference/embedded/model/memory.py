@@ -25,15 +25,16 @@ class EngineMemory:
     """The memory of a runner's model and cache.
 
     Args:
-        runner: its model has its weights in separate storages (`own_storage`).
+        runner: its model has its weights in separate storages (`own_storage`) if they may be released.
 
     Attributes:
+        may_release: the server was started as one that releases memory.
         released: kinds that are released now.
         has_values: the weights are those of an update or of the start; False after a release.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, *, may_release: bool) -> None:
+        self._runner, self.may_release = runner, may_release
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         self.released: frozenset[MemoryTag] = frozenset()
         self.has_values = True

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.cache import SlotCache
 from asyncrl.inference.embedded.decoding.plans import PrefillPlan
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, PrefixRow, RowTensors, batches_of, rows_of
-from asyncrl.inference.embedded.model.cached_attention import (
-    Reach,
-    after_base_bias,
-    causal_bias,
-    decode_bias,
-    install_attention,
-    tree_bias,
-)
+from asyncrl.inference.embedded.model.cached_attention import install_attention
 from asyncrl.inference.embedded.model.linears import PackedLinears
-from asyncrl.inference.embedded.model.program import AttentionMasks, DecodeInputs, DecodeProgram
+from asyncrl.inference.embedded.model.masks import AttentionMasks, MaskMaker
+from asyncrl.inference.embedded.model.program import DecodeInputs, DecodeProgram
 from asyncrl.inference.embedded.model.slot_experts import RoutingSlots
 from asyncrl.inference.embedded.model.states import ModuleStates, Place, states_in_modules
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routers import RoutingShape, routing_shape
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import (
-    attention_is_replaceable,
     decoding_parts,
     layer_memories,
-    layer_types,
     set_attention,
     text_settings,
 )
@@ -47,32 +38,6 @@ caches, and prompts of one forward are of nearly one length: ragged ones take ha
 
 PAIRS_PER_WIDTH = 6
 """A layer of width d does about 24 d² operations for a token beside attention, and 4 d for a query and a key."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPattern:
-    """Keys that the model's layers see.
-
-    Attributes:
-        window: reach of the sliding or chunked layers.
-        mixed: the model takes masks by the type of a layer.
-    """
-
-    window: Reach | None
-    mixed: bool
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> list[AttentionPattern]:
-        """Return the patterns that a model of `config` may have, the likeliest first."""
-        settings, kinds = config.get_text_config(), layer_types(config)
-        if "chunked_attention" in kinds:
-            return [cls(Reach(settings.attention_chunk_size, chunked=True), mixed=True)]
-        window, everything = getattr(settings, "sliding_window", None), cls(None, mixed=False)  # some configs rename it
-        if window is None or (kinds and not kinds & {"sliding_attention", "hybrid_sliding"}):
-            return [everything]
-        if kinds:
-            return [cls(Reach(window), mixed=True)]
-        return [cls(Reach(window), mixed=False), everything]  # Moshi's text model names a window that it does not use
 
 
 class ModelRunner:
@@ -119,12 +84,7 @@ class ModelRunner:
             shape = routing_shape(model.config.to_dict())
             assert isinstance(shape, RoutingShape), shape
             self.routing = RoutingSlots(self.cache, shape, self.device)
-        self.patterns = AttentionPattern.of(model.config)
-        """Those that it may have."""
-        self.pattern = 0
-        """Index of the model's pattern; the parity check finds it."""
-        self._attends = any(memory.keys for memory in self._memories)
-        self._draws_masks = self._attends and not attention_is_replaceable(model)
+        self.masks = MaskMaker(model, pictures)
         self._linears = PackedLinears((), ()) if lean else PackedLinears.of(*decoding_parts(model))
         self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
@@ -134,11 +94,6 @@ class ModelRunner:
         """False if the model computes a prefix from its beginning only; the parity check finds it."""
         self.prefilled_tokens = 0
         """Distinct tokens of prefixes that were computed."""
-        self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
-
-    @property
-    def _pattern(self) -> AttentionPattern:
-        return self.patterns[self.pattern]
 
     def new_cache(self, max_total_tokens: int) -> SlotCache:
         """Return an empty cache for this model, with this number of positions."""
@@ -249,11 +204,10 @@ class ModelRunner:
 
     def _forward(self, rows: RowTensors) -> None:
         """Compute `rows` by the cache's plan."""
-        plain = rows.ends_BU is None and rows.before == 0
         with self._holding(rows.tokens_BU):
             self._logits_with_slots(
                 rows.tokens_BU,
-                attention_mask=self._prefill_mask(rows.tokens_BU) if plain else self._drawn_mask(rows),
+                attention_mask=self.masks.of_rows(rows),
                 position_ids=rows.positions,
                 logits_to_keep=1,
             )
@@ -261,22 +215,6 @@ class ModelRunner:
     def _holding(self, ids: Tensor) -> AbstractContextManager[None]:
         """Let the model know the pictures in `ids` within this block."""
         return nullcontext() if self.pictures is None else self.pictures.holding(ids, keep=True)
-
-    def _drawn_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
-        """Return the attention mask of rows whose prefixes branch or continue from a base."""
-        window, blocks_BU = self._pattern.window, self._blocks(rows.tokens_BU, rows.depths_BU)
-
-        def drawn(reach: Reach | None) -> Tensor:
-            if rows.before:
-                return after_base_bias(
-                    rows.bases_B, rows.before, rows.depths_BU, rows.ends_BU, reach, self._like, blocks_BU
-                )
-            assert rows.ends_BU is not None
-            return tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like, blocks_BU)
-
-        full = drawn(None) if window is None or self._pattern.mixed else None
-        windowed = None if window is None else drawn(window)
-        return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
     def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool, deltas_R: Tensor | None = None) -> Tensor:
         """Feed one token per row; return logits `[R, V]`.
@@ -286,15 +224,8 @@ class ModelRunner:
             full_rows: every row fills its slot to the end.
             deltas_R: difference between positions and places, for models with `three_positions`.
         """
-        length, window = self.cache.length, self._pattern.window
         self.cache.begin_decode(tokens_R.shape[0], positions_R)
-        sees_all = self._attends and (window is None or self._pattern.mixed)
-        needs_full = sees_all and (self._draws_masks or not full_rows)
-        masks = AttentionMasks(
-            full=decode_bias(positions_R, length, None, self._like) if needs_full else None,
-            windowed=None if window is None else decode_bias(positions_R, length, window, self._like),
-            mixed=self._pattern.mixed,
-        )
+        masks = self.masks.of_step(positions_R, self.cache.length, full_rows)
         position_ids = positions_R[:, None]
         if deltas_R is not None:
             position_ids = (position_ids + deltas_R[:, None]).expand(3, -1, 1)
@@ -315,33 +246,13 @@ class ModelRunner:
             :, 0
         ]
 
-    def _blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor | None:
-        """Return the picture of each token that attends in both directions, [B, U]; None if no token does."""
-        pictures = self.pictures
-        if pictures is None or not pictures.two_way or not bool((ids_BU >= pictures.ids.first).any()):
-            return None
-        return pictures.blocks(ids_BU, depths_BU)
-
-    def _prefill_mask(self, ids_BU: Tensor) -> Tensor | dict[str, Tensor | None] | None:
-        """Return None if the attention can be plainly causal. Sliding layers need their window drawn, pictures that
-        are seen in both directions need their blocks, and a model with an attention of its own would draw a mask for
-        the whole slots.
-        """
-        window, length = self._pattern.window, ids_BU.shape[1]
-        blocks_BU = self._blocks(ids_BU, torch.arange(length, device=self.device).expand_as(ids_BU))
-        full = None
-        if blocks_BU is not None or (window is None and self._draws_masks):
-            full = causal_bias(length, None, self._like, blocks_BU)
-        windowed = None if window is None else causal_bias(length, window, self._like, blocks_BU)
-        return AttentionMasks(full, windowed, self._pattern.mixed).argument()
-
     def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
         """Return log-probabilities of `prompt[start:]` at temperature 1; None for the prompt's first token.
 
         Rows of pictures count as the placeholder.
         """
         ids = torch.tensor([prompt], device=self.device)
-        inputs: dict[str, Any] = {"attention_mask": self._prefill_mask(ids), "use_cache": False}
+        inputs: dict[str, Any] = {"attention_mask": self.masks.of_prompts(ids), "use_cache": False}
         if self.pictures is not None:
             if self.three_positions:
                 inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)

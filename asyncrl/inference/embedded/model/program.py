@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.model.cached_attention import ATTENTION_NAME, DECODE_ATTENTION_NAME
 from asyncrl.inference.embedded.model.linears import PackedLinears
-from asyncrl.models.transformers_internals import RECURRENT_LAYERS, set_attention
+from asyncrl.inference.embedded.model.masks import AttentionMasks
+from asyncrl.models.transformers_internals import set_attention
 
 logger = logging.getLogger(__name__)
 
@@ -36,27 +37,6 @@ CHECKED_SHAPES = 4
 TOLERANCE = {torch.float32: 1e-5}
 COARSE_TOLERANCE = 5e-2
 """Largest difference allowed relative to the largest logit: rounding of fp32, and of 16-bit types."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionMasks:
-    """The additive masks of a forward, by kind of layer; None if no layer of the kind needs one.
-
-    Attributes:
-        mixed: the model takes masks by layer type; otherwise it takes the only one.
-    """
-
-    full: Tensor | None
-    windowed: Tensor | None
-    mixed: bool
-
-    def argument(self) -> Tensor | dict[str, Tensor | None] | None:
-        """Return the model's argument `attention_mask`."""
-        if self.mixed:
-            nothing = dict.fromkeys(RECURRENT_LAYERS)  # these mask padding, and there is none
-            windowed = dict.fromkeys(("sliding_attention", "chunked_attention"), self.windowed)  # models have one
-            return {**nothing, "full_attention": self.full, **windowed}
-        return self.full if self.windowed is None else self.windowed
 
 
 @dataclass(frozen=True, slots=True)
