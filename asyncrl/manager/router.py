@@ -82,9 +82,11 @@ class Policy(Protocol):
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
 
-    def changed(self, view: ServerView) -> None: ...
+    def changed(self, view: ServerView) -> None:
+        """Note that the server's version, load or availability changed, or that it is gone and takes no requests."""
 
-    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None: ...
+    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+        """Return the server for `request`."""
 
     def declined(self, request: RouteRequest) -> None:
         """Note that the server chosen for `request` does not get it now."""

@@ -21,8 +21,8 @@ any token in range, and the batch's `min_version` tells the workers which tokens
 holds the step until no running rollout would expire; the check remains as a last safeguard.
 
 Oldest first. A batch takes the records with the oldest tokens, as they expire next, and among equals in data order.
-Example, η = 1, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 1, d: 3} (data order a b c d),
-c is dropped (3 - 1 > 1), b goes first, then a; d waits. Within the batch the order is the data order: a, b.
+Example, η = 2, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 0, d: 3} (data order a b c d),
+c is dropped (3 - 0 > 2), b goes first, then a; d waits. Within the batch the order is the data order: a, b.
 
 The user's order (`buffer.order.path`) ranks the records that could wait for another step. Those that could not are
 taken before them, oldest first, so an order never loses a rollout that this step can train and never trains a stale

@@ -59,6 +59,11 @@ def agent_process(config: ExperimentConfig, *, chat: bool) -> AgentProcess | Non
         return None
     if "tools" in inspect.signature(found).parameters:
         raise TypeError("agent.run_in=process: it takes `tools`, which are the worker's; use agent.run_in=thread")
+    if config.moe.replay_routing:
+        raise TypeError(
+            "agent.run_in=process: moe.replay_routing=true needs the experts of its tokens, which do not travel to a "
+            "process; use agent.run_in=thread"
+        )
     limit_s = config.rollout.rollout_timeout_s
     return AgentProcess(CodeTarget(plugin.path, dict(plugin.args)), str(config.model.path), chat, limit_s)
 

@@ -21,6 +21,8 @@ from asyncrl.verify.audit.policies import OWN, head_and_policy, strangers
 _COLUMNS = ("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments")
 _ALIGNED = ("tokens", "loss_mask", "versions", "behave_logprobs")
 _SCORES = ("prox_logprobs", "ref_logprobs", "advantages", "token_rewards")
+_NEWER = ("pictures", "group")
+"""Columns that files of earlier versions lack."""
 _TOLERANCE = 1e-6
 _Rows = list[dict[str, Any]]
 
@@ -76,7 +78,7 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
         if missing := sorted({*_COLUMNS, *_ALIGNED, *_SCORES} - {*table.column_names}):
             report(place, f"has no column {missing[0]}")
             return None
-        newer = {"pictures", "group"} & {*table.column_names}  # files of earlier versions have none
+        newer = [name for name in _NEWER if name in table.column_names]
         rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *newer]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -21,6 +21,7 @@ from asyncrl.comm.trajectory_codec import (
     prepare,
 )
 from asyncrl.comm.trajectory_codec.message_layout import DTYPES, PAIRS
+from tests import every_field
 from tests.examples import examples
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")
@@ -569,6 +570,16 @@ def test_the_experts_of_tokens_survive_the_wire_beside_trajectories_without(dtyp
                     assert a.routing.dtype == b.routing.dtype
                     np.testing.assert_array_equal(a.routing, b.routing)
         groups = decoded
+
+
+def test_every_field_of_a_sample_survives_the_wire() -> None:
+    assert every_field.fields_without_a_value() == []
+    sent = Trajectory("rollout-1", "prompt-1", 17, (every_field.SAMPLE, every_field.SAMPLE))
+    for _ in range(2):  # as made, and as decoded
+        (arrived,) = roundtrip(sent)
+        for sample in arrived.samples:
+            assert every_field.differences(sample, every_field.SAMPLE, but=["frames"]) == []
+        sent = arrived
 
 
 def test_a_prompt_is_shared_as_far_as_its_experts_are() -> None:

@@ -142,14 +142,18 @@ class CountedServers(dict[int, ServerView]):
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_choice_looks_at_few_servers_of_many(policy: str) -> None:
     """Also after many placements and releases, which leave nothing behind."""
-    router = router_of(policy, servers=512)
-    least = getattr(router._policy, "_new", router._policy)
-    least._servers = servers = CountedServers(least._servers)
+    router = Router(policy, conversations=100)
+    router._servers = servers = CountedServers()
+    router._policy = POLICIES[policy](servers, 100)
+    for index in range(512):
+        router.update(index, f"http://{index}", 0, True)
+    servers.looks = 0
     for number in range(2_048):
         place(router, f"r{number}", n=1 + number % 5)
         if number >= 1_024:
             router.release(f"r{number - 1_024}")
     assert 0 < servers.looks < 5 * 2_048
+    least = getattr(router._policy, "_new", router._policy)
     assert len(getattr(least, "_heap", ())) <= 4 * 512 + 64
 
 

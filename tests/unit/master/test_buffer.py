@@ -42,11 +42,18 @@ def ids(buffer: SampleBuffer, version: int) -> list[str] | None:
 
 
 def test_the_example_of_the_docstring() -> None:
-    buffer = SampleBuffer(2, 1, "drop")
-    buffer.add([record(0, 3), record(1, 2), record(2, 1), record(3, 3)])
+    buffer = SampleBuffer(2, 2, "drop")
+    buffer.add([record(0, 3), record(1, 2), record(2, 0), record(3, 3)])
     assert ids(buffer, 3) == ["r0", "r1"]
     assert [(drop.record.rollout_id, drop.reason, drop.used) for drop in buffer.pop_drops()] == [("r2", "stale", False)]
     assert len(buffer) == 1
+
+
+def test_the_oldest_are_taken_though_none_would_expire() -> None:
+    buffer = SampleBuffer(2, 4, "drop")
+    buffer.add([record(0, 4), record(1, 3), record(2, 4), record(3, 2)])
+    assert ids(buffer, 4) == ["r1", "r3"]
+    assert len(buffer) == 2
 
 
 def test_a_short_batch_takes_nothing_but_drops_what_expired() -> None:

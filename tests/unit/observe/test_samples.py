@@ -28,6 +28,7 @@ from asyncrl.observe.samples import (
     write_samples,
 )
 from asyncrl.verify.audit import kept as audit_of_kept
+from tests import every_field
 
 GIB = 1 << 30
 
@@ -83,6 +84,13 @@ def test_what_is_written_is_read_again_as_it_was(tmp_path: Path) -> None:
             assert (got.reward_parts, got.metrics) == (wanted.reward_parts, wanted.metrics)
             assert (got.token_rewards is None) == (wanted.token_rewards is None)
             assert got.total_reward == wanted.total_reward
+
+
+def test_every_field_of_a_sample_is_kept_but_experts_and_frames(tmp_path: Path) -> None:
+    trajectory = Trajectory("r0", "e0-0", 0, (every_field.SAMPLE,))
+    file = write_samples(tmp_path, 6, "head-0", rows_of(trajectory, 6, decode, {}), GIB)
+    ((_, read),) = trajectories(read_samples([file]))
+    assert every_field.differences(read.samples[0], every_field.SAMPLE, but=["routing", "frames"]) == []
 
 
 def test_a_row_tells_turns_versions_and_three_log_probabilities(tmp_path: Path) -> None:

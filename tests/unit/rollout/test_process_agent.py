@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
 
 from asyncrl.api import (
@@ -26,9 +25,9 @@ from asyncrl.api import (
     SamplingParams,
     ToolCall,
 )
-from asyncrl.api.picture import Picture
 from asyncrl.rollout.user_code_pool.child.agent_protocol import ChildAgent, answer, outcome_of
 from asyncrl.rollout.user_code_pool.messages import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
+from tests import every_field
 
 MINE = """
 def run(prompt, env, client, *, chat):
@@ -54,20 +53,7 @@ SAID = {"role": "assistant", "content": "a"}
 REPLY = ChatReply(SAID, "a", "because", (CALL,), 0, ChatFinish.tool_calls, (1, 2), COMPLETION, (OTHER,))
 RESULT = GenerationResult("r", (COMPLETION,))
 REQUEST = GenerationRequest("r", (1, 2), 1, SamplingParams(seed=7, stop=("x",)))
-SAMPLE = Sample(
-    np.array([1, 2, 3], np.int32),
-    np.array([0, 1, 1], np.uint8),
-    np.array([0.0, -0.1, -1 / 3], np.float32),
-    np.array([-1, 4, 5], np.int32),
-    0.1,
-    truncated=True,
-    episode=2,
-    token_rewards=np.array([0.0, 0.0, 0.3], np.float32),
-    reward_parts={"a": 1.0},
-    metrics={"b": 2.0},
-    group="judge",
-    frames=(Picture.from_array(np.zeros((2, 2, 3), np.uint8)),),
-)
+SAMPLE = replace(every_field.SAMPLE, routing=None)  # refused with an agent in a process
 PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(seed=7, allowed_token_ids=(1, 2)), 2)
 
 
@@ -123,14 +109,6 @@ def over_the_pipe(message: Any) -> Any:
     return msgspec.msgpack.decode(packed(message)[LENGTH.size :], type=type(message))
 
 
-def same(one: Sample, other: Sample) -> bool:
-    arrays = ("tokens", "loss_mask", "behave_logprobs", "versions", "token_rewards")
-    equal = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
-    types = all(getattr(one, name).dtype == getattr(other, name).dtype for name in arrays)
-    names = ("reward", "truncated", "episode", "reward_parts", "metrics", "group", "frames")
-    return equal and types and all(getattr(one, name) == getattr(other, name) for name in names)
-
-
 @pytest.fixture
 def child(tmp_path: Path, tiny_model: Path) -> Any:
     """`child(client)`: what the agent saw, and what its episode gave, as the worker reads it."""
@@ -170,5 +148,5 @@ def test_what_an_agent_in_a_process_is_given_is_what_the_worker_has(child: Any) 
     assert messages == [{"role": "user", "content": "?"}]
     assert (others["sampling"], others["n"]) == (PROMPT.sampling, 2)
     assert request == REQUEST
-    assert same(outcome[1], SAMPLE)
-    assert same(outcome[0], replace(SAMPLE, reward=0.5))
+    assert every_field.differences(outcome[1], SAMPLE) == []
+    assert every_field.differences(outcome[0], replace(SAMPLE, reward=0.5)) == []

@@ -405,6 +405,16 @@ def test_where_an_agent_cannot_run_is_refused(
     assert any(problem.startswith("agent.run_in=loop") for problem in check(config))
 
 
+def test_an_agent_in_a_process_is_refused_where_routing_is_replayed(config: ExperimentConfig) -> None:
+    """The experts of its tokens would be lost on the way."""
+    config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", ":hostile_agent"), RunIn.process
+    config.agent.args = {"deed": "answers"}
+    UserComponents(config)
+    config.moe.replay_routing = True
+    with pytest.raises(ConfigError, match=r"agent.run_in=process: moe.replay_routing=true needs the experts"):
+        UserComponents(config)
+
+
 async def test_a_reward_of_episodes_that_fails_costs_the_episodes_it_fails_on(config: ExperimentConfig) -> None:
     config.rewards = [part(config, "twos"), part(config, "picky"), part(config, "Ranks")]
     config.reward = ExperimentConfig().reward
