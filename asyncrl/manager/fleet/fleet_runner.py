@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode, PictureSender
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import WeightsDiffer
+from asyncrl.manager.fleet.residence import Residence
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.update import UpdateCheck, rest_server, update_server
@@ -43,10 +44,6 @@ _IF_NONE_AGREES = (
     "transformers does, so use generation.backend=embedded, or another version of SGLang"
 )
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
-
-
-async def _not_recorded(server: int, memory: GuestMemory | None) -> None:
-    """Do nothing, as no other manager follows."""
 
 
 class WeightsChanged(HttpError):
@@ -71,9 +68,8 @@ class FleetRunner:
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
-        memory: by index, the guests whose memory is released, or may be; `on_memory` records each change.
         changed: notified when a server's state changes.
-        wake_s: seconds that the last woken guest took until it served.
+        residence: what the servers that are guests have on their devices.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class FleetRunner:
     ) -> None:
         self._decisions = decisions
         self._in_use = ServersInUse(decisions, service, policy, served_version)
-        self._policy, self._http, self._frozen = policy, http, frozen
+        self._http, self._frozen = http, frozen
         self._sender = PictureSender(http, inline=inline_pictures)
         self._transport = transport
         self._config = config
@@ -102,10 +98,7 @@ class FleetRunner:
         self._log = log
         self._clock = clock
         self.changed = Notifier()
-        self.memory: dict[int, GuestMemory] = {}
-        self.on_memory: Callable[[int, GuestMemory | None], Awaitable[None]] = _not_recorded
-        self._resident_since: dict[int, float] = {}
-        self.wake_s = 0.0
+        self.residence = Residence(decisions.guests, names.POLICY_SERVER if policy else names.GENERATION_SERVER)
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,13 +110,12 @@ class FleetRunner:
         for life in self._decisions.servers:
             if life.index not in servers:
                 self._log.warning("generation server %d (%s) is gone", life.index, life.url)
-                self._left_device(life.index)
+                self.residence.left(life.index)
                 changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            memory = self.memory.get(index)
+            memory = self.residence.memory.get(index)
             if self._decisions.register(index, url, version, self._clock(), memory=memory):
-                if memory is None or memory.url != url:
-                    self._resident_since.setdefault(index, time.time())
+                self.residence.registered(index, url)
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
         if changed:
@@ -156,8 +148,7 @@ class FleetRunner:
                 loops.create_task(self._watch_health())
                 loops.create_task(self._follow_orders())
         finally:
-            for server in [*self._resident_since]:
-                self._left_device(server)
+            self.residence.all_left()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,14 +192,14 @@ class FleetRunner:
         client = GenerationServerClient(self._http, order.url, self._sender)
         try:
             if order.released:
-                self._resident_since.setdefault(order.server, began_at)
-                await self._record(order.server, GuestMemory(order.url, released=False))
+                self.residence.entered(order.server)
+                await self.residence.record(order.server, GuestMemory(order.url, released=False))
             checks = () if order.keeps_requests else self._checks
             resumed = partial(self._decisions.resumed, order.server, order.attempt)
             limit_s = self._config.update_timeout_s
             await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks, resumed=resumed)
             if order.released:
-                await self._record(order.server, None)
+                await self.residence.record(order.server, None)
         except DamagedVersion as error:
             if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
                 told = "v%d is damaged; generation server %d keeps v%d: %s"
@@ -223,13 +214,13 @@ class FleetRunner:
             if served := self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
                 if order.rested:
-                    self.wake_s = took_ms / 1e3
+                    self.residence.wake_s = took_ms / 1e3
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests and self._checks:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
         finally:
             self._updates.pop(order.attempt, None)
-            lane = self._process(order.server)
+            lane = self.residence.lane(order.server)
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._in_use.show()
         self.changed.notify()
@@ -237,39 +228,21 @@ class FleetRunner:
     async def _rest(self, order: Rest) -> None:
         client, began = GenerationServerClient(self._http, order.url), self._clock()
         try:
-            await self._record(order.server, GuestMemory(order.url, released=False))
+            await self.residence.record(order.server, GuestMemory(order.url, released=False))
             await rest_server(client, timeout_s=self._config.update_timeout_s)
-            await self._record(order.server, GuestMemory(order.url, released=True))
+            await self.residence.record(order.server, GuestMemory(order.url, released=True))
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d did not give its memory back: %s", order.server, error)
         else:
             if self._decisions.released(order.server, order.attempt):
-                self._left_device(order.server)
+                self.residence.left(order.server)
                 took_ms = 1e3 * (self._clock() - began)
                 self._log.info("generation server %d has given its memory back (%.0f ms)", order.server, took_ms)
         finally:
             self._updates.pop(order.attempt, None)
         self._in_use.show()
         self.changed.notify()
-
-    async def _record(self, server: int, memory: GuestMemory | None) -> None:
-        """Record the state of the guest's memory, before it changes and afterwards; None: it has all of it."""
-        if memory is None:
-            self.memory.pop(server, None)
-        else:
-            self.memory[server] = memory
-        await self.on_memory(server, memory)
-
-    def _process(self, server: int) -> str:
-        """Return the name of the process of a server, which is its lane in the timeline."""
-        return f"{names.POLICY_SERVER if self._policy else names.GENERATION_SERVER}/{server}"
-
-    def _left_device(self, server: int) -> None:
-        """Write the span in which the server had memory on its device, if it is a guest."""
-        since = self._resident_since.pop(server, None)
-        if since is not None and server in self._decisions.guests:
-            observer.span("resident", since, time.time(), lane=self._process(server))
 
     async def _check_late(self, order: BeginUpdate, client: GenerationServerClient) -> None:
         """Check a server that serves already. If it fails, it leaves service, and no later token of it is returned."""

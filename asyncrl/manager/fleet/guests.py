@@ -36,14 +36,15 @@ class Guests:
     ) -> None:
         self._resolver, self._decisions, self._runner, self._clock = resolver, decisions, runner, clock
         self._last: str | None = None
-        runner.on_memory = self._record
+        runner.residence.on_memory = self._record
 
     async def take_up(self) -> None:
         """Learn what a manager before this one did; before any server is known."""
         with contextlib.suppress(NameEntryNotFound):  # there is none while the ranks load their models
             self._seen(await asyncio.to_thread(self._resolver.get, names.TRAINER_TURN_KEY))
         tree = await asyncio.to_thread(self._resolver.get_subtree, names.GUEST_MEMORY)
-        self._runner.memory = {names.index_of(key): names.GuestMemory.decode(value) for key, value in tree.items()}
+        memory = {names.index_of(key): names.GuestMemory.decode(value) for key, value in tree.items()}
+        self._runner.residence.memory = memory
 
     async def run(self) -> None:
         """Follow whose turn it is until cancelled."""
@@ -68,7 +69,7 @@ class Guests:
             waits_for = await self._in_the_way(request.turn)
             left_s = deadline - self._clock()
             if not waits_for or left_s <= 0:
-                return m.WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.wake_s)
+                return m.WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.residence.wake_s)
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _in_the_way(self, number: int) -> list[str]:

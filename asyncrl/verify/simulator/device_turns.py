@@ -45,7 +45,7 @@ class Turns:
             waits_for = [f"generation server {life.index} ({life.state})" for life in self._decisions.not_resting]
             left_s = deadline - self._loop.time()
             if not waits_for or left_s <= 0:
-                return WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.wake_s)
+                return WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.residence.wake_s)
             await self._runner.changed.wait(left_s)
 
 
