@@ -33,6 +33,8 @@ from typing import Literal, Self, TypeAlias
 
 import msgspec
 
+from asyncrl.comm.typed import decode_json
+
 MODEL_WORKER = "model_worker"
 GENERATION_SERVER = "generation_server"
 POLICY_SERVER = "policy_server"
@@ -104,7 +106,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ValueError: it encodes none; the message has the path of the first wrong field and what was expected.
         """
         try:
-            return msgspec.json.decode(value, type=cls)
+            return decode_json(value, cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"name resolution holds {value!r:.200}, which is no {cls.__name__}: {error}") from error
 

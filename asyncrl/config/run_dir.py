@@ -10,6 +10,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]  # OmegaConf writes the file with it
 from omegaconf import OmegaConf
 
+from asyncrl.comm.typed import convert
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 
@@ -98,7 +99,7 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
     file = run_dir / CONFIG_FILE
     written = read_settings(run_dir)
     try:
-        config = msgspec.convert(written, ExperimentConfig)
+        config = convert(written, ExperimentConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}") from error
     if unknown := list(_not_taken(written, msgspec.to_builtins(config))):

@@ -31,6 +31,7 @@ from asyncrl.api.generation import Completion, SamplingParams
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.typed import convert
 from asyncrl.inference.embedded.random_streams import derive_seed as derive_seed
 from asyncrl.inference.messages import (
     AbortRequest,
@@ -361,7 +362,7 @@ class GenerationServerClient:
         """
         info = await self._http.call("GET", f"{self.url}/model_info", timeout_s=CONTROL_TIMEOUT_S)
         try:
-            return msgspec.convert(info, ModelInfo)
+            return convert(info, ModelInfo)
         except msgspec.ValidationError as error:
             raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}: {error}") from error
 

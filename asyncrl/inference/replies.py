@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason
 from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.comm.typed import decode_json
 from asyncrl.inference.messages import MissingPictures
 from asyncrl.models.routers import RoutingShape
 
@@ -134,7 +135,7 @@ def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
 def names_damage(error: HttpRefused) -> bool:
     """True if the server refused the files as damaged, so that nothing was replaced."""
     try:
-        return msgspec.json.decode(error.body, type=_Refusal).damaged
+        return decode_json(error.body, _Refusal).damaged
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
 
@@ -144,7 +145,7 @@ def missing_pictures(error: HttpRefused) -> list[str]:
     if error.status != 409:
         return []
     try:
-        return msgspec.json.decode(error.body, type=MissingPictures).missing_pictures
+        return decode_json(error.body, MissingPictures).missing_pictures
     except (msgspec.DecodeError, UnicodeDecodeError):
         return []
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.typed import json_decoder
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.servers import ServerState
@@ -60,7 +61,7 @@ class ManagerHttp(HttpServer):
 def answering(verb: Verb) -> Handler:
     """Build the HTTP handler of the verb. A body that is not a valid request is answered with `Refused`."""
     kind, handler = verb
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+    decoder: msgspec.json.Decoder[Any] = json_decoder(kind)
 
     async def answer(request: web.BaseRequest, body: bytes) -> web.Response:
         try:

@@ -45,6 +45,7 @@ from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.leftovers import remove_leftover
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.names import MODEL_WORKER
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
 from asyncrl.runtime.supervisor import identity_of
@@ -213,7 +214,7 @@ def _remove_orphans() -> None:
 
 def _is_over(folder: Path) -> bool:
     try:
-        owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=_Owner)
+        owner = decode_json((folder / _OWNER).read_bytes(), _Owner)
     except (OSError, msgspec.DecodeError):  # it is just being made, or is another folder
         return False
     if owner.pid:

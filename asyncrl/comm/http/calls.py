@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.typed import decode_json
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ def decoded_reply(url: str, status: int, content: bytes, reply: type[T] | None) 
         HttpMalformed: it is not JSON, or not of that type.
     """
     try:
-        return msgspec.json.decode(content, type=Any if reply is None else reply)
+        return decode_json(content, Any if reply is None else reply)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpMalformed(url, status, content, str(error)) from error
 

@@ -42,6 +42,7 @@ from asyncrl.comm.name_resolve.errors import (
     OwnerFenced,
 )
 from asyncrl.comm.name_resolve.subtree import Subtree
+from asyncrl.comm.typed import decode_json
 
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
@@ -287,6 +288,6 @@ def _expiry(record: _Record, file: os.stat_result) -> float:
 
 def _load(file: BinaryIO) -> _Record:
     try:
-        return msgspec.json.decode(file.read(), type=_Record)
+        return decode_json(file.read(), _Record)
     except ValueError as error:
         raise NameResolveError(f"name entry {file.name!r} is damaged ({error}): delete the file") from error

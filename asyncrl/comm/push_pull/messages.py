@@ -18,6 +18,7 @@ import msgspec
 from asyncrl.comm.codec import Frame, decode_typed
 from asyncrl.comm.push_pull.outbox import OutboxEntry
 from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
+from asyncrl.comm.typed import msgpack_decoder
 
 BATCH_BYTES = 1 << 20  # of arrays in one message: beyond it what is paid per message no longer shows
 BATCH_TRAJECTORIES = 64  # in one message: a quarter of what a pusher holds by default, so that both ends have work
@@ -60,8 +61,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 Reply: TypeAlias = Accepted | Refused
-_NUMBERS = msgspec.msgpack.Decoder(Numbers)
-_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_NUMBERS = msgpack_decoder(Numbers)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgpack_decoder(Reply)
 
 
 def pack(entries: Sequence[OutboxEntry[Prepared]]) -> list[Frame]:

@@ -24,10 +24,11 @@ import re
 import struct
 import traceback
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
+
+from asyncrl.comm.typed import msgpack_decoder
 
 _ID = struct.Struct("<Q")
 _MAX_TEXT = 32_000  # characters of a traceback: enough for any, bounded for a hostile exception
@@ -106,7 +107,7 @@ def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
     if encoded.nbytes > max_bytes:
         raise MessageError(f"{body_type.__name__} of {encoded.nbytes} bytes is over the limit of {max_bytes}")
     try:
-        body: _B = _decoder(body_type).decode(encoded)
+        body: _B = msgpack_decoder(body_type).decode(encoded)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise MessageError(f"{body_type.__name__}: {error}") from error
     return body
@@ -130,11 +131,6 @@ def unpack(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
     if len(frames) != 2 or len(frames[0]) < _ID.size:
         raise MessageError("message is not a call's number and a body")
     return _ID.unpack_from(frames[0])[0], str(frames[0][_ID.size :], errors="replace"), frames[1]
-
-
-@cache
-def _decoder(body_type: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(body_type)
 
 
 def _as_builtin(value: Any) -> Any:

@@ -34,9 +34,10 @@ from asyncrl.comm.trajectory_codec.message_layout import (
     Span,
     TrajectoryHeader,
 )
+from asyncrl.comm.typed import msgpack_decoder
 
-_ENTRY = msgspec.msgpack.Decoder(TrajectoryHeader)
-_HEADER = msgspec.msgpack.Decoder(Header[list[msgspec.Raw]])  # raw, so that a faulty entry refuses itself alone
+_ENTRY = msgpack_decoder(TrajectoryHeader)
+_HEADER = msgpack_decoder(Header[list[msgspec.Raw]])  # raw, so that a faulty entry refuses itself alone
 
 
 def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory]:

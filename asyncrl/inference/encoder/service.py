@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from asyncrl.api.picture import Picture, PictureError
 from asyncrl.comm.http.server import HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.typed import decode_json
 from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, MAX_FRAMES, EmbedReply, EmbedRequest, clip_key
 from asyncrl.runtime.process.waiting import cancel
 
@@ -144,7 +145,7 @@ class EncoderService:
 
 def _decoded(body: bytes) -> EmbedRequest:
     try:
-        asked = msgspec.json.decode(body, type=EmbedRequest)
+        asked = decode_json(body, EmbedRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, {"error": str(error)}, "malformed") from error
     lengths = [len(clip) for clip in asked.clips]

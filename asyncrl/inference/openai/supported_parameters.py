@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from asyncrl.comm import typed
 from asyncrl.inference.openai.errors import ApiError, refused
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -76,7 +77,7 @@ def convert(value: Any, kind: type[T], where: str = "") -> T:
         ApiError: it is not of that kind; the message names the field.
     """
     try:
-        return msgspec.convert(value, kind)
+        return typed.convert(value, kind)
     except msgspec.ValidationError as error:
         found = _PATH.match(str(error))
         what, path = (found["what"], found["path"] or "") if found else (str(error), "")

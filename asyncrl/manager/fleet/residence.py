@@ -5,9 +5,10 @@ on the device, for the timeline.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable
 
 from asyncrl.comm.names import GuestMemory
+from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.observe import observer
 
 
@@ -19,7 +20,7 @@ class Residence:
     """The residence of guests on their devices.
 
     Args:
-        guests: indices of the guests among the servers.
+        guests: knows which servers are guests.
         kind: process kind of the servers.
 
     Attributes:
@@ -27,7 +28,7 @@ class Residence:
         wake_s: seconds that the last woken guest took until it served.
     """
 
-    def __init__(self, guests: Container[int], kind: str) -> None:
+    def __init__(self, guests: GuestTurns, kind: str) -> None:
         self._guests, self._kind = guests, kind
         self._since: dict[int, float] = {}
         self.memory: dict[int, GuestMemory] = {}

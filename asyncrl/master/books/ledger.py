@@ -48,6 +48,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
 from asyncrl.comm.files.appended_file import AppendedFile
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.names import ACTOR
+from asyncrl.comm.typed import json_decoder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateBooks
@@ -60,8 +61,8 @@ FILE_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Line).decode
-_decode_begin = msgspec.json.Decoder(Begin).decode
+_decode = json_decoder(Line).decode
+_decode_begin = json_decoder(Begin).decode
 
 
 class Ledger:

@@ -27,9 +27,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import msgspec
-
 from asyncrl.comm.request_reply.client import PeerGone
+from asyncrl.comm.typed import convert
 from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.rank_clients import RankClients, Stalled
@@ -97,7 +96,7 @@ async def find(
 
 
 def _last_step(state: dict[str, Any]) -> StepState | None:
-    return msgspec.convert(state["step"], StepState, str_keys=True) if "step" in state else None
+    return convert(state["step"], StepState, str_keys=True) if "step" in state else None
 
 
 async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:

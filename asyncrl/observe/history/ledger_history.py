@@ -28,9 +28,10 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.comm.typed import json_decoder
 from asyncrl.observe.history.appended import Appended, ReadAgain
 
-_decode = msgspec.json.Decoder(Line).decode
+_decode = json_decoder(Line).decode
 TRAINED = "trained"
 ABANDONED = "abandoned"
 

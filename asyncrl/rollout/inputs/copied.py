@@ -28,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
@@ -71,7 +72,7 @@ class Inputs(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, folder: Path) -> Inputs:
         """Read what `bring_inputs` wrote into `folder`."""
-        inputs = msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
+        inputs = decode_json((folder / _INDEX).read_bytes(), cls)
         return msgspec.structs.replace(inputs, folder=str(folder))
 
 

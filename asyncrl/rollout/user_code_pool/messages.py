@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.comm.typed import msgpack_decoder
+
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 64 << 20
 """Largest size of a call or a reply in bytes. A reward may see the frames of a whole group: of eight episodes with 64
@@ -65,7 +67,7 @@ class PolicyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-_REPLY = msgspec.msgpack.Decoder(ChildReply)
+_REPLY = msgpack_decoder(ChildReply)
 
 
 def decode_reply(data: bytes) -> ChildReply:

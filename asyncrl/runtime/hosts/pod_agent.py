@@ -29,6 +29,7 @@ from aiohttp import web
 
 from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security.run_secret import RunSecret, SecretError
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import SECRET_FILE
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED
@@ -188,7 +189,7 @@ T = TypeVar("T")
 
 def _decoded(body: Body, form: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=form)
+        return decode_json(body, form)
     except msgspec.DecodeError as error:
         raise Refused(400, {"error": str(error)}, "malformed") from error
 

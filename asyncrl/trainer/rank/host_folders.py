@@ -22,6 +22,7 @@ from typing import Self
 
 import msgspec
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import versions_in
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.parallel.rank_position import World
@@ -102,7 +103,7 @@ class HostFolders:
         """
         holdings = everyone.together(lambda: self._holdings(root) if self.leads else (), f"looking into {root}")
         mine = msgspec.json.encode(_Report(invalid, holdings))
-        reports = [msgspec.json.decode(report, type=_Report) for report in everyone.all_gather_bytes(mine)]
+        reports = [decode_json(report, _Report) for report in everyone.all_gather_bytes(mine)]
         if invalid_on := sorted({host for host, report in zip(self.hosts, reports, strict=True) if report.invalid}):
             raise MemoryCheckpointLost(f"not all that belongs to it could be kept on {', '.join(invalid_on)}")
         version = chosen({host: reports[rank].holdings for host, rank in self._leaders.items()})

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
@@ -105,7 +106,7 @@ class EngineLearner:
         mine = msgspec.json.encode(self._writer.share(path).result())
         files: dict[str, FileEntry] = {}
         for written in self._world.everyone.all_gather_bytes(mine):
-            files |= msgspec.json.decode(written, type=dict[str, FileEntry])
+            files |= decode_json(written, dict[str, FileEntry])
 
         def commit() -> None:
             if self._world.everyone.leads:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
+from asyncrl.comm.typed import convert
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
 
@@ -240,7 +241,7 @@ class Documents:
 def read_as(file: Path, kind: type[_T], report: Report, parse: Callable[[bytes], Any] = json.loads) -> _T | None:
     """Return the content of `file` as a `kind`; report a finding and return None if it is anything else."""
     try:
-        return msgspec.convert(parse(file.read_bytes()), kind)
+        return convert(parse(file.read_bytes()), kind)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, msgspec.ValidationError) as error:
         report(file.name, f"cannot be read: {one_line(error)}")
         return None

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from asyncrl.comm.typed import convert
 from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine
@@ -148,7 +149,7 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
     weights = folder.parent.parent.name == "weights"
     place = "/".join(folder.parts[-3:] if weights else folder.parts[-2:])
     try:
-        manifest = msgspec.convert(json.loads((folder / MANIFEST_FILE).read_bytes()), Manifest)
+        manifest = convert(json.loads((folder / MANIFEST_FILE).read_bytes()), Manifest)
     except FileNotFoundError:
         if folder.exists():  # else a run that goes on has removed it meanwhile
             report(place, f"has no {MANIFEST_FILE}")
@@ -180,7 +181,7 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
 def _check_state(folder: Path, outcome: Outcome, report: Report) -> None:
     place = f"{folder.parent.name}/{folder.name}"
     try:
-        state = msgspec.convert(json.loads((folder / STATE_FILE).read_bytes()), CheckpointState)
+        state = convert(json.loads((folder / STATE_FILE).read_bytes()), CheckpointState)
         master = state.master_state
         used = master.buffer.used_prompts.ids()
     except (OSError, ValueError, RecursionError, zlib.error, msgspec.ValidationError) as error:

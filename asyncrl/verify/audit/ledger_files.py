@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Saved, Step
+from asyncrl.comm.typed import json_decoder
 
-_decode = msgspec.json.Decoder(Line).decode
+_decode = json_decoder(Line).decode
 
 Report = Callable[[str, str], None]
 """Called with a finding: the place, and what is wrong there."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
+from asyncrl.comm.typed import decode_json
 from asyncrl.manager.messages import BadRequest, Empty, Verb
 
 
@@ -52,7 +53,7 @@ class VirtualHttp(JsonHttp):
         network.calls += 1
         base, slash, path = url.partition("/")[2].lstrip("/").partition("/")
         if network.encode and body is not None:
-            body = msgspec.json.decode(msgspec.json.encode(body), type=type(body))
+            body = decode_json(msgspec.json.encode(body), type(body))
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(2 * network.latency_s)  # of both ways: one timer for a call

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights.model_files.tensor_file import TensorFile, write_tensors
 from asyncrl.weights.versions.published import TensorSpec
@@ -54,7 +55,7 @@ class SavePlan:
         self._planner.set_up_planner(dict(state), None, is_coordinator=False)
         held = {_part(item): item for item in self._planner.create_local_plan().items}
         plans = ranks.all_gather_bytes(msgspec.json.encode([(part, _bytes(item)) for part, item in held.items()]))
-        decoded = [dict(msgspec.json.decode(plan, type=list[tuple[Part, int]])) for plan in plans]
+        decoded = [dict(decode_json(plan, list[tuple[Part, int]])) for plan in plans]
         if hosts is not None:
             decoded = [plan if host == hosts[ranks.rank] else {} for plan, host in zip(decoded, hosts, strict=True)]
         self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}

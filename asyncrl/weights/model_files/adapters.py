@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.weights.model_files.loading import WeightUpdateError, match_weights, read_checkpoint
 
 CONFIG_FILE = "adapter_config.json"
@@ -125,7 +126,7 @@ def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) ->
     """
     file = folder / CONFIG_FILE
     try:
-        config = msgspec.json.decode(content, type=_Config)
+        config = decode_json(content, _Config)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WeightUpdateError(f"{file} is not a configuration of adapters: {error}") from error
     plain = _Config(

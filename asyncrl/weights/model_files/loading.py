@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.weights.model_files.folder import folder_views, held_tensors
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
 
@@ -49,7 +50,7 @@ def _shards(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     _check_file(index)
     try:
-        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        names = decode_json(index.read_bytes(), _Index).weight_map.values()
     except (msgspec.DecodeError, RecursionError) as error:
         raise WeightUpdateError(f"{index} is not a safetensors index: {error}") from error
     missing = [name for name in sorted(set(names)) if not (folder / name).exists()]

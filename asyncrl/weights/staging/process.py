@@ -35,6 +35,7 @@ from asyncrl.comm.http.calls import PIECE_BYTES, HttpError, JsonHttp
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.plugin_code.same_code import KnownSources
 from asyncrl.config.run_dir import STAGED_DIR
 from asyncrl.observe import observer
@@ -251,7 +252,7 @@ async def _sent(request: web.BaseRequest, path: Path) -> web.StreamResponse:
 
 def _decoded(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, {"error": str(error)}, "malformed") from error
 

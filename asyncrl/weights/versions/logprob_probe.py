@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.comm.typed import decode_json
 from asyncrl.weights.versions.manifest import ManifestError
 
 PROBE_FILE = "logprob_probe.json"
@@ -127,7 +128,7 @@ def read_probe(directory: Path) -> LogprobProbe | None:
     """
     path = directory / PROBE_FILE
     try:
-        probe = msgspec.json.decode(path.read_bytes(), type=LogprobProbe)
+        probe = decode_json(path.read_bytes(), LogprobProbe)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:

@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.weights.atomic_dir import write_file
 
 MANIFEST_FILE = "manifest.json"
@@ -104,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = decode_json(path.read_bytes(), Manifest)
     except FileNotFoundError:
         raise ManifestError(
             f"{directory} has no {MANIFEST_FILE}: it was not written whole, or not by asyncrl"

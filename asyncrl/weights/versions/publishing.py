@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import versions_in
 from asyncrl.models.host_copies import HostCopies
 from asyncrl.plugins.datasets.tokenizers import model_files
@@ -279,7 +280,7 @@ class _Writing:
         files = self.written if shared is None else shared.link_into(self.directory) | self.written
         others = (rank for rank in range(self.ranks.world) if rank != self.ranks.rank)
         for part in map(self._part, others):
-            files |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileEntry])
+            files |= decode_json(part.read_bytes(), dict[str, FileEntry])
             retry_write_blocking(partial(part.unlink, missing_ok=True), f"the removal of {part}", _log)
         files |= self.write_index()
         if probe is not None:

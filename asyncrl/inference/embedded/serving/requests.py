@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from asyncrl.api import Tokenizer
 from asyncrl.api.picture import PlacedPicture, check_spans
+from asyncrl.comm.typed import convert, decode_json
 from asyncrl.inference.embedded.random_streams import derive_seed
 from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
@@ -108,7 +109,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
         Refusal: it is not JSON, or not of this form; the message has the field's path and what was expected.
     """
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return decode_json(raw, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise schema_error(f"the request's body is refused: {error}") from error
 
@@ -163,7 +164,7 @@ def _checked(params: dict[str, Any]) -> UsedParams:
             raise Refusal(message, {"error": message})
         _check_neutral(name, value, NEUTRAL_PARAMS)
     try:
-        return msgspec.convert({name: value for name, value in params.items() if value is not None}, UsedParams)
+        return convert({name: value for name, value in params.items() if value is not None}, UsedParams)
     except msgspec.ValidationError as error:
         raise schema_error(f"sampling_params: {error}") from error
 

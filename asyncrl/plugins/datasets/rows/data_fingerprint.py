@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.plugins.datasets import Dataset, Placed
 from asyncrl.plugins.datasets.templates.picture_parts import PictureSource
 
@@ -63,7 +64,7 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, file: Path) -> DataRecord:
         """The record that `write` left in `file`."""
-        return msgspec.json.decode(file.read_bytes(), type=cls)
+        return decode_json(file.read_bytes(), cls)
 
     def write(self, file: Path) -> None:
         """Write the record to `file` atomically."""

@@ -12,7 +12,6 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncrl.api import (
@@ -28,6 +27,7 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import check_group
+from asyncrl.comm.typed import convert
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.picture_parts import with_content
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -60,7 +60,7 @@ class ChildAgent:
 
     def run(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
         """Run one episode and return its outcome in the form that `outcome_of` reads."""
-        outcome = self._run(msgspec.convert(prompt, Prompt), _Env(self._ask), _Client(self._ask))
+        outcome = self._run(convert(prompt, Prompt), _Env(self._ask), _Client(self._ask))
         if isinstance(outcome, Real):
             return {"reward": float(outcome)}
         samples = [outcome] if isinstance(outcome, Sample) else list(outcome or ())
@@ -106,10 +106,10 @@ class _Client(_Asking):
         return _Client(self._ask, policy=name)
 
     def generate(self, request: GenerationRequest) -> GenerationResult:
-        return msgspec.convert(self._asked("generate", request), GenerationResult)
+        return convert(self._asked("generate", request), GenerationResult)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **others: Any) -> ChatReply:
-        return msgspec.convert(self._asked("chat", [*map(with_content, messages)], **others), ChatReply)
+        return convert(self._asked("chat", [*map(with_content, messages)], **others), ChatReply)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], **others: Any) -> tuple[int, ...]:
         return tuple(self._asked("prompt_ids", [*map(with_content, messages)], **others))
@@ -134,12 +134,12 @@ async def answer(env: Environment, client: ChatClient, name: str, args: Sequence
     if "group" in kwargs:
         client = client.conversation(kwargs.pop("group"))
     if name == "generate":
-        return await client.generate(msgspec.convert(args[0], GenerationRequest))
+        return await client.generate(convert(args[0], GenerationRequest))
     if name == "endpoint":
         session = await client.endpoint()  # type: ignore[attr-defined]
         return {"base_url": session.base_url, "root_url": session.root_url, "api_key": session.api_key}
     if kwargs.get("sampling") is not None:
-        kwargs["sampling"] = msgspec.convert(kwargs["sampling"], SamplingParams)
+        kwargs["sampling"] = convert(kwargs["sampling"], SamplingParams)
     if name == "chat":
         return await client.chat(*args, **kwargs)
     if name == "all_samples":
@@ -168,7 +168,7 @@ def _sample_of(raw: Mapping[str, Any]) -> Sample:
         raw["reward_parts"],
         raw["metrics"],
         token_columns={name: np.array(column, np.float32) for name, column in raw["token_columns"].items()},
-        pictures=msgspec.convert(raw["pictures"], tuple[PlacedPicture, ...]),
+        pictures=convert(raw["pictures"], tuple[PlacedPicture, ...]),
         group=raw["group"],
-        frames=msgspec.convert(raw["frames"], tuple[Picture, ...]),
+        frames=convert(raw["frames"], tuple[Picture, ...]),
     )

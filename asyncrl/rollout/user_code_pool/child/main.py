@@ -26,6 +26,7 @@ import msgspec
 
 from asyncrl.api import Environment
 from asyncrl.api.reward import Episode
+from asyncrl.comm.typed import convert, msgpack_decoder
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.rollout.user_code_pool.messages import (
     LENGTH,
@@ -51,7 +52,7 @@ def main() -> None:
     own_pid = os.getpid()
     loaded: dict[bytes, Callable[..., Any]] = {}
     held = _Held(calls, replies)
-    decoder = msgspec.msgpack.Decoder(ChildCall)
+    decoder = msgpack_decoder(ChildCall)
     _send(replies, ChildReply())
     while head := calls.read(LENGTH.size):
         call = decoder.decode(calls.read(*LENGTH.unpack(head)))
@@ -128,7 +129,7 @@ class _Held:
         self._replies.write(packed(ChildReply(asks=list(what))))
         self._replies.flush()
         (length,) = LENGTH.unpack(self._calls.read(LENGTH.size))
-        answer = msgspec.msgpack.decode(self._calls.read(length), type=PolicyAnswer)
+        answer = msgpack_decoder(PolicyAnswer).decode(self._calls.read(length))
         if answer.error:
             raise RuntimeError(answer.error)
         return answer.value
@@ -171,9 +172,9 @@ def _loaded(target: CodeTarget, loaded: dict[bytes, Callable[..., Any]]) -> Call
 
 def _arguments(call: ChildCall) -> Sequence[Any]:
     if call.sees == "episode":
-        return [msgspec.convert(call.arguments[0], Episode)]
+        return [convert(call.arguments[0], Episode)]
     if call.sees == "group":
-        return [msgspec.convert(call.arguments[0], list[Episode])]
+        return [convert(call.arguments[0], list[Episode])]
     return call.arguments
 
 
