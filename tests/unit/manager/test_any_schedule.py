@@ -443,7 +443,7 @@ class Schedule(RuleBasedStateMachine):
             over = self.ledger.recorded.ended
             there = [each for each in [*self.trainer.buffer.live(), *self.inbox] if each.rollout_id not in over]
             oldest = self.trainer.version - self.eta  # what is older may be reported before the master died
-            played = {record.prompt_id for record in there if record.oldest_version >= oldest}
+            played = {record.prompt_id for record in there if self.decisive_version(record) >= oldest}
             assert prompt_id not in played, "the trainer has it already"
 
     def check_bound(self, new: list[m.GrantedRollout]) -> None:
@@ -609,7 +609,9 @@ class Schedule(RuleBasedStateMachine):
         if dies:
             self.the_trainer_dies()
             return
-        assert all(trainer.version - 1 - record.oldest_version <= self.eta for record in batch.records)
+        oldest = trainer.version - 1 - self.eta
+        assert all(self.decisive_version(record) >= oldest for record in batch.records)
+        assert self.on_stale != OnStale.mask or batch.min_version >= oldest, "older tokens carry no loss"
         trainer.trained.append([record.prompt_id for record in batch.records])
         trainer.due.trained += map(received, batch.records)
         trainer.untold = batch
@@ -618,6 +620,10 @@ class Schedule(RuleBasedStateMachine):
             "batch": batch,
             "line": self.ledger.lines_written(),
         }
+
+    def decisive_version(self, record: RolloutRecord) -> int:
+        """The version of the token that decides when a rollout expires: under `mask`, those in range are trained."""
+        return record.newest_version if self.on_stale == OnStale.mask else record.oldest_version
 
     def check_nothing_would_expire(self) -> None:
         """Under `on_stale=wait` the step may be taken: (H) of `staleness_gate` holds after it, for what there is."""
