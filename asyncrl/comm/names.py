@@ -150,7 +150,7 @@ class WorkerStatus(_Entry, frozen=True):
 
 
 class GenerationServerEntry(_Entry, frozen=True):
-    """An engine that serves at `url`, with the weights of `version`; `pid` is None if its process is not ours."""
+    """An engine that serves at `url`, with the weights of `version`; without `pid` if its process is not ours."""
 
     url: str
     pid: int | None
@@ -227,7 +227,7 @@ def loading_guest_key(index: int) -> str:
 
 
 def guest_memory_key(index: int) -> str:
-    """`GuestMemory` of guest `index`; there is none while it has its memory for certain."""
+    """`GuestMemory` of guest `index`; absent while it has its memory for certain."""
     return f"{GUEST_MEMORY}/{index}"
 
 

@@ -124,11 +124,12 @@ class GenerationEngine:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         full = max_running_requests * longest
         room = full if max_total_tokens is None else max_total_tokens
+        running = min(room, full)
         self.model, self._pictures = model, pictures
         self._weights = ServedWeights(model, model_path, int8=int8)
         if model.device.type != "cpu":
             fuse_norms(model, gradients=False)
-        runner = ModelRunner(model, min(room, full), record_routing=record_routing, pictures=pictures)
+        runner = ModelRunner(model, running, record_routing=record_routing, pictures=pictures)
         check_parity(runner, longest)
         if pictures is not None:
             pictures.encoded = 0  # without those of the check
@@ -136,13 +137,13 @@ class GenerationEngine:
             runner.vocab_size,
             max_running_requests,
             longest,
-            min(room, full),
+            running,
             reads_text=detokenize is not None,
             records_routing=record_routing,
         )
         self.eos_token_ids = eos_token_ids(model)
         self._jobs = JobTable()
-        queue = AdmissionQueue(max_running_requests, self.limits.max_total_tokens)
+        queue = AdmissionQueue(max_running_requests, running)
         self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
         self._memory = EngineMemory(runner, may_release=saves_memory)

@@ -1,6 +1,4 @@
-"""What servers on the trainer's devices (guests) have there: which memory they have released, and since when they are
-on the device, for the timeline.
-"""
+"""Residence of guests on the trainer's devices: the memory that they have released, and their spans in the timeline."""
 
 from __future__ import annotations
 

@@ -121,25 +121,24 @@ class _Groups:
         self._timeout = timeout
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(workers)): dist.group.WORLD}
 
-    def own(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+    def own(self, lists: list[list[int]], *, shared: bool = True) -> dist.ProcessGroup | None:
         """Return the group of the list that has this rank, or None where it is alone or in none. All ranks call this
         with the same `lists`, because all must make each group.
+
+        Args:
+            shared: False makes a group that serves no other purpose, for what is sent in an order of its own.
         """
-        found = [self._group(tuple(members)) for members in lists if len(members) > 1]
+        find = self._shared if shared else self._new
+        found = [find(tuple(members)) for members in lists if len(members) > 1]
         return next((group for group in found if group is not None), None)
 
-    def new(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
-        """As `own`, but a group that serves no other purpose: what is sent in it has an order of its own."""
-        made = [self._new(members) for members in lists if len(members) > 1]
-        return next((group for group in made if group is not None), None)
-
-    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _shared(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         if members not in self._made:
-            self._made[members] = self._new(list(members))
+            self._made[members] = self._new(members)
         return self._made[members]
 
-    def _new(self, members: list[int]) -> dist.ProcessGroup | None:
-        made = dist.new_group(members, timeout=self._timeout)
+    def _new(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        made = dist.new_group(list(members), timeout=self._timeout)
         return None if made is dist.GroupMember.NON_GROUP_MEMBER else made
 
 
@@ -153,7 +152,7 @@ def _lay_out(worker: int, grid: WorkerGrid, groups: _Groups, device: torch.devic
     context = groups.own(_lines(workers, 2))
     everyone = groups.own([workers.flatten().tolist()])
     copy = groups.own([copy.flatten().tolist() for copy in workers.unbind(1)])
-    backwards = groups.new(pipelines)
+    backwards = groups.own(pipelines, shared=False)
     ends = groups.own([[stages[0], stages[-1]] for stages in pipelines if len(stages) > 1])
     if worker not in grid.members:
         return None

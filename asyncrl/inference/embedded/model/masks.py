@@ -17,7 +17,6 @@ from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import (
     RECURRENT_LAYERS,
     attention_is_replaceable,
-    layer_memories,
     layer_types,
 )
 
@@ -89,18 +88,19 @@ class MaskMaker:
     Args:
         model: its attention is the engine's already (`install_attention`).
         pictures: pictures of `model`; None if it serves text alone.
+        attends: some of its layers have keys.
 
     Attributes:
         patterns: those that the model may have, the likeliest first.
         pattern: index of the one that it has; the parity check finds it.
     """
 
-    def __init__(self, model: PreTrainedModel, pictures: Pictures | None) -> None:
+    def __init__(self, model: PreTrainedModel, pictures: Pictures | None, *, attends: bool) -> None:
         self.patterns = AttentionPattern.of(model.config)
         self.pattern = 0
         self._pictures = pictures
-        self._attends = any(memory.keys for memory in layer_memories(model.config))
-        self._draws_all = self._attends and not attention_is_replaceable(model)
+        self._attends = attends
+        self._draws_all = attends and not attention_is_replaceable(model)
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
 
     @property

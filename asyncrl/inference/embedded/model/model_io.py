@@ -84,7 +84,7 @@ class ModelRunner:
             shape = routing_shape(model.config.to_dict())
             assert isinstance(shape, RoutingShape), shape
             self.routing = RoutingSlots(self.cache, shape, self.device)
-        self.masks = MaskMaker(model, pictures)
+        self.masks = MaskMaker(model, pictures, attends=any(memory.keys for memory in self._memories))
         self._linears = PackedLinears((), ()) if lean else PackedLinears.of(*decoding_parts(model))
         self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS

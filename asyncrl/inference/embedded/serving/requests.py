@@ -236,7 +236,7 @@ def parse_generate(
     eos_token_ids: tuple[int, ...],
     cache: PictureCache | None = None,
 ) -> GenerateCall:
-    """Parse the body of `/generate`; `cache` has the pictures, and is None if the model takes none.
+    """Parse the body of `/generate`; `cache` has the pictures, for a model that takes them.
 
     A seed that is given once for several samples is split: sample i of those that share it draws from
     `derive_seed(seed, i)`. A seed of a single sample is that sample's stream itself.
