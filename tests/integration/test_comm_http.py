@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
-from asyncrl.comm.http.calls import HttpMalformed, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpMalformed, HttpRefused, HttpTimeout, JsonHttp
 
 LIMIT_S = 300.0
 
@@ -69,3 +71,32 @@ def test_a_malformed_reply_is_not_asked_for_again() -> None:
     error = HttpMalformed("http://x", 200, b"{}", "Object missing required field `a`")
     assert isinstance(error, HttpRefused)
     assert error.status < 500
+
+
+async def test_a_limit_around_a_call_holds_where_the_calls_own_passes_at_the_same_time(
+    http: JsonHttp, clock: Any
+) -> None:
+    """As after a pause of the process. aiohttp's own limit of a request takes both for its own (3.14.5)."""
+    arrived, end = asyncio.Event(), asyncio.Event()
+
+    async def wait(_request: web.BaseRequest) -> web.Response:
+        arrived.set()
+        await end.wait()
+        return web.Response()
+
+    async def pass_time() -> None:
+        await arrived.wait()
+        clock.forward(2 * LIMIT_S)
+
+    runner = web.ServerRunner(web.Server(wait))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    passing = asyncio.create_task(pass_time())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(http.call("GET", url, timeout_s=LIMIT_S), LIMIT_S)
+    await passing
+    with pytest.raises(HttpTimeout, match=r"did not answer within 0\.01 s"):
+        await http.call("GET", url, timeout_s=0.01)
+    end.set()
+    await runner.cleanup()

@@ -6,6 +6,7 @@ token.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
@@ -96,12 +97,16 @@ class JsonHttp:
             HttpMalformed: the body is not of the type `reply`.
         """
         data = None if body is None else _encoder.encode(body)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        limits = aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         tls, headers = self._proofs(url)
         try:
-            async with self._open().request(
-                method, url, data=data, headers=headers, ssl=tls, timeout=timeout, allow_redirects=False
-            ) as answer:
+            # Not `ClientTimeout.total`: if the task is cancelled when that passes, aiohttp 3.14 loses the cancellation.
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open().request(
+                    method, url, data=data, headers=headers, ssl=tls, timeout=limits, allow_redirects=False
+                ) as answer,
+            ):
                 content = await answer.read()
         except TimeoutError as error:
             raise HttpTimeout(f"{url} did not answer within {timeout_s:g} s") from error
