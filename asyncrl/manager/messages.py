@@ -321,8 +321,9 @@ class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
 
     Attributes:
-        unknown: those of `trained` that are not open in the ledger. They enter the counters now if the manager does
-            not know them either: a rank received them after their worker and the manager before this one had died.
+        unknown: those of `trained` and `dropped` that are not open in the ledger. They enter the counters now if the
+            manager does not know them either: a rank received them after their worker and the manager before this one
+            had died, or were taken for dead.
         manager: number of the manager that the call is meant for.
         events_after: number of lines about rollouts that the ledger has from this manager.
         measured_after: highest number of a measured success rate that the caller has kept.

@@ -126,8 +126,10 @@ class RolloutState:
 
     def consume(self, report: ConsumedReport) -> None:
         """Take in what was trained and dropped, as the master reports it."""
-        for each in report.unknown if report.version > self.gate.trained_version else ():
-            self._enter_received(each)
+        dropped, is_new = {each.rollout_id for each in report.dropped}, report.version > self.gate.trained_version
+        for each in report.unknown:
+            if is_new or each.rollout_id in dropped:
+                self._enter_received(each)
         for rollout_id in report.trained:
             self._came(rollout_id)
             live, lost = self.gate.ticket(rollout_id), self.gate.lost(rollout_id)
@@ -135,8 +137,8 @@ class RolloutState:
                 self.queue.use(ticket.order)
             if live is not None:
                 self.queue.leave(_as_before(live))
-        for dropped in report.dropped:
-            self._drop_received(dropped)
+        for drop in report.dropped:
+            self._drop_received(drop)
         self.gate.train(report.version, report.trained)
         self.measured.forget(report.measured_after)
         self.events.forget(report.events_after)
@@ -244,7 +246,8 @@ class RolloutState:
 
     def _came(self, rollout_id: str) -> None:
         """Note that the trainer has the rollout, so it has ended, though its worker may not have reported the end."""
-        if (ticket := self.gate.running(rollout_id)) is not None:
+        ticket = self.gate.running(rollout_id)
+        if ticket is not None and ticket.owner != NOBODY:
             self.suspects.ended(ticket.owner, ticket.prompt_id)
             self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
 

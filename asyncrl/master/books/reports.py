@@ -66,11 +66,12 @@ class Due:
 
     def report(self, version: int, recorded: Recorded, measured_after: int) -> ConsumedReport:
         """Return the report at policy version `version`, for the manager whose lines the ledger has."""
+        consumed = [*self.trained, *(received(drop.record) for drop in self.drops)]
         return ConsumedReport(
             version,
             [each.rollout_id for each in self.trained],
             [drop.message for drop in self.drops],
-            [each for each in self.trained if each.rollout_id not in recorded.open],
+            [each for each in consumed if each.rollout_id not in recorded.open],
             recorded.manager,
             recorded.heard,
             measured_after,

@@ -84,3 +84,17 @@ def test_who_died_before_it_told_is_not_waited_for() -> None:
     assert service.rollouts.awaits_ends
     service.incarnation_seen(WORKER, 1)
     assert len(admitted(service, 2, 3, incarnation=1)) == 2
+
+
+def test_nobody_is_waited_for_where_only_the_trainer_knows_the_rollout() -> None:
+    """Its worker and an earlier manager have died; it may be trained, or its prompt was played again meanwhile."""
+    for consumed in (
+        {"trained": ["early"], "dropped": []},
+        {"trained": [], "dropped": [m.DroppedRollout("early", "stale")]},
+    ):
+        service = begun()
+        service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+        only_there = m.ReceivedRollout("early", ORDER.ref(0).prompt_id, 0, 0, 1)
+        call(service, "/report_consumed", version=1, unknown=[only_there], **consumed)
+        assert not service.rollouts.awaits_ends
+        assert len(ask(service, "0", incarnation=0)) == 1

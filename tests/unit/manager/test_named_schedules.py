@@ -306,6 +306,26 @@ def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manag
     schedule.teardown()
 
 
+@pytest.mark.parametrize("another_dies", [False, True])
+def test_a_rollout_that_was_dropped_before_the_manager_knew_it_keeps_no_place(another_dies: bool) -> None:
+    """As above; the first manager died before the drop, and the next one did not wait for the silent worker."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    schedule.a_lease_lapses(0)
+    schedule.allocate(1, 1, "answered")
+    schedule.push(1)
+    schedule.arrive(0, 0, True)
+    schedule.push(0)
+    schedule.arrive(0, 0, True)
+    schedule.the_manager_dies()
+    schedule.the_roll_is_called(over=True)
+    schedule.report_step()
+    assert schedule.service.begun
+    if another_dies:
+        schedule.the_manager_dies()
+    schedule.teardown()
+
+
 def test_a_stale_attempt_that_is_received_again_does_not_cost_the_next_one() -> None:
     """As above; the next master knows the version that the run continues at."""
     second = SampleBuffer(1, 1, OnStale.drop)
