@@ -7,6 +7,8 @@ outlives them (the last step, the inboxes, checkpoints) are played as `manager/c
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
     joining    a RolloutWorker comes while the run goes on, goes for good, and another takes its name
+    curriculum in half of the schedules prompts rest that were answered well, and nobody is admitted until all has been
+               measured that the trainer took
     policies   opponents, whose servers never move the gate, and in half of the schedules a second trained policy: the
                gate counts by the older of the two servers, and a rollout has samples of both policies
     deaths     of a RolloutWorker, the manager, the trainer (which resumes from its last step), or of the run
@@ -33,6 +35,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -72,6 +75,7 @@ IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BOTH, UP_TO_3 = (False, True), range(1, 4)
 PICK = range(10_001)
 JOINED = 2
+MOST_SUCCESS = 0.9
 JUDGE = "judge"
 """The second trained policy."""
 WORKER = range(20)
@@ -93,6 +97,7 @@ BEGINNINGS: dict[str, Sequence[Any]] = {
     "stops_early": BOTH,
     "own": range(1, 5),
     "judged": BOTH,
+    "rests": BOTH,
 }
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -197,15 +202,25 @@ class Trainer:
     untold: TrainBatch | None = None
     books: m.GateBooks = NO_BOOKS
     in_step: list[str] = field(default_factory=list)
+    curriculum: Curriculum = field(default_factory=lambda: Curriculum(0.0, MOST_SUCCESS, 1))
+    measured: int = 0
+    """Number of the newest success that the curriculum has."""
 
 
 class Schedule(RuleBasedStateMachine):
     @initialize(**{name: st.sampled_from(values) for name, values in BEGINNINGS.items()})
     def begin(
-        self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, own: int = WORKERS, judged: bool = False
+        self,
+        batch: int,
+        eta: int,
+        on_stale: OnStale,
+        stops_early: bool,
+        own: int = WORKERS,
+        judged: bool = False,
+        rests: bool = False,
     ) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
-        self.own = own
+        self.own, self.rests = own, rests
         self.trained = ("", JUDGE) if judged else ("",)
         """The trained policies."""
         self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
@@ -263,6 +278,7 @@ class Schedule(RuleBasedStateMachine):
             trainer.trained = [list(step) for step in trained[: trainer.version]]
             count, dropped = trainer.version * self.batch, state["dropped"]
             trainer.books = m.GateBooks(count + sum(dropped.values()), count, dropped, 0)
+            trainer.curriculum = Curriculum(0.0, MOST_SUCCESS, 1, state["curriculum"])
         self.inbox = list(self.held.values())
         return trainer
 
@@ -279,6 +295,7 @@ class Schedule(RuleBasedStateMachine):
             number=next(self.numbers),
             first=SIZE,
             policies=["past", *self.trained[1:]],
+            curriculum=partial(Curriculum, 0.0, MOST_SUCCESS, 1) if self.rests else None,
         )
         service.routes.router_of("past").update(0, "http://past", 0, routable=True)
         for policy in self.trained:
@@ -406,8 +423,11 @@ class Schedule(RuleBasedStateMachine):
 
     def take_allocation(self, worker: Worker, reply: m.AllocateReply) -> None:
         new = [granted for granted in reply.granted if granted.rollout_id in worker.ids]  # else a reply came twice
-        worker.running |= {granted.rollout_id: granted for granted in new}
+        worker.running |= {granted.rollout_id: granted for granted in new if not granted.rests}
         worker.held.granted(new)
+        for granted in new:
+            if granted.rests:
+                worker.end(m.FinishedRollout(granted.rollout_id, False, str(DropReason.curriculum)))
         settled = {granted.rollout_id for granted in reply.granted} | set(reply.gone)
         worker.ids = [name for name in worker.ids if name not in settled]
 
@@ -516,7 +536,8 @@ class Schedule(RuleBasedStateMachine):
         if acknowledged:
             del worker.pushed[name]
             worker.running.pop(name)
-            worker.end(m.FinishedRollout(name, accepted=True, tokens=record.tokens))
+            success = (pick % 3 / 2) if self.rests else None
+            worker.end(m.FinishedRollout(name, accepted=True, tokens=record.tokens, success=success))
             worker.delivered.add(record.prompt_id)
 
     @move(
@@ -619,6 +640,7 @@ class Schedule(RuleBasedStateMachine):
             "due": list(trainer.due.trained),
             "batch": batch,
             "line": self.ledger.lines_written(),
+            "measured": trainer.measured,
         }
 
     def decisive_version(self, record: RolloutRecord) -> int:
@@ -647,6 +669,7 @@ class Schedule(RuleBasedStateMachine):
     def state(self) -> dict[str, Any]:
         trainer = self.trainer
         content = {"version": trainer.version, "buffer": trainer.buffer.state(), "dropped": dict(trainer.books.dropped)}
+        content["curriculum"] = trainer.curriculum.state()
         return msgspec.json.decode(msgspec.json.encode(content))
 
     def check_recorded(self) -> None:
@@ -672,7 +695,8 @@ class Schedule(RuleBasedStateMachine):
             self.introduce(lost)
         if self.ledger.recorded.manager != self.service.number or not self.service.begun:
             return
-        report = trainer.due.report(trainer.version, self.ledger.recorded, 0)
+        kept = 0 if self.kept is None else self.kept["measured"]
+        report = trainer.due.report(trainer.version, self.ledger.recorded, kept)
         reply = self.loop.run_until_complete(self.service.report_consumed(report))
         if lost:
             self.network.append(lambda service: service.report_consumed(report))
@@ -680,6 +704,9 @@ class Schedule(RuleBasedStateMachine):
         discarded, trainer.due.trained, trainer.due.drops = trainer.due.drops, [], []
         self.ledger.take(decide(trainer.buffer, self.ledger.recorded, reply.events))
         trainer.books = reply.books
+        for prompt_id, success in reply.measured:
+            trainer.curriculum.measured(prompt_id, success)
+        trainer.measured = reply.measured_seq
         if trainer.untold is not None:
             self.ledger.step(trainer.untold, trainer.books)
             trainer.untold = None
@@ -696,7 +723,7 @@ class Schedule(RuleBasedStateMachine):
         trainer = self.trainer
         self.collect()
         trainer.due.drops += trainer.buffer.pop_drops()
-        report = run_report(self.ledger.recorded, trainer.buffer, Curriculum(0.0, 1.0, 1), trainer.due, trainer.version)
+        report = run_report(self.ledger.recorded, trainer.buffer, trainer.curriculum, trainer.due, trainer.version)
         number = self.service.number
 
         async def answer(service: ManagerService) -> m.Session:
@@ -719,7 +746,7 @@ class Schedule(RuleBasedStateMachine):
             self.ledger.go_on(0)
         else:
             has_step = self.ledger.go_on(kept["line"])
-            trainer.due.trained = list(kept["due"])
+            trainer.due.trained, trainer.measured = list(kept["due"]), kept["measured"]
             trainer.buffer.know_trained(each.rollout_id for each in trainer.due.trained)
             trainer.untold = None if has_step else kept["batch"]
         trainer.buffer.used.update(self.ledger.recorded.used)
