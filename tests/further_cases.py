@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - names of tests are as long as they are
-"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: hours on two cores.
+"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: five minutes on two cores.
 
 The suite tries each guarantee with one case of each kind. What is listed here takes long, and shows for another model,
 layout or back end what a case that stays shows; each list says which. A case that is called otherwise by now is tried:
