@@ -77,6 +77,21 @@ def played_twice(steps: int = 0) -> tuple[Schedule, str]:
     return schedule, prompt
 
 
+def delivered_twice() -> Schedule:
+    """The trainer has two rollouts of a prompt: worker 0, whose lease lapsed, plays on while 1 plays it again."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    schedule.a_lease_lapses(0)
+    schedule.allocate(1, 1, "answered")
+    first, second = ([each.prompt_id for each in worker.running.values()] for worker in schedule.workers)
+    assert first == second
+    schedule.push(1)
+    schedule.arrive(0, 0, True)
+    schedule.push(0)
+    schedule.arrive(0, 0, True)
+    return schedule
+
+
 def play_again(schedule: Schedule, prompt: str) -> None:
     """Let worker 0 ask for a rollout at a time until it plays the prompt."""
     for _ in range(4):
@@ -287,16 +302,7 @@ def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_
 @pytest.mark.parametrize("trainer_dies", [False, True])
 def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manager(trainer_dies: bool) -> None:
     """Its worker was silent for a while; the manager that heard of the drop died before the worker reported the end."""
-    schedule = begun()
-    schedule.allocate(0, 1, "answered")
-    schedule.a_lease_lapses(0)
-    schedule.allocate(1, 1, "answered")
-    first, second = ([each.prompt_id for each in worker.running.values()] for worker in schedule.workers)
-    assert first == second
-    schedule.push(1)
-    schedule.arrive(0, 0, True)
-    schedule.push(0)
-    schedule.arrive(0, 0, True)
+    schedule = delivered_twice()
     schedule.collect()
     assert [drop.reason for drop in schedule.trainer.buffer._drops] == ["duplicate_prompt"]
     schedule.report_step()
@@ -309,14 +315,7 @@ def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manag
 @pytest.mark.parametrize("another_dies", [False, True])
 def test_a_rollout_that_was_dropped_before_the_manager_knew_it_keeps_no_place(another_dies: bool) -> None:
     """As above; the first manager died before the drop, and the next one did not wait for the silent worker."""
-    schedule = begun()
-    schedule.allocate(0, 1, "answered")
-    schedule.a_lease_lapses(0)
-    schedule.allocate(1, 1, "answered")
-    schedule.push(1)
-    schedule.arrive(0, 0, True)
-    schedule.push(0)
-    schedule.arrive(0, 0, True)
+    schedule = delivered_twice()
     schedule.the_manager_dies()
     schedule.the_roll_is_called(over=True)
     schedule.report_step()
