@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - names of tests are as long as they are
-"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: five minutes on two cores.
+"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: six minutes on two cores.
 
 The suite tries each guarantee with one case of each kind. What is listed here takes long, and shows for another model,
 layout or back end what a case that stays shows; each list says which. A case that is called otherwise by now is tried:
@@ -74,6 +74,18 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[live-server-light]",
         "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[crashed-server-light]",
         "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[live-report-light]",
+    ),
+    "of losses by ratios of tokens, by ratios of sequences and without a clip one each stays": (
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[cispo]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[cpgd]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[dppo]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[dppo_kl]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[gmpo]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[gpg]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[ppo_clip]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[reinforce]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[sapo]",
+        "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[vespo]",
     ),
     "each feature of these whole runs stays in another": (
         "tests/e2e/test_oracle.py::test_losses_are_those_of_the_reference_loop[d1-1-5]",
