@@ -75,7 +75,7 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[crashed-server-light]",
         "tests/integration/test_dashboard_browser.py::test_every_tab_shows_what_the_files_say_and_parses_none_of_it[live-report-light]",
     ),
-    "of losses by ratios of tokens, by ratios of sequences and without a clip one each stays": (
+    "of losses, those by clipped ratios of tokens, of sequences, and by truncated ones stay": (
         "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[cispo]",
         "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[cpgd]",
         "tests/unit/trainer/test_trained_policies.py::test_a_policy_with_learning_rate_0_is_a_frozen_one[dppo]",

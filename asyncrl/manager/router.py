@@ -86,7 +86,7 @@ class Policy(Protocol):
         """Note that the server's version, load or availability changed, or that it is gone and takes no requests."""
 
     def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
-        """Return a server for `request` that takes requests and has `min_version` or newer; None without such a one."""
+        """Return a server for `request` that takes requests and has `min_version` or newer, if there is one."""
 
     def declined(self, request: RouteRequest) -> None:
         """Note that the server chosen for `request` does not get it now."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -20,6 +21,18 @@ class Answer(msgspec.Struct):
     values: list[int]
 
 
+@asynccontextmanager
+async def serving(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """URL of a server that answers every request so."""
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @pytest.fixture
 async def echo() -> AsyncIterator[str]:
     """URL of a server that answers `/json` with the body as JSON, `/text` with it as text."""
@@ -28,11 +41,8 @@ async def echo() -> AsyncIterator[str]:
         kind = "application/json" if request.path == "/json" else "text/plain"
         return web.Response(body=await request.read(), content_type=kind)
 
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with serving(answer) as url:
+        yield url
 
 
 @pytest.fixture
@@ -88,15 +98,13 @@ async def test_a_limit_around_a_call_holds_where_the_calls_own_passes_at_the_sam
         await arrived.wait()
         clock.forward(2 * LIMIT_S)
 
-    runner = web.ServerRunner(web.Server(wait))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    passing = asyncio.create_task(pass_time())
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(http.call("GET", url, timeout_s=LIMIT_S), LIMIT_S)
-    await passing
-    with pytest.raises(HttpTimeout, match=r"did not answer within 0\.01 s"):
-        await http.call("GET", url, timeout_s=0.01)
-    end.set()
-    await runner.cleanup()
+    async with serving(wait) as url:
+        try:
+            passing = asyncio.create_task(pass_time())
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(http.call("GET", url, timeout_s=LIMIT_S), LIMIT_S)
+            await passing
+            with pytest.raises(HttpTimeout, match=r"did not answer within 0\.01 s"):
+                await http.call("GET", url, timeout_s=0.01)
+        finally:
+            end.set()

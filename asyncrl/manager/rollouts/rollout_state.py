@@ -128,7 +128,7 @@ class RolloutState:
         """Take in what was trained and dropped, as the master reports it."""
         dropped, is_new = {each.rollout_id for each in report.dropped}, report.version > self.gate.trained_version
         for each in report.unknown:
-            if is_new or each.rollout_id in dropped:
+            if is_new or each.rollout_id in dropped:  # trained ones of a report that is repeated are counted already
                 self._enter_received(each)
         for rollout_id in report.trained:
             self._came(rollout_id)

@@ -189,7 +189,7 @@ class Reports:
         """From now on, tell each new manager all that the trainer's side knows.
 
         Args:
-            manager: names the manager's process; None while there is none.
+            manager: names the manager's process; None if no manager runs.
             version: returns the model's current version.
         """
 

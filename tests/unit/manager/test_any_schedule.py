@@ -75,7 +75,7 @@ IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BOTH, UP_TO_3 = (False, True), range(1, 4)
 PICK = range(10_001)
 JOINED = 2
-MOST_SUCCESS = 0.9
+CURRICULUM = partial(Curriculum, 0.0, 0.9, 1)
 JUDGE = "judge"
 """The second trained policy."""
 WORKER = range(20)
@@ -202,7 +202,7 @@ class Trainer:
     untold: TrainBatch | None = None
     books: m.GateBooks = NO_BOOKS
     in_step: list[str] = field(default_factory=list)
-    curriculum: Curriculum = field(default_factory=lambda: Curriculum(0.0, MOST_SUCCESS, 1))
+    curriculum: Curriculum = field(default_factory=CURRICULUM)
     measured: int = 0
     """Number of the newest success that the curriculum has."""
 
@@ -278,7 +278,7 @@ class Schedule(RuleBasedStateMachine):
             trainer.trained = [list(step) for step in trained[: trainer.version]]
             count, dropped = trainer.version * self.batch, state["dropped"]
             trainer.books = m.GateBooks(count + sum(dropped.values()), count, dropped, 0)
-            trainer.curriculum = Curriculum(0.0, MOST_SUCCESS, 1, state["curriculum"])
+            trainer.curriculum = CURRICULUM(state["curriculum"])
         self.inbox = list(self.held.values())
         return trainer
 
@@ -295,7 +295,7 @@ class Schedule(RuleBasedStateMachine):
             number=next(self.numbers),
             first=SIZE,
             policies=["past", *self.trained[1:]],
-            curriculum=partial(Curriculum, 0.0, MOST_SUCCESS, 1) if self.rests else None,
+            curriculum=CURRICULUM if self.rests else None,
         )
         service.routes.router_of("past").update(0, "http://past", 0, routable=True)
         for policy in self.trained:
