@@ -28,10 +28,10 @@ import psutil
 
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
-from asyncrl.weights.staging.client import StagingClient
-from asyncrl.weights.staging.messages import StageRequest
-from asyncrl.weights.staging.process import StagingService
-from asyncrl.weights.versions.manifest import Manifest, TensorEntry, file_entry, write_manifest
+from asyncrl.models.weights.staging.client import StagingClient
+from asyncrl.models.weights.staging.messages import StageRequest
+from asyncrl.models.weights.staging.process import StagingService
+from asyncrl.models.weights.versions.manifest import Manifest, TensorEntry, file_entry, write_manifest
 
 LEARNING_RATES = (1e-4, 1e-5, 1e-6)
 TENSORS = 20
@@ -55,7 +55,7 @@ def publish(folder: Path, version: int, millions: int, lr: float) -> Path:
     """Write version 1 of the weights, or 2, of which every master weight is `lr` away."""
     import torch
 
-    from asyncrl.weights.model_files.tensor_file import write_tensors  # servers and relays need no torch
+    from asyncrl.models.weights.model_files.tensor_file import write_tensors  # servers and relays need no torch
 
     folder.mkdir(parents=True)
     count = millions * 1_000_000 // TENSORS

@@ -53,11 +53,11 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
+from asyncrl.models.weights.model_files.folder import FolderFormatError
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.weights.model_files.folder import FolderFormatError
 
 PAGE = Path(__file__).parents[1] / "docs" / "all_models.md"
 BEGIN, END = "<!-- every model: made by benchmarks/models.py -->", "<!-- end of every model -->"

@@ -89,7 +89,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
         share = rank.memory_checkpoint.share(path).result()
         from msgspec import json as encoding
 
-        from asyncrl.weights.versions.manifest import FileEntry
+        from asyncrl.models.weights.versions.manifest import FileEntry
 
         files: dict[str, FileEntry] = {}
         for written in rank.world.everyone.all_gather_bytes(encoding.encode(share)):

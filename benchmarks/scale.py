@@ -462,7 +462,7 @@ async def _manager_reads() -> float:
     from asyncrl.inference.settings import GenerationBackend
     from asyncrl.manager.fleet.servers import Target
     from asyncrl.manager.process import GserverManager
-    from asyncrl.weights.versions.manifest import Manifest, file_entry, write_manifest
+    from asyncrl.models.weights.versions.manifest import Manifest, file_entry, write_manifest
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])

@@ -48,15 +48,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.client import GenerationServerClient
+from asyncrl.models.weights.atomic_dir import sync_directory, sync_file
+from asyncrl.models.weights.versions.manifest import verify
+from asyncrl.models.weights.versions.published import WholeModel
+from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
+from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.runtime.planning.worker_plan import MALLOC
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.supervisor import STOP_SIGNAL
-from asyncrl.weights.atomic_dir import sync_directory, sync_file
-from asyncrl.weights.versions.manifest import verify
-from asyncrl.weights.versions.published import WholeModel
-from asyncrl.weights.versions.publishing import publish, tokenizer_assets
-from asyncrl.weights.versions.shared_files import SharedFiles
 
 TARGET_RATIO = 1.3
 ENVIRONMENT = MALLOC | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -34,13 +34,13 @@ from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.inference.sglang.picture_check import fault_in_pictures
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.pictures.picture_rules import PictureRulesError
+from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
-from asyncrl.weights.staging.messages import MODEL
 
 WATCH_S = 0.5
 """Longest time in seconds that a thread waits for a guest's turn or memory, and by which it outlives a stop."""

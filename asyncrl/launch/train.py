@@ -25,6 +25,7 @@ from asyncrl.launch.before_start.same_data import check_same_data, keep_data_rec
 from asyncrl.launch.before_start.space import space_line
 from asyncrl.launch.commands.attach import attach, detach
 from asyncrl.launch.refusal import refuse
+from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
@@ -40,7 +41,6 @@ from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.trainer.checks.algorithm import other_tokenizers
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.weights.versions.manifest import verify
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend, adopts
 from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
+from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
-from asyncrl.weights.transports.base import weight_transport
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 

@@ -38,6 +38,9 @@ from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestin
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.weights.staging.messages import INPUTS, MODEL
+from asyncrl.models.weights.transports.base import weight_transport
+from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, verify
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -50,9 +53,6 @@ from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
-from asyncrl.weights.staging.messages import INPUTS, MODEL
-from asyncrl.weights.transports.base import weight_transport
-from asyncrl.weights.versions.manifest import Manifest, ManifestError, verify
 
 DISCOVERY_INTERVAL_S = 0.25
 """Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""

@@ -35,12 +35,12 @@ from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.win_rates import WinRates
+from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.trainer.parallel.placement import Placement, worker_grid
-from asyncrl.weights.transports.base import weight_transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from asyncrl.inference.settings import GenerationBackend, finds_stop_strings, wa
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
+from asyncrl.models.weights.staging.client import StagingClient
+from asyncrl.models.weights.staging.messages import INPUTS, LAUNCHER_HOST
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
@@ -39,8 +41,6 @@ from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
-from asyncrl.weights.staging.client import StagingClient
-from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 
 MEMBERSHIP_INTERVAL_S = 1.0
 """Interval in seconds of the check for changed training ranks."""

@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.api.trajectory import policy_of
 from asyncrl.comm.request_reply.messages import Done, Reply, Request
 from asyncrl.master.graph.types import Call
-from asyncrl.weights.versions.manifest import FileEntry
+from asyncrl.models.weights.versions.manifest import FileEntry
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

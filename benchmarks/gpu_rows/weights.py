@@ -15,13 +15,13 @@ from threading import Thread
 import torch
 
 from asyncrl.models.host_copies import HostCopies, host_like, pin, unpin
+from asyncrl.models.weights.versions.manifest import verify
+from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
+from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.roles import TrainingRank
-from asyncrl.weights.versions.manifest import verify
-from asyncrl.weights.versions.publishing import publish, tokenizer_assets
-from asyncrl.weights.versions.shared_files import SharedFiles
 from gpu_rows.bench import Bench, Figure, LeftOut, grouped, tried
 from gpu_rows.training import VARIANTS, rank_of, train_step
 

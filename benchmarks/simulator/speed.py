@@ -28,9 +28,9 @@ from asyncrl.inference.client import GenerateItem, GenerationServerClient, Pause
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.models.weights.transports.disk import DiskManagerEnd
+from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from asyncrl.verify.simulator.servers.engine_model import EngineModel
-from asyncrl.weights.transports.disk import DiskManagerEnd
-from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from simulator.real import GROUP
 
 LOADS = (

@@ -25,6 +25,7 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import build_step_batch
@@ -35,7 +36,6 @@ from asyncrl.trainer.model.gradient_checkpointing import _Moved
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, TeacherConfig
-from asyncrl.weights.checkpoints.writer import CheckpointWriter
 
 from ..late_stream import LateStream
 

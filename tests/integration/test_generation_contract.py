@@ -40,13 +40,13 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import rest_server, update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.models.weights.transports.disk import DiskManagerEnd
+from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
+from asyncrl.models.weights.transports.from_memory import ServerConnection
+from asyncrl.models.weights.transports.tensor import SharedMemoryConnection
 from asyncrl.rollout.generation.rollout_client import FORK_SAVES, RolloutClient
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL
-from asyncrl.weights.transports.disk import DiskManagerEnd
-from asyncrl.weights.transports.distributed import ProcessGroupConnection
-from asyncrl.weights.transports.from_memory import ServerConnection
-from asyncrl.weights.transports.tensor import SharedMemoryConnection
 
 from .. import held_engine
 from ..conftest import SGLANG_ENV

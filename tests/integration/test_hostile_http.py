@@ -27,8 +27,8 @@ from asyncrl.inference.embedded.serving.server import MAX_PROMPTS_BYTES, serve
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.service import ManagerService
+from asyncrl.models.weights.model_files.loading import INDEX_FILE
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.weights.model_files.loading import INDEX_FILE
 
 ORDER = DataOrder(9, 0)
 

@@ -41,6 +41,18 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
+from asyncrl.models.weights.versions.manifest import (
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    checksum,
+    file_entry,
+    write_manifest,
+)
+from asyncrl.models.weights.versions.published import WholeModel
+from asyncrl.models.weights.versions.publishing import publish
+from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
@@ -49,11 +61,6 @@ from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
-from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
-from asyncrl.weights.versions.published import WholeModel
-from asyncrl.weights.versions.publishing import publish
-from asyncrl.weights.versions.shared_files import SharedFiles
 
 ROWS = 1000
 LIMIT_S = 300.0

@@ -17,9 +17,9 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.weights.staging.messages import INPUTS, MODEL
-from asyncrl.weights.staging.process import StagingService
-from asyncrl.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
+from asyncrl.models.weights.staging.messages import INPUTS, MODEL
+from asyncrl.models.weights.staging.process import StagingService
+from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 
 HOSTS = 5
 LIMIT_S = 300.0

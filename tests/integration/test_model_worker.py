@@ -27,6 +27,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.weights.versions.logprob_probe import read_probe
+from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.trainer.messages import (
@@ -49,8 +51,6 @@ from asyncrl.trainer.messages import (
     StepRunning,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.weights.versions.logprob_probe import read_probe
-from asyncrl.weights.versions.manifest import verify
 
 from ..conftest import StartWorker
 from ..warm import WarmProcess

@@ -15,7 +15,7 @@ from asyncrl.inference.client import GenerateItem, GenerationServerClient, Updat
 from asyncrl.inference.replies import MalformedReply, parse_completion, parse_version
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
-from asyncrl.weights.transports.disk import DiskManagerEnd
+from asyncrl.models.weights.transports.disk import DiskManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 LIMIT_S = 300.0

@@ -18,10 +18,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.models.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
+from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import SendWeights
-from asyncrl.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
-from asyncrl.weights.transports.tensor import TensorTransport
 
 from ..late_stream import LateStream
 

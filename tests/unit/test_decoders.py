@@ -58,6 +58,7 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -70,7 +71,6 @@ from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
-from asyncrl.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 
 INPUTS = int(os.environ.get("ASYNCRL_FUZZ_INPUTS", "120"))
 SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))

@@ -50,7 +50,7 @@ from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import eos_token_ids
-from asyncrl.weights.model_files.loading import WeightUpdateError
+from asyncrl.models.weights.model_files.loading import WeightUpdateError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.models.pictures.picture_rules import PictureRules
-from asyncrl.weights.versions.logprob_probe import PICTURE_SIDE, probe_picture, with_picture
+from asyncrl.models.weights.versions.logprob_probe import PICTURE_SIDE, probe_picture, with_picture
 
 LEAST_DIFFERENCE = 1e-6
 """In nats: log-probabilities of two pictures that differ by less are taken for equal."""

@@ -202,8 +202,8 @@ def _policy(run: Path, step: int | None, scratch: Path, policy: str) -> Path:
     if step == 0:
         return Path(str(config_of_policy(read_run_config(run), policy).model.path))
     from asyncrl.launch.commands.export.policy import ExportError, export  # which loads torch
-    from asyncrl.weights.model_files.loading import WeightUpdateError
-    from asyncrl.weights.versions.manifest import ManifestError
+    from asyncrl.models.weights.model_files.loading import WeightUpdateError
+    from asyncrl.models.weights.versions.manifest import ManifestError
 
     folder = scratch / f"model-{policy}"
     if folder.exists():

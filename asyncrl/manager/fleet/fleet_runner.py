@@ -30,9 +30,9 @@ from asyncrl.manager.fleet.update import UpdateCheck, rest_server, update_server
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig
+from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.observe import observer
 from asyncrl.runtime.process.worker import CannotContinue
-from asyncrl.weights.transports.base import ManagerEnd
 
 HEALTH_TIMEOUT_S = 5.0
 """Time limit in seconds of a health check. `/ready` takes milliseconds, or a second if all cores of the machine are

@@ -21,8 +21,8 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.inference.settings import quantised
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.weights.versions.logprob_probe import LogprobProbe, read_probe
-from asyncrl.weights.versions.manifest import ManifestError
+from asyncrl.models.weights.versions.logprob_probe import LogprobProbe, read_probe
+from asyncrl.models.weights.versions.manifest import ManifestError
 
 FLOAT32_TOLERANCE = 1e-3
 """In nats. Two ways to compute the same in float32 differ by some 1e-5 for log-probabilities around -10."""

@@ -30,8 +30,8 @@ from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode
-from asyncrl.weights.transports.disk import DiskManagerEnd
-from asyncrl.weights.versions.manifest import ManifestError, verify
+from asyncrl.models.weights.transports.disk import DiskManagerEnd
+from asyncrl.models.weights.versions.manifest import ManifestError, verify
 
 
 class _PolicyLog(logging.LoggerAdapter[logging.Logger]):

@@ -1,8 +1,8 @@
 """Bring the initial model, every version and the inputs of RolloutWorkers to hosts that share no folder
 (`system.shared_filesystem=false`).
 
-`FanOut` decides which host fetches from which, the hosts' staging servers fetch (`asyncrl.weights.staging`), and the
-fleet learns which host has what. A server generates while its host fetches, and is paused only to load.
+`FanOut` decides which host fetches from which, the hosts' staging servers (`asyncrl.models.weights.staging`) fetch, and
+the fleet learns which host has what. A server generates while its host fetches, and is paused only to load.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.fleet.servers import Target, host_of
-from asyncrl.weights.staging.client import StagingClient, reason_of, source_failed
-from asyncrl.weights.staging.messages import StageRequest, version_folder
+from asyncrl.models.weights.staging.client import StagingClient, reason_of, source_failed
+from asyncrl.models.weights.staging.messages import StageRequest, version_folder
 
 _LONGEST_IDLE_S = 5.0
 
@@ -41,7 +41,7 @@ class Staging:
 
     Args:
         http: connections to the staging servers.
-        launch_folders: by name (`asyncrl.weights.staging.messages`), folders on the publisher's host that do not
+        launch_folders: by name (`asyncrl.models.weights.staging.messages`), folders on the publisher's host that do not
             change during the launch. They are fetched in this order, before any version.
         decisions: knows which versions are in use.
         arrived: called with a host's address and the weights that it has from now on.

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
+from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.trainer.messages import SendWeights
-from asyncrl.weights.transports.base import ManagerEnd
 
 UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
 """Checks the server with this index, which has the target's weights and gets no requests yet. Raises `HttpError` if the

@@ -18,6 +18,7 @@ from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
+from asyncrl.models.weights.checkpoints.folder import which_to_keep
 from asyncrl.observe import observer
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
@@ -25,7 +26,6 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
 )
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
-from asyncrl.weights.checkpoints.folder import which_to_keep
 
 
 class Progress(NamedTuple):

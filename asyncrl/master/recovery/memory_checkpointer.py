@@ -17,6 +17,7 @@ from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
@@ -27,7 +28,6 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     WrittenShare,
 )
-from asyncrl.weights.versions.manifest import FileEntry
 
 _log = logging.getLogger(__name__)
 

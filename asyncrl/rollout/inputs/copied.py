@@ -34,6 +34,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
+from asyncrl.models.weights.versions.manifest import FileEntry, file_entry
 from asyncrl.plugins.datasets import Dataset, Placed
 from asyncrl.plugins.datasets.rows.data_fingerprint import content_sum
 from asyncrl.plugins.datasets.rows.readers import files_of
@@ -41,7 +42,6 @@ from asyncrl.plugins.datasets.templates.picture_parts import PictureSource, pict
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.rollout.inputs.named import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
-from asyncrl.weights.versions.manifest import FileEntry, file_entry
 
 _INDEX, _MODEL = "inputs.json", "model"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz"}

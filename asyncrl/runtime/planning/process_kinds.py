@@ -218,7 +218,7 @@ def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 PROCESS_KINDS = {
     STAGING_SERVER: ProcessKind(
-        "asyncrl.weights.staging.process:StagingServer",
+        "asyncrl.models.weights.staging.process:StagingServer",
         _staging_servers,
         runs=_TRAIN | _EVALUATE,
         serves=True,

@@ -26,6 +26,7 @@ from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
+from asyncrl.models.weights.versions.published import Published, TensorSpec, WholeModel
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -64,7 +65,6 @@ from asyncrl.trainer.model.lora import (
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig, VisionMode
-from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 
 class FlatEngine(RoleEngine[FlatAdamW]):

@@ -23,10 +23,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from asyncrl.models.transformers_internals import language_model_on_meta, text_part, trunk_of
+from asyncrl.models.weights.model_files.adapters import Adapters, model_name, published_name
+from asyncrl.models.weights.model_files.folder import FolderTensor, held_tensors
+from asyncrl.models.weights.versions.published import Published, TensorSpec, WholeModel
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
-from asyncrl.weights.model_files.adapters import Adapters, model_name, published_name
-from asyncrl.weights.model_files.folder import FolderTensor, held_tensors
-from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -108,7 +108,7 @@ class WholeBase(WholeModel):
 class Merged:
     """Publishable tensors of `base` with `adapters` merged; see `Published`.
 
-    A merged layer is bit for bit what `asyncrl.weights.model_files.adapters` makes of a published base and adapters.
+    A merged layer is bit for bit what `models.weights.model_files.adapters` makes of a published base and adapters.
 
     Args:
         config: the settings of the adapters.
@@ -171,7 +171,7 @@ def are_transposed(model_config: PretrainedConfig, specs: Iterable[TensorSpec]) 
 
 
 class WholeAdapters:
-    """The adapters of a `model` that every rank holds whole; see `asyncrl.weights.versions.published.Published`."""
+    """The adapters of a `model` that every rank holds whole; see `models.weights.versions.published.Published`."""
 
     def __init__(self, model: PreTrainedModel, worker: int) -> None:
         self._model, self._worker = model, worker

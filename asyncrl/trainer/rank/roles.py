@@ -20,6 +20,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import SEPARATOR, config_of_policy, policy_and_role
 from asyncrl.master.graph.types import Graph
+from asyncrl.models.weights.checkpoints.restore import restore, restore_newest
+from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.lora_reference import LoraReference
@@ -30,8 +32,6 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.rank.host_folders import HostFolders
 from asyncrl.trainer.settings import ReferenceMode
-from asyncrl.weights.checkpoints.restore import restore, restore_newest
-from asyncrl.weights.checkpoints.writer import CheckpointWriter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 

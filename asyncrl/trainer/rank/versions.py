@@ -13,17 +13,17 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import servers_take_pictures
+from asyncrl.models.weights.transports.base import TrainerEnd, weight_transport
+from asyncrl.models.weights.versions import publishing
+from asyncrl.models.weights.versions.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
+from asyncrl.models.weights.versions.published import Published, Rounded
+from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank
-from asyncrl.weights.transports.base import TrainerEnd, weight_transport
-from asyncrl.weights.versions import publishing
-from asyncrl.weights.versions.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
-from asyncrl.weights.versions.published import Published, Rounded
-from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 class Versions:

@@ -27,11 +27,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.config.load import experiments_dir
+from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.display import wrapped
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
-from asyncrl.weights import atomic_dir
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
 """Settings that change where or how fast a model is made, not which."""

@@ -23,6 +23,14 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
 from asyncrl.models.pictures.picture_rules import placeholder_in
+from asyncrl.models.weights import atomic_dir
+from asyncrl.models.weights.checkpoints.restore import restore_newest
+from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
+from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.models.weights.model_files.stored import MergedModel, StoredModel, from_folder
+from asyncrl.models.weights.versions.manifest import FileEntry, verify
+from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets, write_model
+from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.trainer.engines.base import engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
@@ -41,14 +49,6 @@ from asyncrl.trainer.supervised.objectives import (
     RewardModelling,
 )
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoints.restore import restore_newest
-from asyncrl.weights.checkpoints.writer import CheckpointWriter
-from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.weights.model_files.stored import MergedModel, StoredModel, from_folder
-from asyncrl.weights.versions.manifest import FileEntry, verify
-from asyncrl.weights.versions.publishing import publish, tokenizer_assets, write_model
-from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 class EngineLearner:

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
@@ -47,7 +48,6 @@ from asyncrl.trainer.supervised.loop import (
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
 from asyncrl.trainer.supervised.start_ranks import joined
-from asyncrl.weights import atomic_dir
 
 
 def make_base_model(

@@ -36,6 +36,7 @@ from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
 from asyncrl.master.settings import OnStale
+from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
@@ -53,7 +54,6 @@ from asyncrl.verify.simulator.setup import Outcome, Setup
 from asyncrl.verify.simulator.simulated_code import SimulatedCode
 from asyncrl.verify.simulator.trainer import DataHead
 from asyncrl.verify.simulator.wire import Network, VerbsHost, VirtualHttp
-from asyncrl.weights.transports.disk import DiskManagerEnd
 
 LEASE_TICK_S = 1.0
 REST_LIMIT_S = 7200.0

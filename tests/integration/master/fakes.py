@@ -30,6 +30,8 @@ from asyncrl.manager.messages import (
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
+from asyncrl.models.weights.checkpoints.folder import prune
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
@@ -58,8 +60,6 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.weights.checkpoints.folder import prune
-from asyncrl.weights.versions.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.comm.files import retry_write
 from asyncrl.comm.files.leftovers import remove_leftover
-from asyncrl.weights import atomic_dir
+from asyncrl.models.weights import atomic_dir
 from tests.refusing_disk import refusing
 
 LOG = logging.getLogger(__name__)

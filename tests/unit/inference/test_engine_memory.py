@@ -13,7 +13,7 @@ from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, MemoryStateError, SamplingSpec
 from asyncrl.inference.messages import MemoryTag, PauseMode
-from asyncrl.weights.model_files.loading import WeightUpdateError
+from asyncrl.models.weights.model_files.loading import WeightUpdateError
 from tests.engine_steps import drain, run
 
 EVERYTHING = [*MemoryTag]

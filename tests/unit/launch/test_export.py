@@ -20,6 +20,10 @@ from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.launch.__main__ import main
 from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.weights.model_files.loading import read_checkpoint
+from asyncrl.models.weights.versions.manifest import file_entry, read_manifest, write_manifest
+from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
+from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import StatValues
@@ -28,10 +32,6 @@ from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
-from asyncrl.weights.model_files.loading import read_checkpoint
-from asyncrl.weights.versions.manifest import file_entry, read_manifest, write_manifest
-from asyncrl.weights.versions.publishing import publish, tokenizer_assets
-from asyncrl.weights.versions.shared_files import SharedFiles
 from tests.tiny_vlm import picture
 from tests.vlm_batches import vlm_trajectories
 

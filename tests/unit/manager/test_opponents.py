@@ -21,9 +21,9 @@ from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
 from asyncrl.master.peers.policy_versions import Publishing
+from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, write_manifest
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import CollectWeights, Publish, PublishedWeights
-from asyncrl.weights.versions.manifest import Manifest, ManifestError, write_manifest
 
 POOLS = st.builds(
     VersionPoolConfig,

@@ -10,9 +10,9 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import WrittenShare
 from asyncrl.trainer.settings import CheckpointConfig
-from asyncrl.weights.versions.manifest import FileEntry
 
 
 def due(tmp_path: Path, seconds_of_step: float, **settings: Any) -> list[int]:

@@ -33,6 +33,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
 from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.weights.model_files.folder import FolderFormatError
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -50,7 +51,6 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.weights.model_files.folder import FolderFormatError
 from tests.tiny_vlm import make_folder
 from tests.unit.models.test_every_architecture import PAGE, WAIT_S, Found, TwoRanks, sampled
 from tests.vlm_batches import vlm_batch, vlm_expected, vlm_trajectories

@@ -13,10 +13,10 @@ from asyncrl.config.describe import experiment_help
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
+from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.trials.resume import TrialError, check_finished, continuation
-from asyncrl.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]
 

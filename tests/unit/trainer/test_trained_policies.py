@@ -22,6 +22,7 @@ from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.step_plan import Dealing, assign
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.executor import column_moves
+from asyncrl.models.weights.checkpoints.restore import read_state
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
@@ -34,7 +35,6 @@ from asyncrl.trainer.rank.current_step import parts_of_policies
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
-from asyncrl.weights.checkpoints.restore import read_state
 
 CONFIG = ReferenceConfig(
     seed=3, train_batch_size=4, group_size=4, ppo_minibatches=2, lr=1e-2, sampling=SamplingParams(max_new_tokens=8)

@@ -22,11 +22,11 @@ from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, 
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics
+from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 
 ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 

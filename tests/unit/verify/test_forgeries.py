@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from asyncrl.launch.commands.audit import audit
-from asyncrl.weights.versions.manifest import FileEntry
+from asyncrl.models.weights.versions.manifest import FileEntry
 from tests.unit.verify.conftest import Launch, begin_run
 from tests.unit.verify.test_audit import changed, ledger_of, surviving
 from tests.unit.verify.test_audit import write as write_ledger

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.model.int8_weights import Int8Weights
-from asyncrl.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
-from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
+from asyncrl.models.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
+from asyncrl.models.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 
 
 @dataclass(frozen=True, slots=True)

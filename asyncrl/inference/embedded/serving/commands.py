@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from asyncrl.inference.embedded.types import EngineStoppedError, MemoryStateError
-from asyncrl.weights.model_files.loading import WeightUpdateError
+from asyncrl.models.weights.model_files.loading import WeightUpdateError
 
 T = TypeVar("T")
 

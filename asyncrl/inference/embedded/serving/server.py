@@ -63,7 +63,7 @@ from asyncrl.inference.messages import (
     PictureRequest,
     UpdateWeightsRequest,
 )
-from asyncrl.weights.model_files.loading import DamagedWeights, WeightUpdateError
+from asyncrl.models.weights.model_files.loading import DamagedWeights, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ def main(argv: Sequence[str], program: str) -> int:
         ExportError,
         export,
     )
-    from asyncrl.weights.model_files.loading import WeightUpdateError
-    from asyncrl.weights.versions.manifest import ManifestError
+    from asyncrl.models.weights.model_files.loading import WeightUpdateError
+    from asyncrl.models.weights.versions.manifest import ManifestError
 
     try:
         run, out = args.run.expanduser(), args.out.expanduser()

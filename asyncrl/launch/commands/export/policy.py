@@ -19,19 +19,19 @@ from transformers import AutoConfig
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.models.transformers_internals import language_model_on_meta
+from asyncrl.models.weights.checkpoints.distributed import StoredTensors
+from asyncrl.models.weights.checkpoints.restore import read_state
+from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.models.weights.model_files.adapters import are_adapters, model_name, published_name
+from asyncrl.models.weights.model_files.folder import FolderTensor, folder_tensors
+from asyncrl.models.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
+from asyncrl.models.weights.model_files.stored import ExportError as ExportError  # known by this name too
+from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE
+from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
+from asyncrl.models.weights.versions.publishing import write_model
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
-from asyncrl.weights.checkpoints.distributed import StoredTensors
-from asyncrl.weights.checkpoints.restore import read_state
-from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.weights.model_files.adapters import are_adapters, model_name, published_name
-from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors
-from asyncrl.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
-from asyncrl.weights.model_files.stored import ExportError as ExportError  # known by this name too
-from asyncrl.weights.versions.logprob_probe import PROBE_FILE
-from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
-from asyncrl.weights.versions.publishing import write_model
 
 _WEIGHTS = f"{ACTOR}.weights."
 """Prefix of the names of the policy's parameters in a checkpoint."""

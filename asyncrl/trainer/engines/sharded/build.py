@@ -30,6 +30,10 @@ from asyncrl.models.transformers_internals import (
     text_part,
     trunk_of,
 )
+from asyncrl.models.weights.checkpoints.distributed import StoredTensors
+from asyncrl.models.weights.model_files.adapters import model_name
+from asyncrl.models.weights.model_files.folder import FolderTensor, folder_tensors
+from asyncrl.models.weights.versions.published import TensorSpec
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.sharded.context_parallel import across_ranks
 from asyncrl.trainer.engines.sharded.gathering import own_parts
@@ -50,10 +54,6 @@ from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.load_models import as_classifier, is_classifier, prepare_vision, single_score
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
 from asyncrl.trainer.settings import LoraConfig, VisionMode
-from asyncrl.weights.checkpoints.distributed import StoredTensors
-from asyncrl.weights.model_files.adapters import model_name
-from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors
-from asyncrl.weights.versions.published import TensorSpec
 
 _TRUNK = "trunk."
 

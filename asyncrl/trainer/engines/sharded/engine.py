@@ -27,6 +27,8 @@ from transformers import PretrainedConfig
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
+from asyncrl.models.weights.model_files.adapters import published_name
+from asyncrl.models.weights.versions.published import Published, TensorSpec
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -51,8 +53,6 @@ from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.weights.model_files.adapters import published_name
-from asyncrl.weights.versions.published import Published, TensorSpec
 
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.models.weights.model_files.folder import FolderTensor
+from asyncrl.models.weights.versions.published import TensorSpec
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.parallel.worker_grid import Coordinates
-from asyncrl.weights.model_files.folder import FolderTensor
-from asyncrl.weights.versions.published import TensorSpec
 
 
 def whole(tensor: Tensor) -> Tensor:

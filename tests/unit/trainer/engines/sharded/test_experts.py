@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.transformers_internals import EXPERTS_MODULE
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers
@@ -24,7 +25,6 @@ from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LoraConfig
-from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

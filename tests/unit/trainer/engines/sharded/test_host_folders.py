@@ -15,11 +15,11 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.host_folders import MemoryCheckpointLost
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
-from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

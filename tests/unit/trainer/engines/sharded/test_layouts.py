@@ -28,6 +28,8 @@ from asyncrl.config.token_ids import token_ids
 from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
+from asyncrl.models.weights.model_files.adapters import published_name
+from asyncrl.models.weights.model_files.folder import folder_tensors
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
@@ -36,8 +38,6 @@ from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.settings import LoraPublish
-from asyncrl.weights.model_files.adapters import published_name
-from asyncrl.weights.model_files.folder import folder_tensors
 
 pytestmark = pytest.mark.slow
 

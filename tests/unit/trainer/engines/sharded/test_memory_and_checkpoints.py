@@ -16,6 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.host_offload import local
@@ -25,7 +26,6 @@ from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
-from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

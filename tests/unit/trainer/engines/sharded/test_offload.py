@@ -15,6 +15,7 @@ from torch import Tensor
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.engines import adamw
 from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.host_offload import local
@@ -24,7 +25,6 @@ from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, ReferenceMode
-from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

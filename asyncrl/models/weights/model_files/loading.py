@@ -1,0 +1,207 @@
+"""Replace a model's parameters by those of a Hugging Face checkpoint on disk, all or nothing.
+
+`stage_weights` reads and checks everything without changing the model, so it may run while the engine decodes. Its
+result is applied between two steps. If a tensor is missing, unknown or misshapen, or a file cannot be read, the whole
+update is refused.
+
+A folder with a manifest (`models.weights.versions.manifest`) is verified while it is read: each file right before its
+tensors, so that it is read from the disk once, and its checksum is computed from the page cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.comm.typed import decode_json
+from asyncrl.models.weights.model_files.folder import folder_views, held_tensors
+from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class WeightUpdateError(RuntimeError):
+    """A weight update was refused before any parameter was touched: the old weights keep serving."""
+
+
+class DamagedWeights(WeightUpdateError):
+    """The files are not what the manifest beside them says."""
+
+
+class _Index(msgspec.Struct):
+    """The index of a checkpoint in several files."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the checkpoint's safetensors files: those that its index names, else all in the folder."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    _check_file(index)
+    try:
+        names = decode_json(index.read_bytes(), _Index).weight_map.values()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WeightUpdateError(f"{index} is not a safetensors index: {error}") from error
+    missing = [name for name in sorted(set(names)) if not (folder / name).exists()]
+    if missing:
+        raise WeightUpdateError(f"{index} names {missing[0]!r}, which is not there; the checkpoint is torn")
+    return [folder / name for name in sorted(set(names))]
+
+
+def _check_file(path: Path) -> None:
+    """Check that `path` is a regular file.
+
+    Opening a FIFO or a device could block forever, and the interpreter with it.
+    """
+    if not path.is_file():
+        raise WeightUpdateError(f"{str(path)!r} is not a regular file")
+
+
+def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Read the tensors of the checkpoint in `folder`, by name, on the CPU; only those in `names`, if given.
+
+    Raises:
+        DamagedWeights: a file is not what the folder's manifest says.
+        WeightUpdateError: the folder has no checkpoint, or it cannot be read.
+    """
+    try:
+        return _read_shards(folder, names)
+    except (OSError, ValueError) as error:  # a path that is too long, or holds a null byte
+        raise WeightUpdateError(f"model_path {str(folder)[:200]!r} cannot be read: {error}") from error
+
+
+def checkpoint_files(folder: Path) -> dict[str, Path]:
+    """Return the file of every tensor of the checkpoint in `folder`.
+
+    Raises:
+        WeightUpdateError: the folder has no checkpoint, or it cannot be read.
+    """
+    files: dict[str, Path] = {}
+    for shard in _checked_shards(folder):
+        with _opened(shard) as file:
+            files |= dict.fromkeys(file.keys(), shard)
+    return files
+
+
+def _read_shards(folder: Path, names: Collection[str] | None) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    manifest = _manifest(folder)
+    for shard in _checked_shards(folder):
+        if manifest is not None:
+            _verify(shard, manifest)
+        with _opened(shard) as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if names is None or name in names:
+                    tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of `folder`, after checking that no file is missing; None for a folder made by other
+    programs.
+    """
+    if not (folder / MANIFEST_FILE).is_file():
+        return None
+    try:
+        return verify(folder, checksums=False)
+    except ManifestError as error:
+        raise DamagedWeights(str(error)) from error
+
+
+def _verify(shard: Path, manifest: Manifest) -> None:
+    try:
+        verify_file(shard, manifest)
+    except ManifestError as error:
+        raise DamagedWeights(str(error)) from error
+
+
+def _checked_shards(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise WeightUpdateError(f"model_path {str(folder)!r} is not a folder; give a folder with *.safetensors")
+    shards = _shards(folder)
+    if not shards:
+        raise WeightUpdateError(f"model_path {str(folder)!r} holds no *.safetensors")
+    for shard in shards:
+        _check_file(shard)
+    return shards
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    try:
+        with safe_open(shard, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise WeightUpdateError(f"cannot read {str(shard)!r}: {error}") from error
+
+
+def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors into which a folder's tensors are copied, by every name that they may have in the folder.
+
+    Raises:
+        FolderFormatError: see `asyncrl.models.weights.model_files.folder.folder_tensors`.
+    """
+    views, parameters = folder_views(model), held_tensors(model)
+    aliases = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    return views | aliases
+
+
+def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (parameter of the model, or part of one, and its new value), checked to be complete and of right shapes.
+
+    `targets` are the model's parameters and buffers, or views of them, by their names in a folder (`load_targets`).
+    Tied parameters may appear under several names; one of them in the checkpoint is enough, and all that are there must
+    agree in shape.
+
+    Raises:
+        DamagedWeights: a file is not what the folder's manifest says; nothing was changed.
+        WeightUpdateError: the checkpoint does not fit the model; nothing was changed.
+    """
+    return match_weights(targets, read_checkpoint(folder), folder)
+
+
+def match_weights(
+    targets: Mapping[str, Tensor], found: Mapping[str, Tensor], folder: Path
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (parameter of the model, its new value) of `found`, which came from `folder`; see `stage_weights`.
+
+    Raises:
+        WeightUpdateError: they do not fit the model.
+    """
+    unknown = sorted(set(found) - set(targets))
+    if unknown:
+        raise WeightUpdateError(
+            f"{str(folder)!r} holds {unknown[0]!r} ({len(unknown)} such), which the model does not have"
+        )
+    values: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, target in targets.items():
+        value = found.get(name)
+        if value is None:
+            continue
+        if value.shape != target.shape:
+            raise WeightUpdateError(f"{name} has shape {tuple(value.shape)}, the model's is {tuple(target.shape)}")
+        values[target.data_ptr()] = (target, value)
+    missing = sorted(name for name, target in targets.items() if target.data_ptr() not in values)
+    if missing:
+        raise WeightUpdateError(
+            f"{str(folder)!r} lacks {missing[0]!r} ({len(missing)} missing); give a whole checkpoint"
+        )
+    return list(values.values())
+
+
+@torch.no_grad()
+def apply_weights(staged: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy staged values into the model, converting to its dtype and device."""
+    for target, value in staged:
+        target.copy_(value)

@@ -1,0 +1,122 @@
+"""A published model on disk, as a source to write again: unchanged, or with its adapters merged into their base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from asyncrl.models.transformers_internals import language_model_on_meta
+from asyncrl.models.weights.model_files.adapters import described_by
+from asyncrl.models.weights.model_files.folder import folder_tensors
+from asyncrl.models.weights.model_files.loading import checkpoint_files
+from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES
+from asyncrl.models.weights.versions.manifest import Manifest, TensorEntry
+from asyncrl.models.weights.versions.published import TensorSpec
+from asyncrl.models.weights.versions.publishing import tokenizer_assets
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""By their names in manifests."""
+
+Read = Callable[[str, TensorEntry], Tensor]
+
+
+class ExportError(RuntimeError):
+    """There is nothing to export, or nowhere to export it to; the message says why and what there is."""
+
+
+class StoredModel:
+    """A model on disk as a source for publishing: the tensors of `manifest`, each fetched by `read`."""
+
+    def __init__(self, manifest: Manifest, read: Read) -> None:
+        self._entries, self._read = manifest.tensors, read
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `asyncrl.models.weights.versions.published.Published`."""
+        return [TensorSpec(name, entry.shape, DTYPES[entry.dtype]) for name, entry in self._entries.items()]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `asyncrl.models.weights.versions.published.Published`."""
+        return ((name, self._read(name, entry)) for name, entry in self._entries.items() if name in owners)
+
+
+class MergedModel:
+    """The base model with the adapters of `stored` merged into it, as a source for publishing.
+
+    Args:
+        config: content of peft's configuration of the adapters.
+
+    Raises:
+        ExportError: the base does not exist.
+        WeightUpdateError: the adapters do not fit the base.
+    """
+
+    def __init__(self, stored: StoredModel, config: bytes) -> None:
+        specs = stored.published_specs()
+        names = {spec.name: 0 for spec in specs}
+        self._adapters = described_by(config, dict(stored.gather(names)), Path())
+        self._base = Path(str(self._adapters.base))
+        if not self._base.is_dir():
+            raise ExportError(
+                f"the adapters' base model {self._adapters.base!r} is not there; put it back there, or give "
+                "--adapter to write them alone"
+            )
+        self._dtype = specs[0].dtype
+        self._files = checkpoint_files(self._base)
+        self._layers = _layers_in(self._base, self._adapters.layers, self._files)
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `asyncrl.models.weights.versions.published.Published`."""
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors()]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `asyncrl.models.weights.versions.published.Published`."""
+        return ((name, tensor) for name, tensor in self._tensors() if name in owners)
+
+    def beside(self) -> dict[str, bytes]:
+        """The base's configuration, in the type of what was trained, and its tokenizer's files."""
+        config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        files = {name: path.read_bytes() for name, path in tokenizer_assets(self._base).items()}
+        return files | {"config.json": json.dumps(config, indent=2).encode()}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, file in self._files.items():
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+            if name in self._layers:
+                tensor = self._adapters.merged(self._layers[name], tensor)
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _layers_in(base: Path, layers: Collection[str], files: Collection[str]) -> dict[str, str]:
+    """Return the adapted `layers` of a model by their names among the tensors `files` of its folder `base`.
+
+    The folders of many models with pictures have other names than the modules, from which adapters have theirs.
+
+    Raises:
+        ExportError: a layer is not there.
+    """
+    names = {layer: layer for layer in layers}
+    if not set(files).issuperset(layers):
+        parts = folder_tensors(language_model_on_meta(AutoConfig.from_pretrained(base)))
+        names |= {part.parameter: part.name for part in parts if part.parameter in names}
+    if missing := sorted(layer for layer, name in names.items() if name not in files):
+        raise ExportError(f"{base} has no {missing[0]!r}, for which there are adapters")
+    return {name: layer for layer, name in names.items()}
+
+
+def from_folder(folder: Path) -> Read:
+    """Reads the tensors of the model in `folder`."""
+
+    def read(name: str, entry: TensorEntry) -> Tensor:
+        with safe_open(folder / entry.file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    return read

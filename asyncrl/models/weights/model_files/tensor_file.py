@@ -1,0 +1,167 @@
+"""Write a safetensors file tensor by tensor, straight from memory.
+
+`safetensors.torch.save_file` takes all tensors at once, and refuses views that share a storage. So a trainer would have
+to gather and copy everything first: new memory as large as the model, for each version. Here the file is laid out from
+names, shapes and types alone. Then each tensor is written to its place, in any order, straight from CPU memory or
+through a copy of this tensor alone.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header,
+JSON padded with spaces, with dtype, shape and byte range of every tensor; then the bytes. Tensors are sorted by falling
+element size, so that each is aligned.
+
+The checksum is computed from the bytes while they are written and still in the core's cache. If tensors come in another
+order than the file's, it is computed from the file afterwards (`entry`), which the caller may do while the disk syncs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.models.weights.versions.manifest import FileEntry, file_entry
+from asyncrl.models.weights.versions.published import TensorSpec
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+_log = logging.getLogger(__name__)
+_PIECE_BYTES = 1 << 20  # stays in the core's cache between being summed and being written
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Layout of a safetensors file.
+
+    Attributes:
+        start: its first bytes: the header's length and the header.
+        places: by name, the place in the file at which a tensor's bytes begin.
+        size: bytes of the whole file.
+    """
+
+    start: bytes
+    places: Mapping[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> Self:
+        """Lay out the file of `specs`, largest elements first.
+
+        Raises:
+            TypeError: a tensor is of a type that has no name in the format.
+        """
+        header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+        places: dict[str, int] = {}
+        end = 0
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+            if spec.dtype not in DTYPE_NAMES:
+                known = ", ".join(map(str, DTYPE_NAMES))
+                raise TypeError(f"tensor {spec.name!r} is {spec.dtype}; a weight file takes {known}")
+            places[spec.name], begin = end, end
+            end += spec.nbytes
+            header[spec.name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": [begin, end],
+            }
+        encoded = msgspec.json.encode(header)
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        start = struct.pack("<Q", len(encoded)) + encoded
+        return cls(start, {name: len(start) + place for name, place in places.items()}, len(start) + end)
+
+
+class TensorFile:
+    """The new file `path` of the tensors `specs`, which are then written one by one; not synced.
+
+    Leave it as a context manager: that checks that it is complete.
+
+    Args:
+        metadata: the file's metadata, in its header.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: a tensor is of a type that has no name in the format.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        layout = FileLayout.of(specs, metadata)
+        self._size = layout.size
+        self._missing = {spec.name: (spec, layout.places[spec.name]) for spec in specs}
+        self._digest, self._summed = xxhash.xxh3_64(), 0
+        self._file = retry_write_blocking(partial(FileIO, path, "x"), f"{path}", _log)
+        self._put(memoryview(layout.start), 0)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None and self._missing:
+            raise ValueError(f"{self.path} lacks {next(iter(self._missing))!r} ({len(self._missing)} missing)")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the file's tensors, from any device and with any strides.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: it is not one of `specs`, was written before, or has another shape or type.
+        """
+        spec, place = self._missing.get(name, (None, 0))
+        if spec is None or (spec.shape, spec.dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise ValueError(f"{self.path}: got {name!r}, {tensor.dtype}{list(tensor.shape)}, where {spec} is to come")
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        self._put(flat.view(torch.uint8).numpy().data, place)
+        del self._missing[name]
+
+    def entry(self) -> FileEntry:
+        """Size and checksum of the complete file."""
+        if self._summed == self._size:
+            return FileEntry(self._size, self._digest.hexdigest())
+        return file_entry(self.path)
+
+    def _put(self, data: memoryview, place: int) -> None:
+        for begin in range(0, len(data), _PIECE_BYTES):
+            piece = data[begin : begin + _PIECE_BYTES]
+            if self._summed == place + begin:
+                self._digest.update(piece)
+                self._summed += len(piece)
+            self._write(piece, place + begin)
+
+    def _write(self, data: memoryview, place: int) -> None:
+        """Write all of `data` at `place`; wait for room where the disk is full."""
+        while data:
+            count = retry_write_blocking(partial(os.pwrite, self._file.fileno(), data, place), f"{self.path}", _log)
+            data, place = data[count:], place + count
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
+    """Write `tensors` to the new file `path`; see `TensorFile`."""
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    with TensorFile(path, specs, metadata) as file:
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # the file's order
+            file.write(spec.name, tensors[spec.name])
+    return file

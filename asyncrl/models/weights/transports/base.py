@@ -1,0 +1,112 @@
+"""The parts of a weight transport: a description for the settings, the manager's end and the trainer's end.
+
+    manager ── pause ──▶ server                                       manager.fleet decides, and carries this out
+    manager ── ManagerEnd.bring(server, version) ──▶ ...              the transport
+    manager ── continue, probe ──▶ server                            manager.fleet again
+
+Transports differ only in `bring`: a server reads the version's folder (`disk`), or the trainer sends the weights that
+it holds in memory (`from_memory`). Pausing, versions, the probe and quarantine are the same.
+
+Only functions that the trainer calls import torch: launcher and manager import these modules too.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.models.weights.transports import TRANSPORTS
+from asyncrl.trainer.client import PublisherClient
+from asyncrl.trainer.messages import SendWeights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class ManagerEnd(ABC):
+    """Brings a paused server to a version."""
+
+    @abstractmethod
+    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
+        """Carry out `order` for the server of `client`; returns once the server names the version.
+
+        Args:
+            path: the version's folder.
+
+        Raises:
+            HttpError: it failed; the server's weights are unknown.
+        """
+
+
+class TrainerEnd:
+    """The publishing process's part of a transport, besides writing folders.
+
+    This base class, for `disk`, has no work.
+    """
+
+    def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`.
+
+        Iterate over all of them even if none is kept, because all ranks gather them together.
+        """
+        for _ in tensors:
+            pass
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Forget all other versions."""
+
+    async def send(self, order: SendWeights) -> None:
+        """Bring the paused server that `order` names to its version.
+
+        Raises:
+            LookupError: the version is not held.
+            HttpError: the server did not take it.
+            RuntimeError: this process sends no weights.
+        """
+        raise RuntimeError(
+            "this process sends no weights; set manager.weight_transport, and ask the one that publishes"
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+class WeightTransport(ABC):
+    """A transport; `name` is its value of `manager.weight_transport`."""
+
+    needs_folders: ClassVar[bool]
+    """True if servers read every version's folder; else one is written only with checkpoints and at the end."""
+    needs_sglang: ClassVar[bool]
+    """True if the embedded engine cannot take weights this way."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def check(self, config: ExperimentConfig) -> Iterator[str]:
+        """Yield what else is wrong with `config` for this transport: `setting=value: what is wrong; what to do`."""
+
+    @abstractmethod
+    def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
+        """Return the manager's end, which calls `publisher` if the trainer has to send something."""
+
+    @abstractmethod
+    def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:
+        """The publishing process's end, for one running loop.
+
+        Args:
+            security: the servers' token and certificate.
+            device: where the trainer computes.
+        """
+
+
+def weight_transport(name: str) -> WeightTransport:
+    """The transport that the setting calls `name`."""
+    transport: WeightTransport = pkgutil.resolve_name(TRANSPORTS[name])(name)
+    return transport

@@ -1,0 +1,72 @@
+"""Trainer and servers with two versions of NCCL are refused where NCCL would connect them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.manager.checks import check
+from asyncrl.models.weights.transports import nccl
+from asyncrl.models.weights.transports.nccl import Installed
+from asyncrl.runtime.process import hardware
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
+    """SGLang by `distributed` on a machine with two GPUs."""
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = ExperimentConfig()
+    made.generation.backend, made.generation.sglang.python = GenerationBackend.sglang, "/envs/sglang/bin/python"
+    made.manager.weight_transport = "distributed"
+    return made
+
+
+def test_two_versions_are_named_before_anything_starts(
+    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {sys.executable: Installed("2.13.0", "2.29.3"), "/envs/sglang/bin/python": Installed("2.14.1", "2.30.7")}
+    monkeypatch.setattr(nccl, "installed", found.get)
+    (message,) = check(config)
+    assert message.startswith(
+        "manager.weight_transport='distributed': NCCL connects processes of one version only, and "
+    )
+    assert (
+        "the trainer has NCCL 2.29.3 (torch 2.13.0), SGLang 2.30.7 (torch 2.14.1, /envs/sglang/bin/python)" in message
+    )
+    assert "install torch==2.14.1 beside asyncrl, or use weight_transport=disk or tensor" in message
+    for transport in ("disk", "tensor"):
+        config.manager.weight_transport = transport
+        assert list(check(config)) == []
+
+
+def test_one_version_or_one_that_is_not_known_and_gloo_pass(
+    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "installed", lambda python: Installed(python, "2.30.7"))
+    assert list(check(config)) == []
+    found = {sys.executable: Installed("2.13.0", "2.29.3"), "/envs/sglang/bin/python": None}
+    monkeypatch.setattr(nccl, "installed", found.get)
+    assert list(check(config)) == []
+    monkeypatch.setattr(nccl, "installed", lambda python: pytest.fail("gloo has no such versions"))
+    config.trainer.device = Device.cpu
+    assert list(check(config)) == []
+
+
+def test_an_environment_is_asked_for_its_versions(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 2.14.1+cu130 2.30.7\n")
+    python.chmod(0o755)
+    assert nccl.installed(str(python)) == Installed("2.14.1+cu130", "2.30.7")
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert nccl.installed(str(broken)) is None
+    assert nccl.installed(str(tmp_path / "absent")) is None
