@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.models.parity import (
     Difference,
@@ -51,6 +51,7 @@ from asyncrl.models.transformers_internals import (
     layer_types,
     set_attention,
 )
+from asyncrl.runtime.process.torch_device import attention_kernel
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.flex_attention import FLEX
 from asyncrl.trainer.model.packed_attention import PACKED
@@ -94,6 +95,19 @@ class SequenceLayout(NamedTuple):
 
     def __str__(self) -> str:
         return f"{_HOW.get(self.kind, 'packed')} ({self.attention})"
+
+
+def layout_in_use(
+    model: PretrainedConfig, kind: AttentionKind, implementation: str, device: torch.device, dtype: torch.dtype
+) -> SequenceLayout:
+    """Return the layout `kind` with the kernel that computes its attention.
+
+    Args:
+        implementation: setting `model.attn_implementation`.
+    """
+    if str(model.get_text_config()._attn_implementation).startswith(VARLEN):
+        return SequenceLayout(kind, "torch's variable-length kernel")
+    return SequenceLayout(kind, attention_kernel(model.to_dict(), implementation, device, dtype))
 
 
 _HOW = {

@@ -5,23 +5,16 @@ The rank's main thread answers them in order of arrival, so that collectives run
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from asyncrl.comm.request_reply import Done
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.observe import observer
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
-from asyncrl.trainer.batches.exchange_trajectories import hand_down
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.functions.calls import CallContext, ModelFunction, StatValues, run_call
 from asyncrl.trainer.messages import (
     AttachMaster,
     BeginStep,
@@ -42,15 +35,12 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     ScoreAhead,
 )
-from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.current_step import CurrentStep
-from asyncrl.trainer.rank.profile import StepProfile
-from asyncrl.trainer.rank.roles import ACTOR, TrainingRank
-from asyncrl.trainer.rank.sample_log import SampleLog
-from asyncrl.trainer.rank.utilisation import Utilisation
+from asyncrl.trainer.rank.measures import StepMeasures
+from asyncrl.trainer.rank.model_calls import AheadScorer, ModelCalls
+from asyncrl.trainer.rank.roles import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
-from asyncrl.trainer.trajectories.scored import detach, scores_of
 
 WAITING = "waits for the master"
 
@@ -77,43 +67,9 @@ def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Req
     return observed
 
 
-def _most_memory(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: of the GPU, or resident memory without one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, memory: MemoryCheckpoint) -> Path:
     """Return the folder of a checkpoint, on disk or in the host's memory."""
     return memory.state_root / request.path if request.in_memory else Path(request.path)
-
-
-class _Calls:
-    """Runs model functions, each with the settings, engines and ranks of its call's policy and role."""
-
-    def __init__(
-        self, config: ExperimentConfig, world: World, rank: TrainingRank, functions: Mapping[str, ModelFunction]
-    ) -> None:
-        self._config, self._world, self._rank, self._functions = config, world, rank, functions
-        self._of_policies = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
-
-    def run(self, call: RunCall, batch: StepBatch) -> StatValues:
-        """Run `call` on `batch`; return its statistics."""
-        policy = call.policy
-        context = CallContext(
-            name=call.name,
-            role=policy_and_role(self._config, call.role)[1],
-            reads=call.reads,
-            writes=call.writes,
-            args=call.args,
-            config=self._of_policies[policy],
-            engines=self._rank.engines_of(policy),
-            ranks=self._world.place(call.role).data,
-            state=self._rank.state_of(policy),
-            roles=self._rank.roles_of(policy),
-        )
-        return run_call(self._functions[call.function], context, batch)
 
 
 class QueuedRequests:
@@ -124,11 +80,10 @@ class QueuedRequests:
         receiver: keeper of the trajectories that arrived.
         versions: publishes weights.
         memory_checkpoint: folder of the checkpoint in the host's memory.
-        functions: model functions by the name that calls give.
-        sample_logs: writers of the rank's samples, by policy.
-        utilisation: counts operations and the seconds of calls.
-        profile: records chosen steps.
-        device: device of the rank.
+        step: the batches of the step in training.
+        calls: runs model functions.
+        scorer: scores rollouts ahead of their step.
+        measures: measures the steps.
 
     Attributes:
         standing: the rank's progress, as a new master needs it.
@@ -136,25 +91,19 @@ class QueuedRequests:
 
     def __init__(
         self,
-        config: ExperimentConfig,
-        world: World,
         rank: TrainingRank,
         *,
         receiver: TrajectoryReceiver,
         versions: Versions,
         memory_checkpoint: MemoryCheckpoint,
-        functions: Mapping[str, ModelFunction],
-        sample_logs: Mapping[str, SampleLog],
-        utilisation: Utilisation,
-        profile: StepProfile,
-        device: torch.device,
+        step: CurrentStep,
+        calls: ModelCalls,
+        scorer: AheadScorer,
+        measures: StepMeasures,
     ) -> None:
-        self._world, self._rank, self._receiver, self._versions = world, rank, receiver, versions
-        self._memory_checkpoint, self._device = memory_checkpoint, device
-        self._utilisation, self._profile = utilisation, profile
-        self._columns = config.columns
-        self._calls = _Calls(config, world, rank, functions)
-        self._step = CurrentStep(config, world, sample_logs, device)
+        self._rank, self._receiver, self._versions = rank, receiver, versions
+        self._memory_checkpoint = memory_checkpoint
+        self._step, self._calls, self._scorer, self._measures = step, calls, scorer, measures
         self._master = 0
         self.standing = RankState(in_step=False, master_state=None)
 
@@ -188,25 +137,10 @@ class QueuedRequests:
 
     def score_ahead(self, request: ScoreAhead) -> Done:
         """Score what the head of each copy received, and keep the scores there."""
-        place, standing = self._world.place(ACTOR), self.standing
-        if place.everyone.world > 1:  # a master that dies meanwhile may have asked some ranks only, who then wait
+        standing = self.standing
+        if self._scorer.collective:  # a master that dies meanwhile may have asked some ranks only, which then wait
             self.standing = RankState(in_step=True, master_state=None)
-        held = self._receiver.inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
-        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
-        batch = build_step_batch(
-            trajectories,
-            [0] * len(trajectories),
-            version=request.version,
-            num_minibatches=1,
-            own=self._columns,
-            device=self._device,
-        )
-        with self._utilisation.computing():
-            for call in request.calls:
-                self._calls.run(call, batch)
-            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
-        if place.copy.leads:
-            self._receiver.inbox.keep_scores(scores)
+        self._scorer.score(request)
         self.standing = standing
         return Done()
 
@@ -214,7 +148,7 @@ class QueuedRequests:
         """Bring the samples to every grid's ranks, and build the step's batches."""
         self._check_master(step)
         self.standing = RankState(in_step=True, master_state=None)
-        self._profile.begin(step.version + 1)
+        self._measures.begin(step.version + 1)
         self._step.begin(step, self._receiver.inbox.get(step.leaving))
         self._receiver.left(step.leaving)
         return Done()
@@ -227,7 +161,7 @@ class QueuedRequests:
     def run_call(self, call: RunCall) -> CallStats:
         """Run a call of the step's graph on the batch of its policy."""
         batch = self._step.batch_of(call)
-        with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
+        with _doing(call.name, role=call.role), self._measures.call(call.name):
             stats = self._calls.run(call, batch)
         self._step.called(call, batch)
         return CallStats(stats)
@@ -235,9 +169,7 @@ class QueuedRequests:
     def end_step(self, request: EndStep) -> EndedStep:
         """Release the step's batches; return memory and speed."""
         self._step.end()
-        self._profile.end()
-        speed, mfu = self._utilisation.end_step() or (None, None)
-        return EndedStep(_most_memory(self._device), speed, mfu)
+        return self._measures.end()
 
     def publish(self, request: Publish) -> PublishedWeights:
         """Make a version available to servers."""

@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import SAMPLES_DIR
+from asyncrl.config.trained_policies import role_of_policy
 from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.rank.roles import ACTOR
 
 _log = logging.getLogger(__name__)
 
@@ -109,3 +115,20 @@ class SampleLog:
             stop = start + int(trajectory.columns.lengths.sum())
             rows += rows_of(trajectory, step, self._decode, {key: values[start:stop] for key, values in scores.items()})
         return write_samples(self._folder, step, writer, rows, self._max_bytes)
+
+
+def open_sample_logs(config: ExperimentConfig, world: World, run_dir: Path) -> dict[str, SampleLog]:
+    """Open the writers of this rank's samples, by trained policy; none if no samples are to be kept."""
+    samples, policies = config.samples, ("", *config.trained_policies)
+    here = [policy for policy in policies if world.hosts(role_of_policy(policy, ACTOR))]
+    if not samples.every or not here:
+        return {}
+    decode = load_tokenizer(str(config.model.path)).decode
+    opened = {}
+    for policy in here:
+        place = world.place(role_of_policy(policy, ACTOR))
+        ranks, max_bytes = place.data, int(samples.max_gb * 1e9 / place.data.world / len(policies))
+        name = "-".join([f"head-{ranks.rank}", *([policy] if policy else [])])
+        writer = name if place.copy.leads else None
+        opened[policy] = SampleLog(run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
+    return opened

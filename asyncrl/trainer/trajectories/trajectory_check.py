@@ -8,13 +8,20 @@ kept.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, unrecorded
 from asyncrl.comm.push_pull import InvalidTrajectory
-from asyncrl.models.routers import RoutingShape
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.token_ids import token_ids
+from asyncrl.models.pictures.picture_rules import placeholder_id
+from asyncrl.models.routers import RoutingShape, routing_shape_of
+from asyncrl.trainer.settings import VisionMode
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
@@ -46,6 +53,23 @@ class TrajectoryCheck:
         self._newest = 0
         self._routing, self._takes_pictures = routing, pictures
         self._allowed = np.array(allowed, np.int32)
+
+    @classmethod
+    def of_model(cls, config: ExperimentConfig, announced_version: Callable[[], int]) -> Self:
+        """Return the check for the model and the sampling that `config` names.
+
+        Raises:
+            ValueError: expert choices are to be replayed, and the model's cannot be.
+        """
+        folder = str(config.model.path)
+        model = json.loads((Path(folder) / "config.json").read_text())
+        return cls(
+            model.get("vocab_size"),
+            announced_version,
+            routing_shape_of(folder) if config.moe.replay_routing else None,
+            pictures=config.model.vision != VisionMode.none and placeholder_id(model) is not None,
+            allowed=token_ids(config.rollout.sampling.allowed_token_ids),
+        )
 
     def check(self, trajectory: Trajectory) -> None:
         """Return if `trajectory` can be trained.
