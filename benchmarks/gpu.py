@@ -41,7 +41,7 @@ from gpu_rows import attention, generation, machine, runs, training, weights
 from gpu_rows.bench import Bench, Figure, LeftOut, said
 from transformers.utils.logging import disable_progress_bar
 
-import asyncrl.trainer.engines.flat
+import asyncrl.trainer.engines.flat.loader
 import asyncrl.trainer.engines.sharded.loader  # noqa: F401 - imported once, before the rows' processes are forked
 
 

@@ -55,7 +55,7 @@ from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
 from asyncrl.models.weights.model_files.folder import FolderFormatError
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 

@@ -34,7 +34,8 @@ from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.pictures import picture_ids
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from tests.tiny_vlm import make_folder
 

@@ -93,7 +93,7 @@ PRELOADED = (
     "asyncrl.master.process",
     "asyncrl.rollout.process",
     "asyncrl.runtime.launchers.local",
-    "asyncrl.trainer.engines.flat",
+    "asyncrl.trainer.engines.flat.loader",
     "asyncrl.trainer.engines.sharded.loader",
     "asyncrl.trainer.functions",
     "asyncrl.trainer.model.load_models",

@@ -60,7 +60,7 @@ from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 
 ROWS = 1000
 LIMIT_S = 300.0

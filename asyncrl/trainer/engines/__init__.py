@@ -1,6 +1,6 @@
 """Training engines: `trainer.engine`. Importing this loads no torch.
 
-An engine is one file (or folder) here with a loader, and one line of `ENGINES`; `base` has the interface.
+An engine is a file or a folder here with a loader, and one line of `ENGINES`; `base` has the interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Engine:
 
 
 ENGINES = {
-    "flat": Engine(f"{__name__}.flat:FlatLoader", in_parts=False),
+    "flat": Engine(f"{__name__}.flat.loader:FlatLoader", in_parts=False),
     "sharded": Engine(f"{__name__}.sharded.loader:ShardedLoader", in_parts=True),
 }
 """Engines by the setting's value. `auto` chooses the first one that can train the run's layout."""

@@ -52,7 +52,8 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.engines.sharded import loader
 from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
 from asyncrl.trainer.engines.sharded.gathering import whole
@@ -418,7 +419,7 @@ class TwoRanks:
 
     def _be_rank(self, rank: int, scratch: Path) -> None:
         torch.set_num_threads(1)
-        loader.settled_layout = proven_once(loader.settled_layout)
+        loader.select_layout = proven_once(loader.select_layout)
         number = 0
         while True:
             folder, parallel = self._jobs[rank].get()
@@ -434,15 +435,15 @@ class TwoRanks:
             gc.collect()  # the engine, a cycle, holds its groups, whose threads wake 100 times a second
 
 
-def proven_once(settled_layout: Callable[..., SequenceLayout]) -> Callable[..., SequenceLayout]:
+def proven_once(select_layout: Callable[..., SequenceLayout]) -> Callable[..., SequenceLayout]:
     """The proof is of the model in one process, so it is the same in every layout of ranks that have whole tokens."""
     settled: dict[str, SequenceLayout] = {}
 
     def once(path: str, config: ExperimentConfig, dtype: torch.dtype, *rest: Any) -> SequenceLayout:
         if "c" in config.trainer.parallel:
-            return settled_layout(path, config, dtype, *rest)
+            return select_layout(path, config, dtype, *rest)
         if path not in settled:
-            settled[path] = settled_layout(path, config, dtype, *rest)
+            settled[path] = select_layout(path, config, dtype, *rest)
         return settled[path]
 
     return once

@@ -38,7 +38,7 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.engines.sharded.architectures import (
     PIPELINE_PARALLEL_WITH_PICTURES,
     TENSOR_PARALLEL_WITH_PICTURES,

@@ -21,7 +21,7 @@ from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.batches.prefix_tree import Branches, PreOrder, Stream, lay_out, pre_order
-from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import layout_parity, packed_attention
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
 from asyncrl.trainer.model.load_models import Critic

@@ -34,7 +34,8 @@ from asyncrl.models.weights.versions.published import WholeModel
 from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
-from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm
 from asyncrl.trainer.parallel.rank_position import RankPosition, World

@@ -20,8 +20,8 @@ from asyncrl.trainer.batches.micro_batch_layout import MAX_BLOCK_WASTE, Attentio
 from asyncrl.trainer.batches.prefix_tree import Branches, Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import flex_attention
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.flex_attention import FLEX, visible_blocks

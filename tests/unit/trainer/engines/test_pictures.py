@@ -17,7 +17,8 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, VisionMode

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.model import compiled
 from asyncrl.trainer.model.compiled import compile_layers
 from asyncrl.trainer.model.layout_parity import select_attention

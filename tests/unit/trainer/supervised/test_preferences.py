@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.trainer.supervised.checks import check

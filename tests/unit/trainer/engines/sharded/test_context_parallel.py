@@ -18,7 +18,7 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.sharded import loader
 from asyncrl.trainer.engines.sharded.context_parallel import _across_ranks, cut_to_part, part_of
-from asyncrl.trainer.engines.sharded.loader import settled_layout
+from asyncrl.trainer.engines.sharded.select_layout import select_layout
 from asyncrl.trainer.model.flex_attention import flex_stream_attention
 from asyncrl.trainer.model.packed_attention import packed_attention
 from asyncrl.trainer.model.varlen_attention import varlen_attention
@@ -120,7 +120,7 @@ def test_a_model_that_looks_along_the_tokens_by_other_means_is_refused(
     def settle(world: World) -> str:
         place, path = world.place("actor"), str(config.model.path)
         try:
-            return str(settled_layout(path, config, torch.float32, torch.device("cpu"), place))
+            return str(select_layout(path, config, torch.float32, torch.device("cpu"), place))
         except UnsupportedModelError as error:
             return str(error)
 

@@ -31,7 +31,7 @@ from asyncrl.models.routers import routing_shape_of
 from asyncrl.models.weights.model_files.adapters import published_name
 from asyncrl.models.weights.model_files.folder import folder_tensors
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.engines.flat import FlatEngine
+from asyncrl.trainer.engines.flat.engine import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.model.lora import is_adapter, plain_name

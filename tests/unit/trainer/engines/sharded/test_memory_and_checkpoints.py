@@ -18,7 +18,7 @@ from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.engines.base import TrainingEngine
-from asyncrl.trainer.engines.flat import FlatEngine
+from asyncrl.trainer.engines.flat.engine import FlatEngine
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole

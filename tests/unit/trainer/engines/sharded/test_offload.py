@@ -17,7 +17,7 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.engines import adamw
-from asyncrl.trainer.engines.flat import FlatEngine
+from asyncrl.trainer.engines.flat.engine import FlatEngine
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
