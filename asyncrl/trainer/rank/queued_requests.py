@@ -126,7 +126,7 @@ class QueuedRequests:
     def attach_master(self, request: AttachMaster) -> RankState:
         """Accept requests of this MasterWorker from now on; return the rank's progress."""
         self._master = request.incarnation
-        self._receiver.inbox.tell_again()
+        self._receiver.inbox.report_again()
         return self.standing
 
     def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:

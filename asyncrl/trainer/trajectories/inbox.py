@@ -5,9 +5,6 @@ bounded: `put` waits for room, which delays the acknowledgement and so slows the
 bound, in bytes: trajectories beyond it are in files until they are trained. Blocking the senders instead would
 deadlock a run whose batch is larger than the memory, because the step that makes room waits for the batch. A full disk
 blocks them too.
-
-A poll carries the cursor of the last reply that the caller has processed. Records up to it are forgotten, and all later
-ones are sent (again), so a lost reply costs nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +12,36 @@ from __future__ import annotations
 import math
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
+from asyncrl.trainer.trajectories.arrival_log import ArrivalLog
 from asyncrl.trainer.trajectories.inbox_store import InboxStore
 from asyncrl.trainer.trajectories.scored import Scores, attach
 
 
 class InboxFull(RuntimeError):
     """No room became free in time; the sender will offer the trajectory again."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A rollout that waits for its step; `trajectory` is None if it is spilled, `scores` until it is scored ahead."""
+
+    trajectory: Trajectory | None
+    record: RolloutRecord
+    scores: Scores | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory, of tokens and scores."""
+        return (0 if self.trajectory is None else bytes_of(self.trajectory)) + _bytes_of_scores(self.scores or {})
 
 
 class Inbox:
@@ -54,19 +66,15 @@ class Inbox:
         spilled: InboxStore | None = None,
         shares_prefixes: bool = False,
     ) -> None:
-        self._head = head
-        self._shares_prefixes = shares_prefixes
+        self._record = partial(record_of, head=head, shares_prefixes=shares_prefixes)
         self._capacity = capacity
         self._on_arrival = on_arrival
         self._memory_bytes, self._spilled = memory_bytes, spilled
         self._room = threading.Condition()
-        self._held: dict[str, Trajectory | None] = {}  # None: it is spilled
-        self._records: dict[str, RolloutRecord] = {}  # of all that is held
-        self._scores: dict[str, Scores] = {}  # what was scored ahead, of some that are held
+        self._held: dict[str, _Held] = {}
         self.bytes_held = 0
         """Bytes of the tokens in memory, and of all that was scored ahead."""
-        self._unacknowledged: list[tuple[int, RolloutRecord]] = []
-        self._last = 0
+        self._arrivals = ArrivalLog()
         self._closed = False
 
     def put(self, trajectory: Trajectory, timeout_s: float) -> None:
@@ -103,61 +111,49 @@ class Inbox:
         """Add a trajectory that this rank's previous process held, even without room."""
         self._hold(trajectory, self._record(trajectory))
 
-    def _record(self, trajectory: Trajectory) -> RolloutRecord:
-        return record_of(trajectory, self._head, shares_prefixes=self._shares_prefixes)
-
     def _hold(self, trajectory: Trajectory, record: RolloutRecord) -> None:
         size, spilled = bytes_of(trajectory), None
         if self._spilled is not None and self.bytes_held + size > self._memory_bytes:
             spilled = self._spilled
             spilled.write(trajectory)
         with self._room:
-            self._held[trajectory.rollout_id] = trajectory if spilled is None else None
+            self._held[trajectory.rollout_id] = _Held(trajectory if spilled is None else None, record)
             self.bytes_held += size if spilled is None else 0
-            self._records[trajectory.rollout_id] = record
-            self._tell(record)
+            self._arrivals.add(record)
 
     def keep_scores(self, scores: Mapping[str, Scores]) -> None:
         """Keep what was scored ahead, by rollout id, with the trajectories that are still held."""
         with self._room:
             for rollout_id, own in scores.items():
-                if rollout_id in self._held and rollout_id not in self._scores:
-                    self._scores[rollout_id] = own
+                held = self._held.get(rollout_id)
+                if held is not None and held.scores is None:
+                    held.scores = own
                     self.bytes_held += _bytes_of_scores(own)
 
-    def _tell(self, record: RolloutRecord) -> None:
-        self._last += 1
-        self._unacknowledged.append((self._last, record))
-
-    def tell_again(self) -> None:
-        """Report all held rollouts again, to a new master.
-
-        They get new numbers, which the old one cannot acknowledge.
-        """
+    def report_again(self) -> None:
+        """Report all held rollouts again, to a new master."""
         with self._room:
-            self._unacknowledged = []
-            for record in self._records.values():
-                self._tell(record)
+            self._arrivals.restart(held.record for held in self._held.values())
 
     def arrived_after(self, cursor: int) -> int:
         """Return the number of rollouts that a poll after `cursor` would return."""
         with self._room:
-            return len(self._unacknowledged) - bisect_right(self._unacknowledged, cursor, key=itemgetter(0))
+            return self._arrivals.count_after(cursor)
 
     def poll(self, cursor: int) -> PolledBuffer:
-        """The records of what came after `cursor`."""
+        """Return the records that came after `cursor`, the last number that the caller has processed."""
         with self._room:
-            self._unacknowledged = [entry for entry in self._unacknowledged if entry[0] > cursor]
-            return PolledBuffer(self._last, tuple(record for _, record in self._unacknowledged))
+            return self._arrivals.poll(cursor)
 
     def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
-        """The trajectories of those `rollout_ids` that are held, with what was scored ahead.
+        """Return the trajectories of those `rollout_ids` that are held, with what was scored ahead.
 
         Raises:
-            OSError, StoredTrajectoryDamaged: one that was spilled cannot be read again.
+            OSError, StoredTrajectoryDamaged: a spilled one cannot be read again.
         """
         with self._room:
-            found = {key: (self._held[key], self._scores.get(key)) for key in rollout_ids if key in self._held}
+            kept = {key: self._held[key] for key in rollout_ids if key in self._held}
+            found = {key: (held.trajectory, held.scores) for key, held in kept.items()}
         whole = {key: self._read(key) if held is None else held for key, (held, _) in found.items()}
         return {key: attach(each, scores) if (scores := found[key][1]) else each for key, each in whole.items()}
 
@@ -169,10 +165,8 @@ class Inbox:
         """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""
         with self._room:
             for rollout_id in rollout_ids:
-                self._records.pop(rollout_id, None)
                 if (held := self._held.pop(rollout_id, None)) is not None:
-                    self.bytes_held -= bytes_of(held)
-                self.bytes_held -= _bytes_of_scores(self._scores.pop(rollout_id, {}))
+                    self.bytes_held -= held.bytes
             self._room.notify_all()
         if self._spilled is not None:
             self._spilled.remove(rollout_ids)

@@ -125,7 +125,7 @@ def test_whoever_polls_next_is_told_of_all_that_is_held_and_the_one_before_canno
         inbox.put(trajectory, 0)
     inbox.poll(inbox.poll(0).cursor)
     inbox.remove([second.rollout_id])
-    inbox.tell_again()
+    inbox.report_again()
     late = inbox.poll(3)  # of the one before, which had acknowledged three
     told = inbox.poll(0)
     assert late == told
