@@ -53,17 +53,15 @@ class StepBatch:
     Attributes:
         version: policy version at the step's start; the step makes version + 1.
         rollout_ids: this rank's rollouts in canonical order; the number of groups is their number.
-        lengths_S, starts_S: length and first position in T of each sample (host memory, int64).
-        seq_ids_T: sample of each token (int64), on the device.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
         own: names of the user's columns: float32 [T] if they are per token, else float64 [S].
         group_names: name of each comparison group, by its id (`Sample.group`); "" where none is named.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
-            (`UNRECORDED` where that was not told); None where any sample does not tell.
+            (`UNRECORDED` where that was not reported); None if any sample does not report them.
         pictures: [S], each sample's pictures with their positions in it; empty if no sample has any. Equal pictures are
             one `Picture` object.
-        ahead: by the key that a call writes, what frozen models said of generated tokens [T] before the step, NaN where
-            nothing (`asyncrl.trainer.trajectories.scored`).
+        ahead: by the key that a call writes, scores of generated tokens [T] from frozen models before the step; NaN
+            marks a token without one (`asyncrl.trainer.trajectories.scored`).
     """
 
     def __init__(
@@ -87,12 +85,30 @@ class StepBatch:
         self.group_names = tuple(group_names)
         self.ahead: Mapping[str, Tensor] = {}
         self._columns: dict[str, Tensor | Compute] = dict(columns)
-        lengths = columns["lengths"]
-        self.lengths_S: NDArray[np.int64] = lengths.cpu().numpy()
-        self.starts_S: NDArray[np.int64] = np.cumsum(self.lengths_S) - self.lengths_S
-        self.seq_ids_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        minibatches = columns["minibatches"].cpu().numpy()
-        self._members = [np.flatnonzero((minibatches == n).any(-1)).tolist() for n in range(num_minibatches)]
+
+    @cached_property
+    def lengths_S(self) -> NDArray[np.int64]:
+        """Length of each sample, in host memory."""
+        lengths: NDArray[np.int64] = self["lengths"].cpu().numpy()
+        return lengths
+
+    @cached_property
+    def starts_S(self) -> NDArray[np.int64]:
+        """First position in T of each sample, in host memory."""
+        starts: NDArray[np.int64] = np.cumsum(self.lengths_S) - self.lengths_S
+        return starts
+
+    @cached_property
+    def seq_ids_T(self) -> Tensor:
+        """Sample of each token (int64), on the device."""
+        lengths = self["lengths"]
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        """The samples of each minibatch."""
+        minibatches = self["minibatches"].cpu().numpy()
+        return [np.flatnonzero((minibatches == n).any(-1)).tolist() for n in range(self.num_minibatches)]
 
     @property
     def num_seqs(self) -> int:
