@@ -132,7 +132,7 @@ class GenerationEngine:
         runner = ModelRunner(model, running, record_routing=record_routing, pictures=pictures)
         check_parity(runner, longest)
         if pictures is not None:
-            pictures.encoded = 0  # without those of the check
+            pictures.tower.encoded = 0  # without those of the check
         self.limits = EngineLimits(
             runner.vocab_size,
             max_running_requests,

@@ -83,5 +83,5 @@ class Statistics:
             busy_seconds=self._meter.busy_seconds,
             gen_throughput=0.0 if paused or not batch.runnable else self._meter.tokens_per_s,
             weight_version=batch.version,
-            encoded_pictures=0 if self._pictures is None else self._pictures.encoded,
+            encoded_pictures=0 if self._pictures is None else self._pictures.tower.encoded,
         )

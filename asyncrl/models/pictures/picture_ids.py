@@ -54,6 +54,22 @@ class SeenPicture:
     kept: tuple[object, Rows] | None = field(default=None, repr=False)
 
 
+class _Recent:
+    """Holds the pictures that were prepared last, up to `RECENT_BYTES`, and always the last one."""
+
+    def __init__(self) -> None:
+        self._pictures: OrderedDict[str, SeenPicture] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, seen: SeenPicture) -> None:
+        """Hold `seen`, and let go of the oldest ones beyond the limit."""
+        self._pictures[seen.sha256] = seen
+        self._bytes += seen.nbytes
+        while self._bytes > RECENT_BYTES and len(self._pictures) > 1:
+            _, old = self._pictures.popitem(last=False)
+            self._bytes -= old.nbytes
+
+
 class PictureIds:
     """The pictures of one model folder. For any thread.
 
@@ -74,8 +90,7 @@ class PictureIds:
         self._next: int = first
         self._seen: weakref.WeakValueDictionary[str, SeenPicture] = weakref.WeakValueDictionary()
         self._by_first: weakref.WeakValueDictionary[int, SeenPicture] = weakref.WeakValueDictionary()
-        self._recent: OrderedDict[str, SeenPicture] = OrderedDict()
-        self._recent_bytes = 0
+        self._recent = _Recent()
 
     def at(self, first: int) -> SeenPicture | None:
         """The picture whose rows begin with the id `first`; None if there is none."""
@@ -106,7 +121,7 @@ class PictureIds:
                 size = sum(tensor.nbytes for tensor in inputs.values()) + rows * self._row_bytes
                 found = SeenPicture(picture.sha256, inputs, rows, self._take_ids(rows), size)
                 self._seen[picture.sha256] = self._by_first[found.first] = found
-                self._remember(found)
+                self._recent.add(found)
             return found
 
     def shown(self, ids: Sequence[int], placed: Sequence[PlacedPicture]) -> tuple[list[int], list[SeenPicture]]:
@@ -147,10 +162,3 @@ class PictureIds:
                 self._next = first + seen.rows
         self._next += rows
         return self._next - rows
-
-    def _remember(self, seen: SeenPicture) -> None:
-        self._recent[seen.sha256] = seen
-        self._recent_bytes += seen.nbytes
-        while self._recent_bytes > RECENT_BYTES and len(self._recent) > 1:
-            _, old = self._recent.popitem(last=False)
-            self._recent_bytes -= old.nbytes

@@ -20,14 +20,11 @@ Shapes: L = tokens of a sequence, N = rows of pictures, H = width of the text mo
 from __future__ import annotations
 
 import inspect
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -38,13 +35,9 @@ from transformers import PreTrainedModel
 from asyncrl.models.pictures.picture_ids import PictureIds, Rows, SeenPicture
 from asyncrl.models.pictures.picture_processor import PictureProcessor
 from asyncrl.models.pictures.picture_rules import placeholder_id
+from asyncrl.models.pictures.rope_positions import IMAGE_TYPE, RopePositions, check_apart
+from asyncrl.models.pictures.vision_tower import VisionTower
 from asyncrl.models.transformers_internals import text_part
-
-_ROPE_CACHE: Final = 512
-"""Prompts whose positions are remembered: those of 2,000 tokens take 48 kB."""
-
-_IMAGE_TYPE: Final = 1
-"""Transformers' number for a place of a picture in `mm_token_type_ids` and `token_type_ids`."""
 
 
 class _Table(NamedTuple):
@@ -66,40 +59,20 @@ class Pictures:
 
     Args:
         model: a vision-language model of transformers.
-        processor: of its folder.
-        ids: of pictures that another model of the same folder sees too.
+        ids: of its pictures, and of those of other models of the same folder.
         attach: False: `attach` is called later, or never where another rank has the embedding.
 
     Attributes:
         ids: of the rows.
-        three_positions: True if a token has three positions (of time, height and width).
+        tower: computes the rows.
         two_way: True if the tokens of a picture see each other in both directions, as Gemma 3's do.
-        encoded: pictures that the vision tower has computed so far.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        processor: PictureProcessor,
-        ids: PictureIds | None = None,
-        *,
-        attach: bool = True,
-    ) -> None:
-        self._model, self._processor = model, processor
-        self._whole = cast(PreTrainedModel, model.base_model)
-        self._features: Callable[..., Any] = cast(Any, self._whole).get_image_features
-        if ids is None:
-            weight = cast(Tensor, model.get_input_embeddings().weight)
-            first = max(weight.shape[0], model.config.get_text_config().vocab_size, processor.token_id + 1)
-            wanted = inspect.signature(self._features).parameters
-            ids = PictureIds(processor, wanted, first, weight.shape[1] * weight.element_size())
-        self.ids = ids
-        self.three_positions = hasattr(self._whole, "get_rope_index")
-        self.two_way = "token_type_ids" in inspect.signature(type(self._whole).forward).parameters
-        self.encoded = 0
-        self._lock = threading.Lock()
-        self._rope: OrderedDict[tuple[tuple[int, str], ...], tuple[NDArray[np.int64], int]] = OrderedDict()
-        self._weights = object()
+    def __init__(self, model: PreTrainedModel, ids: PictureIds, *, attach: bool = True) -> None:
+        self._model, self.ids, self.tower = model, ids, VisionTower(model)
+        whole = cast(Any, model.base_model)
+        self._rope = RopePositions(whole.get_rope_index, ids.token_id) if hasattr(whole, "get_rope_index") else None
+        self.two_way = "token_type_ids" in inspect.signature(type(whole).forward).parameters
         self._table: _Table | None = None
         self._is_row: Tensor | None = None
         self._places: Tensor | None = None
@@ -116,35 +89,30 @@ class Pictures:
         if not takes_pictures(model):
             return None
         token_id = cast(int, placeholder_id(model.config.to_dict()))
-        return cls(model, replace(PictureProcessor.of(folder), token_id=token_id), attach=attach)
-
-    def tower_parameters(self) -> list[nn.Parameter]:
-        """See `tower_parameters`."""
-        return tower_parameters(self._model)
+        processor = replace(PictureProcessor.of(folder), token_id=token_id)
+        weight = cast(Tensor, model.get_input_embeddings().weight)
+        first = max(weight.shape[0], model.config.get_text_config().vocab_size, token_id + 1)
+        row_bytes = weight.shape[1] * weight.element_size()
+        return cls(model, PictureIds(processor, VisionTower(model).input_names, first, row_bytes), attach=attach)
 
     def around(self, model: PreTrainedModel) -> Pictures:
-        """The pictures of another model that reads them in alike."""
-        return Pictures(model, self._processor, self.ids)
+        """Return the pictures of another model that reads them in alike."""
+        return Pictures(model, self.ids)
 
     # -- rows
-
-    def weights_changed(self) -> None:
-        """Forget rows that were made before."""
-        self._weights = object()
 
     @contextmanager
     def holding(self, ids: Tensor, *, keep: bool) -> Iterator[None]:
         """Within it the embedding knows the rows of the pictures whose ids are in `ids`.
 
         Args:
-            keep: use rows that were made since the last `weights_changed`, and keep those made now; else make all of
-                them, with gradients where these are recorded.
+            keep: as of `VisionTower.rows`.
         """
         pictures = self._of(ids)
         if not pictures:
             yield
             return
-        rows = self._kept(pictures) if keep else self._encode(pictures)
+        rows = self.tower.rows(pictures, keep=keep)
         counts = torch.tensor([seen.rows for seen in pictures])
         self._table = _Table(
             torch.tensor([seen.first for seen in pictures]).to(ids.device),
@@ -171,41 +139,6 @@ class Pictures:
                 raise ValueError(f"id {each} is no token, and no row of a picture that is held")
             found.append(seen)
         return found
-
-    def _kept(self, pictures: Sequence[SeenPicture]) -> list[Rows]:
-        missing = [seen for seen in pictures if seen.kept is None or seen.kept[0] is not self._weights]
-        if missing:
-            with torch.no_grad():
-                for seen, rows in zip(missing, self._encode(missing), strict=True):
-                    seen.kept = (self._weights, rows)
-        return [cast(tuple[object, Rows], seen.kept)[1] for seen in pictures]
-
-    def _encode(self, pictures: Sequence[SeenPicture]) -> list[Rows]:
-        """Rows of each picture, by the vision tower; pictures of one shape are computed together."""
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for number, seen in enumerate(pictures):
-            shape = tuple((name, tensor.shape[1:]) for name, tensor in sorted(seen.inputs.items()))
-            alike.setdefault(shape, []).append(number)
-        made: dict[int, Rows] = {}
-        for numbers in alike.values():
-            made |= zip(numbers, self._encode_alike([pictures[number] for number in numbers]), strict=True)
-        self.encoded += len(pictures)
-        return [made[number] for number in range(len(pictures))]
-
-    def _encode_alike(self, pictures: Sequence[SeenPicture]) -> list[Rows]:
-        output = self._features(**self._joined(pictures), return_dict=True)
-        embeds = _flat(output.pooler_output)
-        deep = tuple(map(_flat, getattr(output, "deepstack_features", None) or ()))
-        counts = [seen.rows for seen in pictures]
-        if len(embeds) != sum(counts):
-            raise ValueError(f"the vision tower made {len(embeds)} rows of pictures with {sum(counts)} placeholders")
-        parts = (torch.split(tensor.to(self._model.dtype), counts) for tensor in (embeds, *deep))
-        return [Rows(embed, tuple(layers)) for embed, *layers in zip(*parts, strict=True)]
-
-    def _joined(self, pictures: Sequence[SeenPicture]) -> dict[str, Tensor]:
-        names = pictures[0].inputs
-        joined = {name: torch.cat([seen.inputs[name] for seen in pictures]).to(self._model.device) for name in names}
-        return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in joined.items()}
 
     def attach(self) -> None:
         """Have the embedding, and the layers that take more of a picture, know the rows that are held."""
@@ -234,13 +167,18 @@ class Pictures:
 
     # -- positions
 
+    @property
+    def three_positions(self) -> bool:
+        """True if a token has three positions (of time, height and width)."""
+        return self._rope is not None
+
     def positions(self, ids: Sequence[int]) -> NDArray[np.int64]:
         """Positions [3, L] of the tokens `ids`; of a model that has one for each token three times the same."""
         length = len(ids)
         plain = np.broadcast_to(np.arange(length), (3, length))
-        if not self.three_positions:
+        if self._rope is None:
             return plain
-        known, delta = self._rope_of(self.ids.within(ids))
+        known, delta = self._rope.of(self.ids.within(ids))
         size = min(known.shape[1], length)
         return np.concatenate((known[:, :size], plain[:, size:] + delta), axis=1)
 
@@ -250,42 +188,17 @@ class Pictures:
         Raises:
             ValueError: a picture follows another at once, and the model would take them for one.
         """
-        if not (self.three_positions or self.two_way):
+        if self._rope is None and not self.two_way:
             return 0
         within = self.ids.within(ids)
-        _check_apart(within)
-        return self._rope_of(within)[1] if self.three_positions else 0
-
-    def _rope_of(self, within: Sequence[tuple[int, SeenPicture]]) -> tuple[NDArray[np.int64], int]:
-        """Positions up to the last picture's end, and the delta behind it."""
-        if not within:
-            return np.zeros((3, 0), np.int64), 0
-        key = tuple((at, seen.sha256) for at, seen in within)
-        with self._lock:
-            found = self._rope.get(key)
-        if found is not None:
-            return found
-        _check_apart(within)
-        last, seen = within[-1]
-        types = torch.zeros(1, last + seen.rows, dtype=torch.long)
-        for at, each in within:
-            types[0, at : at + each.rows] = _IMAGE_TYPE
-        ids = torch.where(types == _IMAGE_TYPE, self.ids.token_id, 0)
-        grids = torch.cat([each.inputs["image_grid_thw"] for _, each in within])
-        rope = cast(Any, self._whole).get_rope_index
-        places, deltas = rope(ids, mm_token_type_ids=types, image_grid_thw=grids)
-        found = places[:, 0].numpy().astype(np.int64), int(deltas)
-        with self._lock:
-            self._rope[key] = found
-            while len(self._rope) > _ROPE_CACHE:
-                self._rope.popitem(last=False)
-        return found
+        check_apart(within)
+        return 0 if self._rope is None else self._rope.of(within)[1]
 
     # -- what sees what
 
     def types(self, ids: Tensor) -> Tensor:
         """Return transformers' `token_type_ids`, by which a model that is `two_way` draws its masks."""
-        return torch.where(ids >= self.ids.first, _IMAGE_TYPE, 0)
+        return torch.where(ids >= self.ids.first, IMAGE_TYPE, 0)
 
     def blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor:
         """Number the pictures of each row, [B, U]; -1 outside of them.
@@ -311,34 +224,15 @@ class Pictures:
         parameters = inspect.signature(self._model.forward).parameters
         within = [seen for _, seen in self.ids.within(ids)]
         device = self._model.device
-        types = torch.tensor([[_IMAGE_TYPE if each >= self.ids.first else 0 for each in ids]], device=device)
+        types = torch.tensor([[IMAGE_TYPE if each >= self.ids.first else 0 for each in ids]], device=device)
         inputs = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in parameters}
         return {
             "input_ids": torch.tensor([self.ids.plain(ids)], device=device),
             **inputs,
-            **(self._joined(within) if within else {}),
+            **(self.tower.inputs(within) if within else {}),
         }
-
-
-def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
-    parts = (text_part(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:
     """True if `model` reads pictures in: it has a vision tower, and a method that makes rows of pictures."""
     return hasattr(model.config, "vision_config") and hasattr(model.base_model, "get_image_features")
-
-
-def _check_apart(within: Sequence[tuple[int, SeenPicture]]) -> None:
-    for (at, before), (after, _) in pairwise(within):
-        if at + before.rows == after:
-            raise ValueError(f"the picture at {after} follows another without a token between them")
-
-
-def _flat(rows: Any) -> Tensor:
-    """Rows [N, H] of what a tower returns: a tensor [..., H], or several."""
-    parts = rows if isinstance(rows, (list, tuple)) else [rows]
-    return torch.cat([part.flatten(0, -2) for part in parts])

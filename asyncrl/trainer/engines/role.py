@@ -60,7 +60,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self.attention = attention
         self.routers, self.pictures = routers, pictures
         self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
-        tower = () if pictures is None or optimizer is None else pictures.tower_parameters()
+        tower = () if pictures is None or optimizer is None else pictures.tower.parameters()
         self._trains_vision = any(parameter.requires_grad for parameter in tower)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
@@ -165,7 +165,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def _weights_changed(self) -> None:
         """Forget the rows of pictures that other weights made."""
         if self.pictures is not None:
-            self.pictures.weights_changed()
+            self.pictures.tower.weights_changed()
 
     def offload(self) -> None:
         own_storage(self.root)

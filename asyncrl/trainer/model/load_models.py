@@ -19,7 +19,8 @@ from transformers import (
 from asyncrl.config.setting import Dtype
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
-from asyncrl.models.pictures.picture_rows import Pictures, tower_parameters
+from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures.vision_tower import tower_parameters
 from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.layout_parity import first_layout

@@ -88,15 +88,15 @@ def test_a_picture_is_encoded_once_for_a_version_of_the_weights(vlm_folder: Fold
     assert held[0] is held[1]
     with torch.no_grad():
         first = _logits(model, pictures, shown)
-        assert pictures.encoded == 2
+        assert pictures.tower.encoded == 2
         _logits(model, pictures, shown)
-        assert pictures.encoded == 2
+        assert pictures.tower.encoded == 2
         for parameter in model.base_model.visual.parameters():
             parameter.mul_(1.1)
         assert torch.equal(_logits(model, pictures, shown), first), "the rows are those of the version"
-        pictures.weights_changed()
+        pictures.tower.weights_changed()
         assert not torch.allclose(_logits(model, pictures, shown), first, atol=1e-3)
-    assert pictures.encoded == 4
+    assert pictures.tower.encoded == 4
 
 
 def test_rows_have_gradients_by_the_tower_where_they_are_not_kept(vlm_folder: Folder) -> None:

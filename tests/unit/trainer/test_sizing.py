@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.setting import Dtype
-from asyncrl.models.pictures.picture_rows import tower_parameters
+from asyncrl.models.pictures.vision_tower import tower_parameters
 from asyncrl.trainer.batches.micro_batch import upload
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks
 from asyncrl.trainer.batches.prefix_tree import Branches, lay_out

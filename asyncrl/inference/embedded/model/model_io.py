@@ -123,14 +123,14 @@ class ModelRunner:
         """Drop what was made from the weights, which are about to change. Return the bytes of packed weights."""
         freed = self._linears.drop()
         if self.pictures is not None:
-            self.pictures.weights_changed()
+            self.pictures.tower.weights_changed()
         return freed
 
     def weights_changed(self) -> None:
         """Drop what was computed from the earlier weights."""
         self._linears.renew()
         if self.pictures is not None:
-            self.pictures.weights_changed()
+            self.pictures.tower.weights_changed()
 
     def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Compute one eager forward of the model."""

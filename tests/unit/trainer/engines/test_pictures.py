@@ -67,9 +67,9 @@ def test_tries_with_pictures_are_what_transformers_computes_of_each_sample(kind:
     expected_T, expected = vlm_expected(folder, batch)
     assert torch.allclose(engine.logprobs(batch, batch["loss_mask"]), expected_T, atol=2e-4)
     assert engine.pictures is not None
-    engine.pictures.encoded = 0
+    engine.pictures.tower.encoded = 0
     made = _gradients(engine, batch)
-    assert engine.pictures.encoded == 3, "each picture once for a micro-batch"
+    assert engine.pictures.tower.encoded == 3, "each picture once for a micro-batch"
     assert expected.keys() <= made.keys()
     for name, gradient in made.items():
         assert torch.allclose(gradient, expected.get(name, torch.zeros(())), atol=3e-4), name
@@ -99,10 +99,10 @@ def test_a_frozen_tower_has_no_gradient_and_is_computed_once_for_the_step(vlm_fo
     engine, batch = _engine(folder, VisionMode.freeze, checkpointing=True), _batch(folder)
     _, expected = vlm_expected(folder, batch)
     assert engine.pictures is not None
-    engine.pictures.encoded = 0
+    engine.pictures.tower.encoded = 0
     engine.logprobs(batch, batch["loss_mask"])
     made = _gradients(engine, batch)
-    assert engine.pictures.encoded == 3
+    assert engine.pictures.tower.encoded == 3
     assert made.keys() == {name for name in dict(engine.network.named_parameters()) if "visual" not in name}
     assert all(torch.allclose(made[name], expected.get(name, torch.zeros(())), atol=3e-4) for name in made)
 
