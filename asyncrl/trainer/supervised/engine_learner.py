@@ -1,6 +1,6 @@
 """Learning with AdamW by the engines that RL training uses: packed where that is proven right, adapters, layouts.
 
-`objectives` has the losses; this module has their engines, steps, checkpoints and results.
+`engine_objective` makes the loss with its engine; this module has the steps, checkpoints and results.
 
 A run's folder holds its checkpoints and, in `weights/`, the models at its start and at its end, so `asyncrl export`
 works as on an RL run. An interrupted run resumes from its newest checkpoint with the same result as without the
@@ -10,7 +10,6 @@ interruption: the data order depends on the step alone, and a checkpoint has the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,11 +17,7 @@ import torch
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import decode_json
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
-from asyncrl.config.setting import Dtype
-from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.checkpoints.restore import restore_newest
 from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
@@ -32,22 +27,11 @@ from asyncrl.models.weights.versions.manifest import FileEntry, verify
 from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets, write_model
 from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
-from asyncrl.trainer.engines.base import engine_loader
-from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.parallel.placement import engine_of
-from asyncrl.trainer.parallel.rank_position import RankPosition, World
-from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
-from asyncrl.trainer.supervised.losses import PAIR_LOSS, REWARD_LOSS, loss_kind
-from asyncrl.trainer.supervised.objectives import (
-    Imitation,
-    LabelPreference,
-    Measures,
-    Objective,
-    PairPreference,
-    RewardModelling,
-)
+from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
+from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -141,50 +125,6 @@ class EngineLearner:
             shared = SharedFiles(adapter_config(self._lora, str(self._model), specs, model_config))
         ranks = self._world.everyone
         return publish(self._engine, root, role=ACTOR, version=version, ranks=ranks, shared=shared)
-
-
-def make_objective(
-    config: SFTConfig, settings: ExperimentConfig, place: RankPosition, device: torch.device
-) -> Objective:
-    """The objective of `loss`, with the engine of the model in `model.path` of `settings`.
-
-    Raises:
-        ValueError: the model cannot be trained right, or a parameter of the loss is wrong.
-    """
-    path, optimizer = str(settings.model.path), settings.optimizer
-    loader = engine_loader(engine_of(settings))(settings, place, device)
-    kind = loss_kind(config.loss)
-    if kind is None:
-        return Imitation(loader.policy(path, Dtype.float32, optimizer), place, device)
-    loss = resolve(kind, config.loss.name, config.loss.params)
-    if kind == REWARD_LOSS:
-        return RewardModelling(loader.reward_model(path, optimizer), loss, place, device)
-    engine = loader.policy(path, Dtype.float32, optimizer)
-    reference = LoraReference(engine) if config.model.lora.rank else loader.policy(path, Dtype.float32, None)
-    objective = PairPreference if kind == PAIR_LOSS else LabelPreference
-    return objective(engine, reference, loss, place, device)
-
-
-def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:
-    """Translate `config` into the settings of an RL experiment, which are the ones that the engines read."""
-    told = ExperimentConfig(seed=config.seed, total_train_steps=total)
-    publish = LoraPublish.adapter if placeholder_in(model) is None else LoraPublish.merged
-    told.model.path, told.model.lora = str(model), replace(config.model.lora, publish=publish)
-    told.model.vision, told.model.dtype = config.model.vision, Dtype.float32
-    told.trainer.parallel, told.trainer.device = config.trainer.parallel, config.device
-    told.trainer.gradient_checkpointing = config.trainer.gradient_checkpointing
-    told.trainer.tokens_per_micro_batch = config.tokens_per_micro_batch
-    told.trainer.share_prefixes, told.trainer.ppo_minibatches, told.trainer.ppo_epochs = False, 1, 1
-    told.trainer.threads = config.threads
-    told.generation.context_length = config.dataset.max_tokens
-    told.optimizer = OptimizerConfig(
-        lr=config.adamw_lr,
-        max_grad_norm=config.max_grad_norm,
-        schedule=LearningRateSchedule.cosine,
-        min_lr_share=config.min_lr_share,
-        warmup_steps=config.warmup_steps,
-    )
-    return told
 
 
 def _small_files(published: Path) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.supervised.engine_learner import engine_settings
+from asyncrl.trainer.supervised.engine_objective import engine_settings
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 END_S = 10.0

@@ -18,7 +18,7 @@ from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.engine_learner import engine_settings, make_objective
+from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
 from asyncrl.trainer.supervised.loop import SFTProgress
 from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.settings import (

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.supervised.engine_learner import engine_settings, make_objective
+from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTTrainerConfig, SupervisedOptimizer
 from tests.unit.trainer.supervised.test_preferences import BATCH
 from tests.unit.trainer.supervised.trl_values import policy
