@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,18 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.api.picture import Picture
 from asyncrl.models.host_copies import HostCopy
-from asyncrl.models.pictures.picture_ids import SeenPicture
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.models.storages import own_storage
-from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
+from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
+from asyncrl.trainer.engines.vision import RoleVision
 from asyncrl.trainer.model.flops import FlopCount, NotCounted, Work
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
@@ -58,14 +57,17 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         pictures: Pictures | None = None,
     ) -> None:
         self.attention = attention
-        self.routers, self.pictures = routers, pictures
-        self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
-        tower = () if pictures is None or optimizer is None else pictures.tower.parameters()
-        self._trains_vision = any(parameter.requires_grad for parameter in tower)
+        self.routers = routers
+        self.vision = RoleVision(pictures, trained=optimizer is not None)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
         self._reading: list[HostCopy] = []
         self._flops: FlopCount | None = None
+
+    @property
+    def pictures(self) -> Pictures | None:
+        """The pictures of the model; None if it is used for text alone."""
+        return self.vision.pictures
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within this block the routers choose the experts recorded in `micro_batch`."""
@@ -85,7 +87,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         try:
             self._flops = FlopCount(self.root, trunk)
         except (NotCounted, AttributeError, KeyError, TypeError) as error:  # a figure for people must not end a run
-            _log.info("rank/mfu is not told: %s: %s", type(error).__name__, error)
+            _log.info("rank/mfu is not reported: %s: %s", type(error).__name__, error)
             return
         if self._flops.left_out:
             _log.info("rank/mfu does not count %s: it is a little too small", " and ".join(self._flops.left_out))
@@ -149,23 +151,18 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def load_state(self, meta: Mapping[str, Any]) -> None:
         if self._optimizer is not None:
             self._optimizer.load_state(meta)
-        self._weights_changed()
+        self.vision.weights_changed()
 
     @contextmanager
     def with_other_weights(self) -> Iterator[None]:
         """Within this block the role computes with other weights (adapters off, for example); picture rows are
         recomputed.
         """
-        self._weights_changed()
+        self.vision.weights_changed()
         try:
             yield
         finally:
-            self._weights_changed()
-
-    def _weights_changed(self) -> None:
-        """Forget the rows of pictures that other weights made."""
-        if self.pictures is not None:
-            self.pictures.tower.weights_changed()
+            self.vision.weights_changed()
 
     def offload(self) -> None:
         own_storage(self.root)
@@ -229,50 +226,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             kind=self.attention,
             prefixes=batch.prefixes if self.attention.shares_prefixes else None,
             routing=batch.routing if self.routers is not None else None,
-            shown=self._shown_tokens(batch),
+            shown=self.vision.shown_tokens(batch),
         )
-
-    def _shown_tokens(self, batch: StepBatch) -> ShownTokens | None:
-        """The tokens of `batch` with its pictures, prepared once; None where it has none."""
-        if not batch.pictures:
-            return None
-        if self.pictures is None:
-            raise ValueError("the batch has pictures, and the model is used for text alone (model.vision)")
-        shown = self._shown.get(batch)
-        if shown is None:
-            tokens = batch["tokens"].tolist()
-            ends = (batch.starts_S + batch.lengths_S).tolist()
-            parts = [tokens[start:end] for start, end in zip(batch.starts_S.tolist(), ends, strict=True)]
-            made = [self.pictures.ids.shown(*each) for each in zip(parts, batch.pictures, strict=True)]
-            held = [seen for _, pictures in made for seen in pictures]
-            shown = ShownTokens.of(self.pictures, [ids for ids, _ in made], batch.device, held)
-            self._shown[batch] = shown
-        return shown
 
     def placeholders(self, picture: Picture) -> list[int]:
         """See `PolicyEngine`."""
-        if self.pictures is None:
-            return []
-        return [self.pictures.ids.token_id] * self.pictures.ids.seen(picture).rows
-
-    def _shown_ids(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
-    ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
-        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep
-        alive.
-        """
-        if self.pictures is None or not pictures:
-            return list(sequences), []
-        made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
-        return [ids for ids, _ in made], [seen for _, held in made for seen in held]
-
-    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within this block the model sees the pictures of `micro_batch`.
-
-        If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
-        rows are computed once per version of the weights.
-        """
-        if self.pictures is None:
-            return nullcontext()
-        keep = not (self._trains_vision and torch.is_grad_enabled())
-        return self.pictures.holding(micro_batch.model_inputs["input_ids"], keep=keep)
+        return self.vision.placeholders(picture)

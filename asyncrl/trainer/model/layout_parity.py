@@ -77,8 +77,9 @@ class ParityTestable(Protocol):
     def around(self, network: PreTrainedModel) -> ParityTestable:
         """An engine that computes `network` as this one computes its own."""
 
-    pictures: Pictures | None
-    """Pictures of `network`; None if it is used for text alone."""
+    @property
+    def pictures(self) -> Pictures | None:
+        """Pictures of `network`; None if it is used for text alone."""
 
     def plain(self, tokens: Tokens) -> Tensor:
         """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""

@@ -101,7 +101,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         self._place.data.all_reduce_sum(self.optimizer.grad)
         self._before_changes()
         outcome = self.optimizer.step()
-        self._weights_changed()
+        self.vision.weights_changed()
         return outcome
 
     def _proof_engine(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
-        with self.replaying(micro_batch), self.seeing(micro_batch):
+        with self.replaying(micro_batch), self.vision.seeing(micro_batch):
             output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
 
@@ -208,7 +208,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
     ) -> list[list[float]]:
-        ids, _held = self._shown_ids(sequences, pictures)
+        ids, _held = self.vision.shown_ids(sequences, pictures)
         return [[0.0, *logprobs.tolist()] for logprobs in self.together(ids)]
 
     @property
@@ -243,7 +243,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         assert isinstance(source, FlatPolicyEngine), type(source)
         self._before_changes()
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
-        self._weights_changed()
+        self.vision.weights_changed()
 
     def published_specs(self) -> list[TensorSpec]:
         return self._whole.published_specs()

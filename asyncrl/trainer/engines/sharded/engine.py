@@ -91,7 +91,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             pictures=built.pictures,
         )
         if self.stage.place.first:
-            self.stage.seeing = self.seeing
+            self.stage.seeing = self.vision.seeing
         if optimizer is None:
             self.stage.requires_grad_(False)
         self._count_from_now(built.stage.trunk)
@@ -129,7 +129,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     def step(self) -> StepOutcome:
         self._before_changes()
         outcome = self.optimizer.step()
-        self._weights_changed()
+        self.vision.weights_changed()
         return outcome
 
     def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
@@ -297,7 +297,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
     ) -> list[list[float]]:
-        ids, _held = self._shown_ids(sequences, pictures)
+        ids, _held = self.vision.shown_ids(sequences, pictures)
         together = one_micro_batch(ids, self.attention, self._plan.device, wanted=True, pictures=self.pictures)
         lengths = [len(tokens) for tokens in sequences]
         found_T = torch.zeros(sum(lengths), device=self._plan.device)
@@ -323,7 +323,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         self._before_changes()
         self._reshard()
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
-        self._weights_changed()
+        self.vision.weights_changed()
 
     def published_specs(self) -> list[TensorSpec]:
         return self._published.published_specs()
