@@ -58,16 +58,16 @@ class _Recent:
     """Holds the pictures that were prepared last, up to `RECENT_BYTES`, and always the last one."""
 
     def __init__(self) -> None:
-        self._pictures: OrderedDict[str, SeenPicture] = OrderedDict()
-        self._bytes = 0
+        self.pictures: OrderedDict[str, SeenPicture] = OrderedDict()
+        self.bytes = 0
 
     def add(self, seen: SeenPicture) -> None:
         """Hold `seen`, and let go of the oldest ones beyond the limit."""
-        self._pictures[seen.sha256] = seen
-        self._bytes += seen.nbytes
-        while self._bytes > RECENT_BYTES and len(self._pictures) > 1:
-            _, old = self._pictures.popitem(last=False)
-            self._bytes -= old.nbytes
+        self.pictures[seen.sha256] = seen
+        self.bytes += seen.nbytes
+        while self.bytes > RECENT_BYTES and len(self.pictures) > 1:
+            _, old = self.pictures.popitem(last=False)
+            self.bytes -= old.nbytes
 
 
 class PictureIds:

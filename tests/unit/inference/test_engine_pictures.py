@@ -223,8 +223,8 @@ def test_distinct_pictures_leave_no_more_than_the_limit(vlm_folder: Folder, monk
     assert engine._pictures is not None
     ids = engine._pictures.ids
     assert engine.stats().encoded_pictures == 60
-    assert 0 < ids._recent_bytes <= limit
-    assert len(ids._by_first) == len(ids._seen) == len(ids._recent) < 5
+    assert 0 < ids._recent.bytes <= limit
+    assert len(ids._by_first) == len(ids._seen) == len(ids._recent.pictures) < 5
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "internvl", "gemma3"])
