@@ -323,32 +323,6 @@ def check_spans(pictures: Sequence[PlacedPicture | PictureRef], tokens: int) -> 
             raise ValueError(f"picture {number} ends at position {end}, and there are {tokens} tokens")
 
 
-def picture_symbols(
-    tokens_T: NDArray[np.integer], starts_S: NDArray[np.integer], pictures_S: Sequence[Sequence[PlacedPicture]]
-) -> NDArray[np.int64]:
-    """Return numbers `[T]` that are equal where tokens are and show the same place of the same picture.
-
-    Tokens outside of spans keep their ids; those in a span get negative numbers by picture and place in it.
-
-    Args:
-        tokens_T: ids of S samples, end to end.
-        starts_S: position of each sample's first token in T.
-        pictures_S: pictures of each sample, at positions within it; empty where no sample has any.
-    """
-    symbols_T = tokens_T.astype(np.int64)
-    first: dict[tuple[str, int], int] = {}
-    used = 0
-    for start, pictures in zip(starts_S.tolist(), pictures_S, strict=False):
-        for placed in pictures:
-            key = (placed.picture.sha256, placed.length)
-            if key not in first:
-                first[key] = used
-                used += placed.length
-            begin = start + placed.position
-            symbols_T[begin : begin + placed.length] = -1 - first[key] - np.arange(placed.length)
-    return symbols_T
-
-
 def size_of(data: bytes) -> tuple[int, int]:
     """Return width and height that the header of a PNG or JPEG file names.
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.api.picture import picture_symbols
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, block_rows, cut
 
@@ -79,6 +79,32 @@ class PrefixOrder:
             least = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
             shared[1:] = np.minimum(np.minimum(least, lengths[:-1]), lengths[1:])
         return Branches(members, lengths, shared)
+
+
+def picture_symbols(
+    tokens_T: NDArray[np.integer], starts_S: NDArray[np.integer], pictures_S: Sequence[Sequence[PlacedPicture]]
+) -> NDArray[np.int64]:
+    """Return numbers `[T]` that are equal where tokens are and show the same place of the same picture.
+
+    Tokens outside of spans keep their ids; those in a span get negative numbers by picture and place in it.
+
+    Args:
+        tokens_T: ids of S samples, end to end.
+        starts_S: position of each sample's first token in T.
+        pictures_S: pictures of each sample, at positions within it; empty where no sample has any.
+    """
+    symbols_T = tokens_T.astype(np.int64)
+    first: dict[tuple[str, int], int] = {}
+    used = 0
+    for start, pictures in zip(starts_S.tolist(), pictures_S, strict=False):
+        for placed in pictures:
+            key = (placed.picture.sha256, placed.length)
+            if key not in first:
+                first[key] = used
+                used += placed.length
+            begin = start + placed.position
+            symbols_T[begin : begin + placed.length] = -1 - first[key] - np.arange(placed.length)
+    return symbols_T
 
 
 def symbols(tokens_T: NDArray[np.integer], routing: NDArray[Any] | None) -> NDArray[np.integer]:

@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.columns import TOKEN, column
-from asyncrl.api.picture import Picture, PlacedPicture, picture_symbols
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SampleColumns, Trajectory, compared_episodes, join_routing, unrecorded
 from asyncrl.master.graph.types import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
-from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, symbols
+from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, picture_symbols, symbols
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
