@@ -36,7 +36,6 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
@@ -44,8 +43,9 @@ from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.rank.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.trainer.sized_model import count
-from asyncrl.trainer.sizing import Workload, need
+from asyncrl.trainer.sizing.attention_shape import packed_shape
+from asyncrl.trainer.sizing.memory import Workload, need
+from asyncrl.trainer.sizing.sized_model import count
 from gpu_rows.bench import GIB, Bench, Figure, grouped, tried
 from gpu_rows.machine import matmul_flops
 
@@ -206,7 +206,7 @@ def model_flops(config: Qwen2Config, tokens: int, pairs: int) -> float:
 
 
 def estimated(bench: Bench, variant: Variant, longest: int) -> int:
-    """Bytes that `trainer.sizing` expects at the peak."""
+    """Bytes that `trainer.sizing.memory` expects at the peak."""
     work = Workload(
         variant.engine,
         bench.dtype,

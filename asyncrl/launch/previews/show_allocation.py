@@ -29,12 +29,12 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
-from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.placement import engine_of, model_of, placement
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
-from asyncrl.trainer.sized_model import SizedModel, count
-from asyncrl.trainer.sizing import MemoryNeed, Workload, need, total
+from asyncrl.trainer.sizing.attention_shape import packed_shape
+from asyncrl.trainer.sizing.memory import MemoryNeed, Workload, need, total
+from asyncrl.trainer.sizing.sized_model import SizedModel, count
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
 

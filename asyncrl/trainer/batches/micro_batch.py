@@ -38,8 +38,8 @@ from asyncrl.trainer.batches.prefix_tree import (
     lay_out,
     pre_order,
 )
-from asyncrl.trainer.model.flex_attention import FlexStream
-from asyncrl.trainer.model.packed_attention import DeviceBlock
+from asyncrl.trainer.model.attention.flex_attention import FlexStream
+from asyncrl.trainer.model.attention.packed_attention import DeviceBlock
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,9 +53,9 @@ from asyncrl.models.transformers_internals import (
 )
 from asyncrl.runtime.process.torch_device import attention_kernel
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.model.flex_attention import FLEX
-from asyncrl.trainer.model.packed_attention import PACKED
-from asyncrl.trainer.model.varlen_attention import VARLEN, kernel_exists
+from asyncrl.trainer.model.attention.flex_attention import FLEX
+from asyncrl.trainer.model.attention.packed_attention import PACKED
+from asyncrl.trainer.model.attention.varlen_attention import VARLEN, kernel_exists
 from asyncrl.trainer.settings import AttentionImplementation
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,12 @@ from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logpr
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.batches.prefix_tree import Branches, PreOrder, Stream, lay_out, pre_order
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.model import layout_parity, packed_attention
+from asyncrl.trainer.model import layout_parity
+from asyncrl.trainer.model.attention import packed_attention
+from asyncrl.trainer.model.attention.packed_attention import PACKED
+from asyncrl.trainer.model.attention.varlen_attention import VARLEN, all_pairs
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
 from asyncrl.trainer.model.load_models import Critic
-from asyncrl.trainer.model.packed_attention import PACKED
-from asyncrl.trainer.model.varlen_attention import VARLEN, all_pairs
 from asyncrl.trainer.settings import AttentionImplementation
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
@@ -226,7 +227,7 @@ def test_torchs_variable_length_kernel_is_used_where_it_exists_and_is_right(
         query, key, value, ends, *rest = tensors
         return all_pairs(query, key, value, ends[[0, -1]], *rest, **options)
 
-    monkeypatch.setattr("asyncrl.trainer.model.varlen_attention.all_pairs", without_ends)
+    monkeypatch.setattr("asyncrl.trainer.model.attention.varlen_attention.all_pairs", without_ends)
     assert settle(model) == AttentionKind.tree
     assert model.config._attn_implementation == PACKED, "a kernel that mixes sequences is not used"
 

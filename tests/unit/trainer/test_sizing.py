@@ -33,15 +33,15 @@ from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_ranks
 from asyncrl.trainer.model import gradient_checkpointing
-from asyncrl.trainer.model.attention_shape import AttentionShape, packed_shape
+from asyncrl.trainer.model.attention.packed_attention import PACKED, DeviceBlock
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import Critic
-from asyncrl.trainer.model.packed_attention import PACKED, DeviceBlock
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
-from asyncrl.trainer.sized_model import count, sized
-from asyncrl.trainer.sizing import MemoryNeed, Workload, layer_bytes_per_token, need, total
+from asyncrl.trainer.sizing.attention_shape import AttentionShape, packed_shape
+from asyncrl.trainer.sizing.memory import MemoryNeed, Workload, layer_bytes_per_token, need, total
+from asyncrl.trainer.sizing.sized_model import count, sized
 
 BASE = {
     "hidden_size": 64,

@@ -29,9 +29,9 @@ from asyncrl.models.transformers_internals import register_attention
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.collectives import Group, exchange, leave
-from asyncrl.trainer.model.flex_attention import FLEX, flex_stream_attention
-from asyncrl.trainer.model.packed_attention import PACKED, packed_attention
-from asyncrl.trainer.model.varlen_attention import VARLEN, varlen_attention
+from asyncrl.trainer.model.attention.flex_attention import FLEX, flex_stream_attention
+from asyncrl.trainer.model.attention.packed_attention import PACKED, packed_attention
+from asyncrl.trainer.model.attention.varlen_attention import VARLEN, varlen_attention
 
 Attention = Callable[..., tuple[Tensor, None]]
 _PART = "stream_part"

@@ -22,12 +22,12 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.model import flex_attention
+from asyncrl.trainer.model.attention import flex_attention
+from asyncrl.trainer.model.attention.flex_attention import FLEX, visible_blocks
+from asyncrl.trainer.model.attention.packed_attention import PACKED, packed_attention
+from asyncrl.trainer.model.attention.varlen_attention import VARLEN, varlen_attention
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
-from asyncrl.trainer.model.flex_attention import FLEX, visible_blocks
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
-from asyncrl.trainer.model.packed_attention import PACKED, packed_attention
-from asyncrl.trainer.model.varlen_attention import VARLEN, varlen_attention
 from asyncrl.trainer.settings import OptimizerConfig
 
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.sharded import loader
 from asyncrl.trainer.engines.sharded.context_parallel import _across_ranks, cut_to_part, part_of
 from asyncrl.trainer.engines.sharded.select_layout import select_layout
-from asyncrl.trainer.model.flex_attention import flex_stream_attention
-from asyncrl.trainer.model.packed_attention import packed_attention
-from asyncrl.trainer.model.varlen_attention import varlen_attention
+from asyncrl.trainer.model.attention.flex_attention import flex_stream_attention
+from asyncrl.trainer.model.attention.packed_attention import packed_attention
+from asyncrl.trainer.model.attention.varlen_attention import varlen_attention
 from asyncrl.trainer.parallel.rank_position import World
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from asyncrl.models.transformers_internals import register_attention
-from asyncrl.trainer.model.packed_attention import packed_attention
+from asyncrl.trainer.model.attention.packed_attention import packed_attention
 
 VARLEN = "asyncrl_varlen"
 """Name of `varlen_attention` among transformers' attention functions."""

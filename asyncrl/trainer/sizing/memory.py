@@ -27,12 +27,12 @@ from math import lcm, prod
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
-from asyncrl.trainer.model.attention_shape import AttentionShape
 from asyncrl.trainer.model.chunked_logprobs import MAX_LOGITS_BYTES
 from asyncrl.trainer.parallel.layout import Layout, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.sized_model import ModelSizes, Parameter, SizedModel
+from asyncrl.trainer.sizing.attention_shape import AttentionShape
+from asyncrl.trainer.sizing.sized_model import ModelSizes, Parameter, SizedModel
 
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""

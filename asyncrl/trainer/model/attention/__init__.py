@@ -1,0 +1,1 @@
+"""Attention functions that training adds to transformers' own, a file each."""

@@ -1,0 +1,1 @@
+"""Sizes before anything starts: parameters and their cut, and the memory that a rank needs."""
