@@ -56,7 +56,7 @@ from asyncrl.algorithms.inputs import (
     SelectionOutput,
     ValueLossInputs,
 )
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import (
     Agent,

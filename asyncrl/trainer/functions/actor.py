@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.arithmetic.sums import Stats, count_stat, merge_stats
-from asyncrl.algorithms.objective import should_stop, weight_variance
+from asyncrl.algorithms.objective.objective import should_stop, weight_variance
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.functions.actor_loss import ActorLoss

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.arithmetic.sums import Stat, Stats
 from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch

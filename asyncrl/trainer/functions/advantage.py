@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic.sums import Stats, count_stat, mean_stat
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
-from asyncrl.algorithms.kl import k1, kl_token_rewards
+from asyncrl.algorithms.objective.kl import k1, kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.api.trajectory import role_of
 from asyncrl.config.plugin_code.catalog import resolve

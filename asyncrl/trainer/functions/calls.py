@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 from asyncrl.algorithms.arithmetic.sums import Stats, all_reduce_stats, values
 from asyncrl.algorithms.critic import ValueNorm, ValueObjective
-from asyncrl.algorithms.kl import KLController
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective.kl import KLController
+from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
-from asyncrl.algorithms.objective import approximate_prox_logprobs
+from asyncrl.algorithms.objective.objective import approximate_prox_logprobs
 from asyncrl.config.plugin_code.catalog import known, resolve
 from tests.examples import examples
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.arithmetic.sums import all_reduce_stats, merge_stats, values
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.config.plugin_code.catalog import known, resolve
 

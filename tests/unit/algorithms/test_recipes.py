@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.catalog import resolve

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, PolicyLossInputs, SelectionInputs
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec, ProximalMode
 from asyncrl.config.plugin_code.catalog import resolve
 

@@ -69,7 +69,7 @@ def my_loss(inputs, *, scale: float = 1.0):
 
 
 def my_correction(inputs, *, cap: float = 2.0):
-    from asyncrl.algorithms.corrections import token_truncate
+    from asyncrl.algorithms.objective.corrections import token_truncate
     return token_truncate(inputs)
 
 
@@ -79,12 +79,12 @@ def my_advantage(inputs, *, scale: float = 1.0):
 
 
 def my_kl(inputs, *, scale: float = 1.0):
-    from asyncrl.algorithms.kl import k2
+    from asyncrl.algorithms.objective.kl import k2
     return k2(inputs)
 
 
 def my_aggregation(mask_T, seq_ids_T, num_seqs, *, scale: float = 1.0):
-    from asyncrl.algorithms.aggregations import token_mean
+    from asyncrl.algorithms.objective.aggregations import token_mean
     return token_mean(mask_T, seq_ids_T, num_seqs)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.algorithms.arithmetic.sums import Stats
-from asyncrl.algorithms.kl import ema_update_
+from asyncrl.algorithms.objective.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs

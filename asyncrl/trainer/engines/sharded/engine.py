@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
-from asyncrl.algorithms.kl import ema_update_
+from asyncrl.algorithms.objective.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.weights.model_files.adapters import published_name
 from asyncrl.models.weights.versions.published import Published, TensorSpec
