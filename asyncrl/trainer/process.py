@@ -99,7 +99,7 @@ class ModelWorker(Worker):
         if device.type == "cuda":
             observer.gauges(partial(gpu_memory, device))
         joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
-        start_s = LONGEST_STARTS * config.system.start_timeout_s  # whether the others go on, the master sees
+        start_s = LONGEST_STARTS * config.system.start_timeout_s  # the master sees if the others still start
         self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
         observer.stage("loads the models")
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)

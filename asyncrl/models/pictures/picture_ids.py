@@ -1,7 +1,7 @@
 """Ids for the rows of pictures, beyond a model's vocabulary: equal ids are equal inputs.
 
-A picture is prepared once, as long as somebody holds it, and its rows have the ids `first ... first + rows - 1`. What
-was used last is held here, up to a limit in bytes.
+A picture is prepared once, as long as it is referenced, and its rows have the ids `first ... first + rows - 1`. The
+pictures that were prepared last are held here, up to a limit in bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.models.pictures.picture_processor import PictureProcessor
 LAST_ID: Final = (1 << 31) - 1
 """Ids fit 32 bits, by which prefixes are sorted."""
 RECENT_BYTES: Final = 256 << 20
-"""Prepared pictures, and their rows, that are held though no sample needs them, in bytes."""
+"""Bytes of prepared pictures, with their rows, that are held although no sample needs them."""
 
 
 class Rows(NamedTuple):
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False)
 class SeenPicture:
-    """A picture as the model takes it.
+    """A picture prepared for the model.
 
     Attributes:
         sha256: of its encoded bytes.
@@ -93,18 +93,18 @@ class PictureIds:
         self._recent = _Recent()
 
     def at(self, first: int) -> SeenPicture | None:
-        """The picture whose rows begin with the id `first`; None if there is none."""
+        """Return the picture whose rows begin with the id `first`; None if there is none."""
         return self._by_first.get(first)
 
     def of_row(self, row: int) -> SeenPicture | None:
-        """The picture that has the row of this id; None if there is none."""
+        """Return the picture that has the row of this id; None if there is none."""
         for first in range(row, self.first - 1, -1):
             if (seen := self.at(first)) is not None:
                 return seen if row < first + seen.rows else None
         return None
 
     def seen(self, picture: Picture) -> SeenPicture:
-        """`picture` prepared for the model; the same object as long as somebody holds it. For any thread.
+        """Prepare `picture` for the model; returns the same object as long as it is referenced. For any thread.
 
         Raises:
             PictureError: it is damaged.
@@ -125,8 +125,9 @@ class PictureIds:
             return found
 
     def shown(self, ids: Sequence[int], placed: Sequence[PlacedPicture]) -> tuple[list[int], list[SeenPicture]]:
-        """`ids` with the rows of pictures in the place of their placeholders, and the pictures, which whoever uses
-        these ids has to hold.
+        """Replace placeholders in `ids` by the rows of pictures. Return the new ids and the pictures.
+
+        The caller must keep the pictures alive as long as it uses these ids.
 
         Raises:
             ValueError: a picture's span has not as many placeholders as the picture has rows.
@@ -147,11 +148,11 @@ class PictureIds:
         return shown, pictures
 
     def plain(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with placeholders in the place of rows."""
+        """Return `ids` with placeholders in the place of rows."""
         return [token if token < self.first else self.token_id for token in ids]
 
     def within(self, ids: Sequence[int]) -> list[tuple[int, SeenPicture]]:
-        """The pictures of a sequence of ids, each with the position of its first row."""
+        """Return the pictures of a sequence of ids, each with the position of its first row."""
         return [(at, seen) for at, each in enumerate(ids) if each >= self.first and (seen := self.at(each))]
 
     def _take_ids(self, rows: int) -> int:

@@ -1,7 +1,7 @@
 """Pictures in a loaded vision-language model: tokens of their own.
 
 A placeholder has the same id whatever the picture. So each row that a picture puts in the place of a placeholder has an
-id of its own here, beyond the vocabulary: equal ids are equal inputs again, and whatever compares ids (tries of
+id of its own here, beyond the vocabulary: equal ids are equal inputs again, and code that compares ids (tries of
 prefixes, slots, copies) is right without knowing of pictures. The model's input embedding is extended by these rows:
 
     picture ──image processor──▶ SeenPicture (inputs of the tower, ids `first ... last`)
@@ -49,7 +49,7 @@ class _Table(NamedTuple):
     rows: Rows
 
     def places(self, ids_N: Tensor) -> Tensor:
-        """Indices [N] into the rows."""
+        """Return indices [N] into the rows."""
         owner_N = torch.searchsorted(self.firsts_P, ids_N, right=True) - 1
         return self.starts_P[owner_N] + ids_N - self.firsts_P[owner_N]
 
@@ -81,10 +81,10 @@ class Pictures:
 
     @classmethod
     def of(cls, model: PreTrainedModel, folder: Path, *, attach: bool = True) -> Pictures | None:
-        """The pictures of the model loaded from `folder`; None if it takes none.
+        """Return the pictures of the model loaded from `folder`; None if it takes none.
 
         Raises:
-            PictureModelError: it takes some, and its folder lacks what reads them in.
+            PictureModelError: it takes some, and its folder lacks files that are needed to prepare them.
         """
         if not takes_pictures(model):
             return None
@@ -103,7 +103,7 @@ class Pictures:
 
     @contextmanager
     def holding(self, ids: Tensor, *, keep: bool) -> Iterator[None]:
-        """Within it the embedding knows the rows of the pictures whose ids are in `ids`.
+        """Within this block the embedding knows the rows of the pictures whose ids are in `ids`.
 
         Args:
             keep: as of `VisionTower.rows`.
@@ -128,7 +128,7 @@ class Pictures:
             self._table = self._is_row = self._places = None
 
     def _of(self, ids: Tensor) -> list[SeenPicture]:
-        """The distinct pictures in `ids`, by first id."""
+        """Return the distinct pictures in `ids`, by first id."""
         rows = torch.unique(ids[ids >= self.ids.first]).tolist()
         found: list[SeenPicture] = []
         for each in rows:
@@ -173,7 +173,7 @@ class Pictures:
         return self._rope is not None
 
     def positions(self, ids: Sequence[int]) -> NDArray[np.int64]:
-        """Positions [3, L] of the tokens `ids`; of a model that has one for each token three times the same."""
+        """Return the positions [3, L] of the tokens `ids`; three equal ones if the model has one for each token."""
         length = len(ids)
         plain = np.broadcast_to(np.arange(length), (3, length))
         if self._rope is None:

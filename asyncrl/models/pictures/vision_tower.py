@@ -60,7 +60,7 @@ class VisionTower:
         return [cast(tuple[object, Rows], seen.kept)[1] for seen in pictures]
 
     def _encode(self, pictures: Sequence[SeenPicture]) -> list[Rows]:
-        """Rows of each picture, by the vision tower; pictures of one shape are computed together."""
+        """Return rows of each picture, by the vision tower; pictures of one shape are computed together."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for number, seen in enumerate(pictures):
             shape = tuple((name, tensor.shape[1:]) for name, tensor in sorted(seen.inputs.items()))
@@ -89,13 +89,13 @@ class VisionTower:
 
 
 def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
+    """Return the parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
     parts = (text_part(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 def _flat(rows: Any) -> Tensor:
-    """Rows [N, H] of what a tower returns: a tensor [..., H], or several."""
+    """Return rows [N, H] of what a tower returns: a tensor [..., H], or several."""
     parts = rows if isinstance(rows, (list, tuple)) else [rows]
     return torch.cat([part.flatten(0, -2) for part in parts])

@@ -147,7 +147,7 @@ def micro_batches(
     routing: Tensor | None = None,
     shown: ShownTokens | None = None,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of the sequences `seqs`; those of input length 0 are left out.
+    """Yield the micro-batches of the sequences `seqs`; those of input length 0 are left out.
 
     Args:
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
@@ -210,7 +210,7 @@ def _on_device(
     routing: Tensor | None,
     shown: ShownTokens | None,
 ) -> MicroBatch:
-    """The micro-batch of `layout` whose wanted tokens follow the input tokens `chosen`."""
+    """Return the micro-batch of `layout` whose wanted tokens follow the input tokens `chosen`."""
     arrays: dict[str, Ints] = {
         "sources": layout.sources,
         "positions": layout.positions if shown is None else shown.positions(layout.sources, layout.positions),
@@ -344,7 +344,7 @@ def _side_by_side(sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints,
 
 
 def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
-    """A stream in which every prefix lies once."""
+    """Return a stream in which every prefix lies once."""
     stream = lay_out(tree)
     sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
     sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
@@ -352,7 +352,9 @@ def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
 
 
 def _in_pre_order(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
-    """A stream in pre-order in which every prefix lies once; the padding at its end is the batch's first token."""
+    """Return a stream in pre-order in which every prefix lies once; the padding at its end is the batch's first
+    token.
+    """
     stream = pre_order(tree)
     sources, positions = (np.zeros(len(stream.ends), dtype=np.int64) for _ in range(2))
     sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I

@@ -57,7 +57,7 @@ class PrefixOrder:
 
     @classmethod
     def of(cls, tokens_T: NDArray[np.integer], starts_S: Ints, lengths_S: Ints) -> PrefixOrder:
-        """The order of sequences that lie end to end."""
+        """Return the order of sequences that lie end to end."""
         big_endian = tokens_T.astype(">u4")  # whose bytes compare as the tokens do
         sequences = [big_endian[start : start + size] for start, size in zip(starts_S, lengths_S, strict=True)]
         keys = [sequence.tobytes() for sequence in sequences]
@@ -70,7 +70,7 @@ class PrefixOrder:
         return cls(np.array(order, dtype=np.int64), shared, rank)
 
     def branches(self, seqs: Sequence[int], lengths_S: Ints) -> Branches:
-        """The trie of the sequences `seqs`, each cut to its length in `lengths_S`."""
+        """Return the trie of the sequences `seqs`, each cut to its length in `lengths_S`."""
         ranks = np.sort(self.rank[np.asarray(seqs, dtype=np.int64)])
         members = self.order[ranks]
         lengths = lengths_S[members]
@@ -242,7 +242,9 @@ class PreOrder(NamedTuple):
 
 
 def pre_order(tree: Branches) -> PreOrder:
-    """The stream of `tree` in pre-order: each branch's own tokens behind those that it shares with the one before."""
+    """Return the stream of `tree` in pre-order: each branch's own tokens behind those that it shares with the one
+    before.
+    """
     size = -(-tree.tokens // FLEX_BLOCK) * FLEX_BLOCK
     ends = np.arange(1, size + 1)
     paths: list[Ints] = []

@@ -140,14 +140,14 @@ class StepBatch:
         return self.seq_ids_T.device
 
     def minibatch(self, number: int) -> list[int]:
-        """The samples of minibatch `number` on this rank."""
+        """Return the samples of minibatch `number` on this rank."""
         return self._members[number]
 
     def __contains__(self, key: str) -> bool:
         return key in self._columns
 
     def __getitem__(self, key: str) -> Tensor:
-        """The tensor under `key`; a deferred one is computed at all generated tokens and kept.
+        """Return the tensor under `key`; a deferred one is computed at all generated tokens and kept.
 
         Raises:
             KeyError: no such key; the message lists those there are.
@@ -258,7 +258,7 @@ def build_step_batch(
 
 
 def _comparison_groups(groups: Sequence[SampleColumns]) -> tuple[NDArray[np.int64], list[str]]:
-    """Number [S] of each sample's comparison group, in order of first appearance, and the name of each group."""
+    """Return number [S] of each sample's comparison group, in order of first appearance, and the name of each group."""
     numbers: dict[tuple[int, str], int] = {}
     ids = [
         numbers.setdefault((rollout, name), len(numbers))
@@ -277,13 +277,13 @@ def _dtype_of(name: str) -> type[np.floating[Any]]:
 
 
 def _by_pass(minibatches: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """The minibatches of each group, `[G, E]`."""
+    """Return the minibatches of each group, `[G, E]`."""
     given: NDArray[np.int64] = np.array(minibatches, dtype=np.int64)
     return given if given.ndim == 2 else given[:, None]
 
 
 def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
-    """The routing of all groups' tokens, `StepBatch.routing`."""
+    """Return the routing of all groups' tokens, `StepBatch.routing`."""
     told = join_routing([group.routing for group in groups]) if groups else None
     if told is None:
         return None
@@ -293,7 +293,7 @@ def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
 
 
 def _pictures(groups: Sequence[SampleColumns]) -> list[tuple[PlacedPicture, ...]]:
-    """The pictures of all groups' samples, `StepBatch.pictures`."""
+    """Return the pictures of all groups' samples, `StepBatch.pictures`."""
     if not any(group.pictures for group in groups):
         return []
     table: dict[str, Picture] = {}  # rollouts that came in different messages may show the same

@@ -107,7 +107,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, or its parts of them, by their names in checkpoints."""
+        """Return this rank's parameters, or its parts of them, by their names in checkpoints."""
 
     @property
     @abstractmethod
@@ -191,13 +191,13 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def micro_batches(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
     ) -> Iterator[MicroBatch]:
-        """The micro-batches that score the tokens of `wanted_T` (bool) in the samples `seqs` (all by default)."""
+        """Return the micro-batches that score the tokens of `wanted_T` (bool) in the samples `seqs` (None: all)."""
         wanted = wanted_T.cpu().numpy()
         lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
         return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
 
     def _whole_sequences(self, batch: StepBatch, seqs: Sequence[int] | None) -> Iterator[MicroBatch]:
-        """Micro-batches of the samples `seqs` (None: all) to their last token."""
+        """Return micro-batches of the samples `seqs` (None: all) to their last token."""
         chosen = range(batch.num_seqs) if seqs is None else seqs
         return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, chosen)
 

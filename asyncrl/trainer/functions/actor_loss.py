@@ -91,7 +91,7 @@ class Selection:
 
 
 def _of_all_ranks(ranks: Ranks, values_T: Tensor) -> Tensor:
-    """`values_T`, in fp64, of all ranks, one after the other."""
+    """Join the `values_T` of all ranks, in fp64."""
     told = ranks.all_gather_bytes(values_T.double().cpu().numpy().tobytes())
     return torch.from_numpy(np.concatenate([np.frombuffer(each, np.float64) for each in told])).to(values_T.device)
 
@@ -124,7 +124,7 @@ class ActorLoss:
 
     @property
     def entropy(self) -> EntropyMode:
-        """How the loss uses entropies: with gradients in a bonus, else for statistics only."""
+        """Entropies that the loss gets: with gradients for a bonus, else for statistics only."""
         return EntropyMode.differentiable if self._objective.spec.entropy_coef != 0.0 else EntropyMode.constant
 
     def select(self, number: int) -> None:
@@ -133,7 +133,7 @@ class ActorLoss:
             self._selection.choose(number, self._ctx.ranks)
 
     def share(self, micro_batch: MicroBatch, outputs: PolicyOutputs, *, number: int) -> tuple[Tensor, Stats]:
-        """Loss share and statistics of a micro-batch of minibatch `number`."""
+        """Return loss share and statistics of a micro-batch of minibatch `number`."""
         if outputs.distributions_NV is None:
             inputs = self._inputs(micro_batch, outputs.logprobs_N, outputs.entropy_N, number)
             ref_N = None if self._ref_T is None else self._ref_T[micro_batch.targets_N]
@@ -150,7 +150,7 @@ class ActorLoss:
         return Stat(torch.full((), float(computed), device=device), torch.full((), float(whole), device=device))
 
     def no_stats(self) -> Stats:
-        """Statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the others."""
+        """Return statistics of no tokens: a rank without loss tokens then has the same keys as the others."""
         device = self._batch.device
         none_N = torch.zeros(0, device=device)
         ids_N = torch.zeros(0, dtype=torch.int64, device=device)

@@ -91,7 +91,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 
 def _roles_of_all_ranks(batch: StepBatch, ranks: Ranks) -> tuple[str, ...]:
-    """The roles of the comparison groups of all ranks, sorted. Every rank must call it."""
+    """Return the roles of the comparison groups of all ranks, sorted. Every rank must call it."""
     mine = json.dumps(sorted({role_of(name) for name in batch.group_names})).encode()
     return tuple(sorted({role for told in ranks.all_gather_bytes(mine) for role in json.loads(told)}))
 
@@ -109,7 +109,9 @@ def _rewards(ctx: CallContext, batch: StepBatch) -> Tensor:
 
 
 def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Tensor | None, Stats]:
-    """The KL penalty per token, between the policy at generation (or the proximal one, if read) and the reference."""
+    """Return the KL penalty per token, between the policy at generation (or the proximal one, if read) and the
+    reference.
+    """
     algorithm = ctx.config.algorithm
     if algorithm.kl_in == KLPlace.loss or algorithm.kl_coef == 0.0:
         return None, {}
@@ -140,7 +142,7 @@ def _of_teacher(ctx: CallContext, batch: StepBatch, teacher: TeacherConfig, mask
 
 
 def _policy_logprobs(ctx: CallContext, batch: StepBatch) -> Tensor:
-    """Log-probabilities [T] of the policy at generation, or of the proximal one if the call reads it."""
+    """Return log-probabilities [T] of the policy at generation, or of the proximal one if the call reads it."""
     return batch["prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"]
 
 

@@ -57,7 +57,7 @@ class CallContext:
     roles: Collection[str] = ()
 
     def policy(self, role: str | None = None, *, deferred: bool = False) -> PolicyEngine:
-        """The language model of `role` (the call's own by default).
+        """Return the language model of `role` (the call's own by default).
 
         Args:
             deferred: the engine is used after the call; its user then enters `on_device` itself.
@@ -71,7 +71,7 @@ class CallContext:
         return engine
 
     def value(self, role: str | None = None) -> ValueEngine:
-        """The critic or reward model of `role` (the call's own by default).
+        """Return the critic or reward model of `role` (the call's own by default).
 
         Raises:
             TypeError: that role has no scalar head.
@@ -88,7 +88,7 @@ class CallContext:
         return role in self.engines or role in self.roles
 
     def reduce(self, stats: Stats) -> StatValues:
-        """`stats` over all ranks, as numbers. Every rank must call it with the same keys."""
+        """Return `stats` over all ranks, as numbers. Every rank must call it with the same keys."""
         return dict(values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
 
     def _engine(self, role: str, *, deferred: bool = False) -> TrainingEngine:
@@ -172,7 +172,7 @@ class TrainState:
 
 
 def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
-    """The actor's objective as `algorithm` sets it."""
+    """Return the actor's objective as `algorithm` sets it."""
     kl_in_loss = algorithm.kl_coef > 0.0 and algorithm.kl_in == KLPlace.loss
     return ObjectiveSpec(
         policy_loss=_choice(algorithm.policy_loss),

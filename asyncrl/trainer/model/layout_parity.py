@@ -72,10 +72,10 @@ class ParityTestable(Protocol):
         """The transformers model in it, whose attention implementation is set along with `attention`."""
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The parameters of `network` by the names that they have in a new model."""
+        """Return the parameters of `network` by the names that they have in a new model."""
 
     def around(self, network: PreTrainedModel) -> ParityTestable:
-        """An engine that computes `network` as this one computes its own."""
+        """Return an engine that computes `network` as this one computes its own."""
 
     @property
     def pictures(self) -> Pictures | None:
@@ -85,7 +85,7 @@ class ParityTestable(Protocol):
         """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
+        """Return the same from the engine as in training, with all `sequences` in one micro-batch. Differentiable."""
 
 
 class SequenceLayout(NamedTuple):
@@ -322,7 +322,7 @@ class _Subject:
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
 
     def _fault_with_pictures(self) -> str | None:
-        """As `fault`, of sequences with pictures."""
+        """Return the fault of sequences with pictures, like `fault`."""
         network, together = self._engine.network, self._engine.together
 
         @torch.no_grad()

@@ -28,14 +28,14 @@ from asyncrl.trainer.settings import AttentionImplementation, VisionMode
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
-    """The layout that `model.attn_implementation` asks for; `layout_parity` finds out if the model allows it."""
+    """Return the layout that `model.attn_implementation` asks for; `layout_parity` finds out if the model allows it."""
     return first_layout(attn_implementation)[0]
 
 
 def load_causal_lm(
     path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
 ) -> PreTrainedModel:
-    """The causal language model in `path`, in evaluation mode: RL trains without dropout.
+    """Return the causal language model in `path`, in evaluation mode: RL trains without dropout.
 
     Raises:
         OSError: `path` holds no model.
@@ -72,7 +72,7 @@ def prepare_vision(
 def _pretrained(
     kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, **more: Any
 ) -> Any:
-    """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
+    """Return the model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
 
     The attention is set after loading, so that a model with its own attention keeps the one that transformers chooses
     (Falcon's eager attention with alibi differs from its other one: transformers 5.24 adds alibi twice). Flash
@@ -101,7 +101,7 @@ class Critic(nn.Module):
             nn.init.zeros_(parameter)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Values of hidden states [N, H], shape [N], in fp32."""
+        """Return values of hidden states [N, H], shape [N], in fp32."""
         value: Tensor = self.head(hidden.float()).squeeze(-1)
         return value
 
@@ -109,7 +109,7 @@ class Critic(nn.Module):
 def load_critic(
     path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
 ) -> Critic:
-    """An untrained critic on the trunk in `path`."""
+    """Return an untrained critic on the trunk in `path`."""
     return Critic(_pretrained(AutoModel, path, dtype, attn_implementation)).eval().to(device)
 
 
@@ -128,7 +128,7 @@ def load_reward_model(
     *,
     trained: bool = False,
 ) -> RewardModel:
-    """The sequence classifier with one label in `path`.
+    """Return the sequence classifier with one label in `path`.
 
     Args:
         trained: `path` may be a language model's folder: its trunk then gets a new head, at 0.
@@ -155,7 +155,7 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def as_classifier(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of a classifier with one label on the trunk of the model that `config` is of.
+    """Return the configuration of a classifier with one label on the trunk of the model that `config` is of.
 
     Raises:
         UnsupportedModelError: transformers has none.
@@ -170,7 +170,7 @@ def as_classifier(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def single_score(model: PreTrainedModel, path: str | Path) -> nn.Linear:
-    """The head of the classifier `model` from `path`.
+    """Return the head of the classifier `model` from `path`.
 
     Raises:
         ValueError: it has several labels, or is no linear head called `score`.

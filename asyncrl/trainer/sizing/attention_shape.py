@@ -31,7 +31,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, made: list[Block[Ints]], tokens: int) -> Self:
-        """The shape of a micro-batch of `tokens` input tokens with these blocks."""
+        """Return the shape of a micro-batch of `tokens` input tokens with these blocks."""
         queries = sum(block.rows * (block.queries or block.width) for block in made)
         keys = sum(block.rows * block.width for block in made)
         masked = sum(block.pairs for block in made if block.queries is not None)

@@ -223,7 +223,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, contex
 
 
 def _recomputed_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, context: int) -> int:
-    """Bytes per token of a layer that is recomputed, at the larger of its two peaks.
+    """Return bytes per token of a layer that is recomputed, at the larger of its two peaks.
 
     One is in the backward pass of the feed-forward: all that the layer keeps, and two gradients. The other is in the
     forward pass of attention, before the feed-forward keeps anything: queries, keys and values as projected, as
@@ -295,13 +295,13 @@ def _whole_for_a_while(
 
 
 def _units(shapes: Sequence[tuple[Parameter, tuple[int, ...]]]) -> Iterator[tuple[int | None, int]]:
-    """Values that are gathered together: a layer's; embedding, last norm and head are the root's (None)."""
+    """Yield values that are gathered together: a layer's; embedding, last norm and head are the root's (None)."""
     for unit in dict.fromkeys(parameter.layer for parameter, _ in shapes):
         yield unit, sum(prod(shape) for parameter, shape in shapes if parameter.layer == unit)
 
 
 def _shard(shape: tuple[int, ...], shards: int) -> int:
-    """Values of a tensor on one of `shards` ranks: cut along its first dimension, padded to equal parts."""
+    """Return values of a tensor on one of `shards` ranks: cut along its first dimension, padded to equal parts."""
     return -(-shape[0] // shards) * prod(shape[1:]) if shape else 1
 
 

@@ -98,7 +98,7 @@ class SizedModel:
         return sum(parameter.numel for parameter in self.parameters)
 
     def stage(self, layout: Layout, stage: int) -> Iterator[Parameter]:
-        """The parameters of a pipeline stage; the last one has a copy of a tied embedding."""
+        """Yield the parameters of a pipeline stage; the last one has a copy of a tied embedding."""
         layers = stage_layers(self.sizes.layers, layout.pipeline, stage)
         last = layout.pipeline - 1
         for parameter in self.parameters:
@@ -152,7 +152,9 @@ def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
 
 
 def _layers_name(model: PreTrainedModel, layers: int, beside: str) -> str:
-    """The name of the list of layers with a dot after it; unlike a vision tower's it is `beside` the embedding."""
+    """Return the name of the list of layers with a dot after it; unlike a vision tower's it is `beside` the
+    embedding.
+    """
     for name, module in model.named_modules():
         if name.startswith(beside) and isinstance(module, nn.ModuleList) and len(module) == layers:
             return f"{name}."
@@ -190,7 +192,7 @@ class _Cuts:
         self._sizes = sizes
 
     def described(self, name: str, parameter: nn.Parameter, layer: int | None, *, last: bool) -> Parameter:
-        """The parameter with its place and its cut."""
+        """Return the parameter with its place and its cut."""
         module, _, kind = name.rpartition(".")
         style = self._plan.get(_general(name)) or self._plan.get(_general(module), "")
         cut: int | None = None
@@ -205,5 +207,5 @@ class _Cuts:
 
 
 def _general(name: str) -> str:
-    """`model.layers.3.mlp` as the plan writes it: `model.layers.*.mlp`."""
+    """Return `model.layers.3.mlp` as the plan writes it: `model.layers.*.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -128,6 +128,6 @@ class EngineLearner:
 
 
 def _small_files(published: Path) -> dict[str, bytes]:
-    """Configuration and tokenizer in the folder of a version."""
+    """Return configuration and tokenizer in the folder of a version."""
     files = {"config.json": published / "config.json", **tokenizer_assets(published)}
     return {name: file.read_bytes() for name, file in files.items()}

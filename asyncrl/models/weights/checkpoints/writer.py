@@ -47,7 +47,7 @@ class _Writing:
 
 
 class Hosts(Protocol):
-    """The ranks' hosts, where each has a folder of its own, with all that its ranks hold."""
+    """The ranks' hosts, each with a separate folder of all that its ranks hold."""
 
     @property
     def hosts(self) -> Sequence[str]:

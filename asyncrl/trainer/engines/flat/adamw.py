@@ -67,7 +67,7 @@ class FlatAdamW(ScheduledAdamW):
         super().__init__([([(part, kept)], decay) for part, kept, decay in pairs], config, total_steps)
 
     def masters(self) -> list[Tensor]:
-        """The parameters' fp32 master values, in the order given; views."""
+        """Return the parameters' fp32 master values, in the order given; views."""
         views = self._views(self.flat.detach())
         return [views[name] for name in self._given]
 

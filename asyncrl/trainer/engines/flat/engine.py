@@ -108,7 +108,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """The trunk's output at every input token, shape [rows * width, H]."""
+        """Return the trunk's output at every input token, shape [rows * width, H]."""
         with self.replaying(micro_batch), self.vision.seeing(micro_batch):
             output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
@@ -167,7 +167,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def score(
         self, micro_batch: MicroBatch, entropy: EntropyMode = EntropyMode.none, *, distributions: bool = False
     ) -> PolicyOutputs:
-        """The outputs at the micro-batch's wanted tokens; differentiable."""
+        """Return the outputs at the micro-batch's wanted tokens; differentiable."""
         if distributions:
             all_NV = self._distributions(micro_batch)
             return PolicyOutputs(all_NV.gather(-1, micro_batch.tokens_N[:, None]).squeeze(-1), None, all_NV)
@@ -285,7 +285,7 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         return self._whole.gather(owners)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """The value of the prefix before each wanted token, [N]; differentiable."""
+        """Return the value of the prefix before each wanted token, [N]; differentiable."""
         return self._critic.values(self._hidden(micro_batch).index_select(0, micro_batch.predictors_N))
 
     def compute_gradients(
@@ -325,5 +325,5 @@ class FlatValueEngine(FlatEngine, ValueEngine):
 
 
 def _weights_of(network: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters by the names that they had before adapters came."""
+    """Return parameters by the names that they had before adapters came."""
     return {plain_name(name): each for name, each in network.named_parameters(remove_duplicate=False)}

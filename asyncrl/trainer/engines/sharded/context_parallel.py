@@ -64,7 +64,7 @@ class StreamPart:
         return self.width * self.parts - self.tokens
 
     def own(self, stream: Tensor, filled: int = 0) -> Tensor:
-        """This rank's part of a tensor whose dimension 0 is the stream's; padding is `filled`."""
+        """Return this rank's part of a tensor whose dimension 0 is the stream's; padding is `filled`."""
         padding = stream.new_full((self.padding, *stream.shape[1:]), filled)
         return torch.cat((stream, padding))[self.rank * self.width : (self.rank + 1) * self.width]
 
@@ -98,7 +98,7 @@ class StreamPart:
         return arrived.transpose(0, 1).flatten(1, 2)[None]
 
     def of_stream(self, own_WH: Tensor) -> Tensor:
-        """The whole stream [T, ...] on all ranks, from this rank's part [width, ...]."""
+        """Return the whole stream [T, ...] on all ranks, from this rank's part [width, ...]."""
         before = self.rank * self.width
         after = self.parts * self.width - before - self.width
         padded = F.pad(own_WH, (*(0, 0) * (own_WH.dim() - 1), before, after))
@@ -132,11 +132,11 @@ class Wanted:
         return self.local_N[self.own_M] if len(self.own_M) else self.local_N.new_zeros(1)
 
     def of(self, tokens_N: Tensor) -> Tensor:
-        """The wanted tokens at `places`."""
+        """Return the wanted tokens at `places`."""
         return tokens_N[self.own_M] if len(self.own_M) else tokens_N.new_zeros(1)
 
     def of_all(self, outputs_M: Tensor) -> Tensor:
-        """The outputs [N] of all parts, on all ranks, from those at `places`."""
+        """Return the outputs [N] of all parts, on all ranks, from those at `places`."""
         outputs_N = outputs_M.new_zeros(len(self.local_N))
         if len(self.own_M):
             outputs_N = outputs_N.index_copy(0, self.own_M, outputs_M)
@@ -146,13 +146,15 @@ class Wanted:
 
 
 def part_of(micro_batch: MicroBatch) -> StreamPart | None:
-    """The part of its stream that `micro_batch` was cut to; None: it is whole."""
+    """Return the part of its stream that `micro_batch` was cut to; None: it is whole."""
     part: StreamPart | None = micro_batch.model_inputs.get(_PART)
     return part
 
 
 def cut_to_part(micro_batch: MicroBatch, ranks: Ranks) -> MicroBatch:
-    """`micro_batch`, whose input is one stream, with the input of this rank's part; itself where `ranks` is one."""
+    """Return `micro_batch`, whose input is one stream, with the input of this rank's part; itself where `ranks` is
+    one.
+    """
     if ranks.world == 1:
         return micro_batch
     assert ranks.group is not None
@@ -171,7 +173,7 @@ def cut_to_part(micro_batch: MicroBatch, ranks: Ranks) -> MicroBatch:
 
 
 def _across_ranks(compute: Attention) -> Attention:
-    """`compute`, the attention of a whole stream, where each rank has a part of the tokens."""
+    """Return `compute`, the attention of a whole stream, where each rank has a part of the tokens."""
 
     def attention(
         module: nn.Module,
@@ -199,7 +201,7 @@ def _across_ranks(compute: Attention) -> Attention:
 
 
 def across_ranks(name: str) -> str:
-    """The name of the attention function `name` where each rank has a part of the tokens."""
+    """Return the name of the attention function `name` where each rank has a part of the tokens."""
     return f"{name}_across_ranks"
 
 

@@ -101,7 +101,7 @@ class ShardedLoader(EngineLoader):
 
 
 def _neighbours(place: RankPosition) -> Neighbours | None:
-    """This rank's pipeline; None where there is one stage."""
+    """Return this rank's pipeline; None where there is one stage."""
     assert place.mesh is not None
     if place.backwards is None:
         return None

@@ -53,7 +53,7 @@ class FlexStream:
         self._masks: dict[int | None, BlockMask] = {}
 
     def mask(self, window: int | None) -> BlockMask:
-        """The block mask of layers with a sliding `window`; None: they see their whole path."""
+        """Return the block mask of layers with a sliding `window`; None: they see their whole path."""
         if window not in self._masks:
             partly, wholly = visible_blocks(self._ends_T, self._depths_T, window)
             self._masks[window] = BlockMask.from_kv_blocks(
@@ -81,7 +81,9 @@ class FlexStream:
 
 
 def visible_blocks(ends_T: Tensor, depths_T: Tensor, window: int | None) -> VisibleBlocks:
-    """The blocks in which anything may be visible, as bool tensors. `partly` may hold blocks in which nothing is."""
+    """Return the blocks in which anything may be visible, as bool tensors. `partly` may hold blocks in which nothing
+    is.
+    """
     ends, depths = ends_T.view(-1, FLEX_BLOCK), depths_T.view(-1, FLEX_BLOCK)
     numbers = torch.arange(len(ends), device=ends_T.device)
     first_query = numbers[:, None] * FLEX_BLOCK
@@ -95,7 +97,9 @@ def visible_blocks(ends_T: Tensor, depths_T: Tensor, window: int | None) -> Visi
 
 
 def _listed(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks of keys of each of n blocks of queries, [1, 1, n], and their indices first, [1, 1, n, n]."""
+    """Return the number of blocks of keys of each of n blocks of queries, [1, 1, n], and their indices first, [1, 1,
+    n, n].
+    """
     order = torch.argsort(visible.int(), dim=1, descending=True, stable=True)
     return visible.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -116,7 +120,7 @@ def all_pairs(
     enable_gqa: bool,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """As `flex_attention`, with a [T, T] matrix for each head."""
+    """Compute `flex_attention` with a [T, T] matrix for each head."""
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -144,7 +148,7 @@ def flex_stream_attention(
     s_aux: Tensor | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of every token of a stream to its path; arguments and result as of `packed_attention`.
+    """Return attention of every token of a stream to its path; arguments and result as of `packed_attention`.
 
     Raises:
         NotImplementedError: the model does not hand `attention_blocks` down, or drops attention at random.

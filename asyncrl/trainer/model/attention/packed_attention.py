@@ -138,7 +138,9 @@ def _written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of rows [rows, heads, queries, size] with capped logits, sinks or both; see `DeviceBlock.visible`."""
+    """Return attention of rows [rows, heads, queries, size] with capped logits, sinks or both; see
+    `DeviceBlock.visible`.
+    """
     key, value = (_repeat_heads(tensor, query.shape[1] // tensor.shape[1]) for tensor in (key, value))
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

@@ -101,7 +101,7 @@ def all_pairs(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """As `varlen_attn`, of causal attention with the same ends for queries and keys: [T, heads, size] each.
+    """Compute `varlen_attn` of causal attention with the same ends for queries and keys: [T, heads, size] each.
 
     A token sees itself and, within its sequence, the `window_size[0]` tokens before it (-1: all).
     """
