@@ -1,6 +1,6 @@
 """Learning with AdamW by the engines that RL training uses: packed where that is proven right, adapters, layouts.
 
-`engine_objective` makes the loss with its engine; this module has the steps, checkpoints and results.
+`engine_objective` makes the loss with its engine, `versions` writes the model; this module has steps and checkpoints.
 
 A run's folder holds its checkpoints and, in `weights/`, the models at its start and at its end, so `asyncrl export`
 works as on an RL run. An interrupted run resumes from its newest checkpoint with the same result as without the
@@ -18,21 +18,16 @@ import torch
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
-from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.checkpoints.restore import restore_newest
 from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
-from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.models.weights.model_files.stored import MergedModel, StoredModel, from_folder
-from asyncrl.models.weights.versions.manifest import FileEntry, verify
-from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets, write_model
-from asyncrl.models.weights.versions.shared_files import SharedFiles
+from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
-from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
 from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.supervised.versions import ModelVersions
 
 
 class EngineLearner:
@@ -54,16 +49,17 @@ class EngineLearner:
         self, model: Path, run_dir: Path, config: SFTConfig, total: int, world: World, device: torch.device
     ) -> None:
         self._run_dir, self._checkpoint, self._world = run_dir, config.checkpoint, world
-        self._model, settings = model, engine_settings(config, model, total)
-        self._lora = config.model.lora if publishes_adapters(settings) else None
+        settings = engine_settings(config, model, total)
         self._objective = make_objective(config, settings, world.place(ACTOR), device)
         self._engine = self._objective.engine
         engines = {ACTOR: self._engine}
         state = restore_newest(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
         self.steps_done = 0 if state is None else int(state["version"])
         self._writer = CheckpointWriter(engines, (ACTOR,), world.everyone)
+        lora = config.model.lora if publishes_adapters(settings) else None
+        self._versions = ModelVersions(self._engine, model, run_dir / WEIGHTS_DIR, lora, world.everyone)
         if config.checkpoint.interval and not self.steps_done:
-            self._publish(0)
+            self._versions.publish(0)
 
     def learn(self, batch: Sequence[Demonstration]) -> Measures:
         """Take a step on `batch`, which is the same on all ranks. Return the figures of `batch` before the step.
@@ -103,31 +99,4 @@ class EngineLearner:
         with the files `beside` by name.
         """
         self._writer.close()
-        published = self._publish(step)
-
-        def write() -> None:
-            if not self._world.everyone.leads:
-                return
-            stored = StoredModel(verify(published), from_folder(published))
-            model = stored if self._lora is None else MergedModel(stored, (published / ADAPTERS_FILE).read_bytes())
-            own = model.beside() if isinstance(model, MergedModel) else _small_files(published)
-            if out_dir.exists():
-                atomic_dir.remove(out_dir)
-            write_model(model, out_dir, {**own, **beside}, self._world.everyone)
-
-        self._world.everyone.together(write, f"writing {out_dir}")
-
-    def _publish(self, version: int) -> Path:
-        root = self._run_dir / WEIGHTS_DIR
-        shared = SharedFiles(self._engine.model_config, tokenizer_assets(self._model))
-        if self._lora is not None:
-            specs, model_config = self._engine.published_specs(), self._engine.model_config
-            shared = SharedFiles(adapter_config(self._lora, str(self._model), specs, model_config))
-        ranks = self._world.everyone
-        return publish(self._engine, root, role=ACTOR, version=version, ranks=ranks, shared=shared)
-
-
-def _small_files(published: Path) -> dict[str, bytes]:
-    """Return configuration and tokenizer in the folder of a version."""
-    files = {"config.json": published / "config.json", **tokenizer_assets(published)}
-    return {name: file.read_bytes() for name, file in files.items()}
+        self._versions.export(self._versions.publish(step), out_dir, beside)
