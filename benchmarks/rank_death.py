@@ -46,7 +46,8 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.rank_position import World
     from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+    from asyncrl.trainer.rank.roles import build_rank
+    from asyncrl.trainer.rank.training_rank import TrainingRank
 
     def tell(what: str) -> None:
         print(what, generation, time.time(), time.process_time(), flush=True)

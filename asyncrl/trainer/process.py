@@ -45,8 +45,9 @@ from asyncrl.trainer.rank.measures import StepMeasures, gpu_memory
 from asyncrl.trainer.rank.model_calls import AheadScorer, ModelCalls
 from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests
-from asyncrl.trainer.rank.roles import ACTOR, TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.rank.sample_log import open_sample_logs
+from asyncrl.trainer.rank.training_rank import ACTOR, TrainingRank
 from asyncrl.trainer.rank.utilisation import Utilisation, peak_flops
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver

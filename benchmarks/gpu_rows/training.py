@@ -41,7 +41,8 @@ from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing.attention_shape import packed_shape
 from asyncrl.trainer.sizing.memory import Workload, need

@@ -21,7 +21,7 @@ from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from gpu_rows.bench import Bench, Figure, LeftOut, grouped, tried
 from gpu_rows.training import VARIANTS, rank_of, train_step
 

@@ -34,7 +34,8 @@ from asyncrl.trainer.functions.calls import CallContext, StatValues, find_functi
 from asyncrl.trainer.model import layout_parity
 from asyncrl.trainer.model.gradient_checkpointing import _Moved
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, TeacherConfig
 
 from ..late_stream import LateStream

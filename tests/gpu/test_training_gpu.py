@@ -28,7 +28,8 @@ from asyncrl.trainer.functions.calls import CallContext, StatValues, find_functi
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 
 CUDA = pytest.param(

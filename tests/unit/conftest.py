@@ -22,7 +22,8 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 
 VOCABULARY = 17
 

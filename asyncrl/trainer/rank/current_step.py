@@ -20,8 +20,8 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.messages import BeginStep, GridShare, MoveColumns, RunCall
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.rank.roles import ACTOR
 from asyncrl.trainer.rank.sample_log import SampleLog
+from asyncrl.trainer.rank.training_rank import ACTOR
 from asyncrl.trainer.trajectories.scored import detach
 
 

@@ -20,7 +20,7 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.rank.queued_requests import QueuedRequests, checkpoint_path
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 

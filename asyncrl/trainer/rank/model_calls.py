@@ -14,7 +14,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.messages import RunCall, ScoreAhead
 from asyncrl.trainer.rank.measures import StepMeasures
-from asyncrl.trainer.rank.roles import ACTOR, TrainingRank
+from asyncrl.trainer.rank.training_rank import ACTOR, TrainingRank
 from asyncrl.trainer.trajectories.inbox import Inbox
 from asyncrl.trainer.trajectories.scored import detach, scores_of
 

@@ -38,7 +38,7 @@ from asyncrl.trainer.messages import (
 from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.measures import StepMeasures
 from asyncrl.trainer.rank.model_calls import AheadScorer, ModelCalls
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 

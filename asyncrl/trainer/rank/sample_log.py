@@ -26,7 +26,7 @@ from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, wr
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import ACTOR
+from asyncrl.trainer.rank.training_rank import ACTOR
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 
 
 class Versions:

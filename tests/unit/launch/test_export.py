@@ -30,7 +30,7 @@ from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
 from tests.tiny_vlm import picture
 from tests.vlm_batches import vlm_trajectories

@@ -17,7 +17,7 @@ from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

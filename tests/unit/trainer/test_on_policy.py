@@ -22,7 +22,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.model.load_models import load_causal_lm
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from tests.engine_steps import run
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

@@ -31,7 +31,7 @@ from asyncrl.trainer.checks import check
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.functions.calls import CallContext, StatValues, TrainState, find_function, run_call
 from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import SOURCE_NUMBER, RoleRanks, TeacherConfig
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

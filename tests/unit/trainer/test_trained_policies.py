@@ -32,7 +32,8 @@ from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.current_step import parts_of_policies
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
 

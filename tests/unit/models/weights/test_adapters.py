@@ -28,7 +28,7 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.messages import Publish as PublishRequest
 from asyncrl.trainer.model.lora import adapter_config, add_adapters
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 

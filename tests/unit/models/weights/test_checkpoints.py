@@ -32,7 +32,7 @@ from asyncrl.models.weights.versions.manifest import (
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 
 from ....late_stream import LateStream
 

@@ -31,7 +31,7 @@ from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import StatValues
 from asyncrl.trainer.model.load_models import load_causal_lm
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.trajectories.inbox import record_of
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]

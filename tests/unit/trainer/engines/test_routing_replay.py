@@ -32,7 +32,7 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation
 from tests.engine_steps import run
 

@@ -22,7 +22,7 @@ from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.roles import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 
 LIMIT_S = 600.0
 Body = Callable[[World], Any]

@@ -19,7 +19,8 @@ from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.host_folders import MemoryCheckpointLost
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 
 pytestmark = pytest.mark.slow
 

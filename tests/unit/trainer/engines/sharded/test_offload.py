@@ -23,7 +23,8 @@ from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import TrainingRank, build_rank
+from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, ReferenceMode
 
 pytestmark = pytest.mark.slow
