@@ -18,8 +18,10 @@ from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.trainer import checks
-from asyncrl.trainer.checks import check, hugging_face_folder, warnings
+from asyncrl.trainer.checks import check, warnings
+from asyncrl.trainer.checks import model as model_checks
 from asyncrl.trainer.checks.algorithm import NEEDS_VALUES
+from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
@@ -40,7 +42,12 @@ NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SetGpus:
     """Sets the number of GPUs that this machine shows."""
-    return lambda count: monkeypatch.setattr(checks, "count_gpus", lambda: count)
+
+    def show(count: int) -> None:
+        for module in (checks, model_checks):
+            monkeypatch.setattr(module, "count_gpus", lambda: count)
+
+    return show
 
 
 @pytest.fixture
