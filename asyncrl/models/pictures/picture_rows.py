@@ -186,7 +186,7 @@ class Pictures:
         """Return the difference between the position of a token after `ids` and its place.
 
         Raises:
-            ValueError: a picture follows another at once, and the model would take them for one.
+            ValueError: two pictures are adjacent, and the model would take them for one.
         """
         if self._rope is None and not self.two_way:
             return 0

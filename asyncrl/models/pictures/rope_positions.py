@@ -41,7 +41,7 @@ class RopePositions:
             within: the pictures of a prompt, each with the position of its first row.
 
         Raises:
-            ValueError: a picture follows another at once.
+            ValueError: two pictures are adjacent.
         """
         if not within:
             return np.zeros((3, 0), np.int64), 0
@@ -67,10 +67,10 @@ class RopePositions:
 
 
 def check_apart(within: Sequence[tuple[int, SeenPicture]]) -> None:
-    """Check that there is a token between each picture and the next: the model would take two at once for one.
+    """Check that there is a token between each picture and the next: the model would take adjacent ones for one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: two pictures are adjacent.
     """
     for (at, before), (after, _) in pairwise(within):
         if at + before.rows == after:

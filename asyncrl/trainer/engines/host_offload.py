@@ -3,9 +3,9 @@
     on the device   ──▶  storages filled: copied from the host
     idle            ──▶  copied to the host (pinned where the device is a GPU), storages emptied
 
-Tensors, their views and everything that shares their storage stay the same objects; only storages are emptied and
-filled, as FSDP does with gathered parameters. So the holders of a tensor (an optimizer, a flat vector's views, FSDP2)
-need not know. While a role is idle its tensors have shape and type but no values, and reading them crashes.
+Tensors and their views stay the same objects. Only storages are emptied and filled, as FSDP does with gathered
+parameters. So the holders of a tensor (an optimizer, a flat vector's views, FSDP2) need not know. While a role is idle
+its tensors have shape and type but no values, and reading them crashes.
 
 On a CPU the host is the device: the same happens, without a benefit.
 """

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from asyncrl.observe.settings import ProfileConfig
 from asyncrl.trainer.rank import utilisation
+from asyncrl.trainer.rank.measures import StepMeasures
+from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.utilisation import Utilisation, measured_peak, peak_flops
 
 
@@ -44,6 +48,23 @@ def test_a_role_that_is_not_counted_leaves_no_figure(clock: SimpleNamespace) -> 
     rank = Utilisation({"actor": _engine(5.0), "ref": _engine(None)}, peak=1000.0)
     assert rank.end_step() is None
     assert rank.gauges() == {"computing_s": 0.0, "peak_flops": 1000.0}
+
+
+def test_a_step_ends_with_its_speed_peak_memory_and_profile(clock: SimpleNamespace, tmp_path: Path) -> None:
+    actor, cpu = _engine(0.0), torch.device("cpu")
+    profile = StepProfile(ProfileConfig(steps=[2], ranks=[0]), 0, tmp_path / "profile", cpu)
+    measures = StepMeasures(Utilisation({"actor": actor}, peak=1000.0), profile, cpu)
+    for step in (1, 2):
+        measures.begin(step)
+        with measures.call("actor_train"):
+            clock.now += 2.0
+            actor.flops += 500.0
+        with measures.computing():
+            clock.now += 3.0
+        ended = measures.end()
+        assert (ended.flops_per_s, ended.mfu) == (100.0, 0.1)
+        assert ended.memory_bytes > 1 << 20
+    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["step-2.rank-0.trace.json.gz"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 The parity check of a layout (`trainer.model.layout_parity`) needs a whole model. It looks for tokens of one sequence
 that influence another sequence, which depends on the code of the layers and not on their number or values. So the
-grid's first rank checks a model of the same configuration with random weights, a small vocabulary and the fewest layers
-that include one of each kind, and sends the result to the others.
+grid's first rank checks a small model of the same configuration, and sends the result to the others. That model has
+random weights, a small vocabulary and the fewest layers that include one of each kind.
 
 If ranks have parts of the tokens (`c`), the ranks of the first copy then compute the same small model together, as they
 will in training. They compare the result with transformers' plain forward, which differs if anything but attention
