@@ -30,7 +30,7 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.models.weights.staging.client import StagingClient
 from asyncrl.models.weights.staging.messages import StageRequest
-from asyncrl.models.weights.staging.process import StagingService
+from asyncrl.models.weights.staging.service import StagingService
 from asyncrl.models.weights.versions.manifest import Manifest, TensorEntry, file_entry, write_manifest
 
 LEARNING_RATES = (1e-4, 1e-5, 1e-6)

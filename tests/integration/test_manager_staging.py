@@ -18,7 +18,7 @@ from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.weights.staging.messages import INPUTS, MODEL
-from asyncrl.models.weights.staging.process import StagingService
+from asyncrl.models.weights.staging.service import StagingService
 from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 
 HOSTS = 5

@@ -24,7 +24,8 @@ from asyncrl.models.weights.staging import client as client_module
 from asyncrl.models.weights.staging import fetch, store
 from asyncrl.models.weights.staging.client import StagingClient, source_failed
 from asyncrl.models.weights.staging.messages import INPUTS, MODEL, StageReply, StageRequest
-from asyncrl.models.weights.staging.process import StagingService, send_observed
+from asyncrl.models.weights.staging.process import send_observed
+from asyncrl.models.weights.staging.service import StagingService
 from asyncrl.models.weights.versions.manifest import (
     Manifest,
     TensorEntry,
