@@ -71,14 +71,14 @@ class TrainLoop:
             RestartTrainer: the ranks are not between two steps, so no MasterWorker can continue with them.
             Exception: another process failed. Complete steps are saved first, if possible.
         """
-        beside = asyncio.create_task(self.parts.clock.keep()), asyncio.create_task(self._watch_filters())
+        beside = asyncio.create_task(self.parts.stall.clock.keep()), asyncio.create_task(self._watch_filters())
         try:
             try:
                 await self._beginning.run()
-                while not self.parts.complete:
+                while not self.parts.run.complete:
                     await self.step()
             except StopRequested:
-                _log.info("asked to stop: ending at version %d", self.parts.version)
+                _log.info("asked to stop: ending at version %d", self.parts.run.version)
             await self._finish()
         except RestartTrainer:
             raise
@@ -94,7 +94,7 @@ class TrainLoop:
     async def step(self) -> None:
         """From version v to v + 1."""
         batch, waited_s = await self._wait_for_batch()
-        switched_s = await self.parts.turns.take(self.parts.version)
+        switched_s = await self.parts.turns.take(self.parts.run.version)
         step = await self._train(batch, waited_s)
         if self.parts.turns.guests:
             step.measured["time/switch_s"] = switched_s
@@ -109,9 +109,9 @@ class TrainLoop:
         """
         if self.parts.stop.is_set():
             raise StopRequested
-        began, step = perf_counter(), self.parts.version + 1
+        began, step = perf_counter(), self.parts.run.version + 1
         with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", step=step):
-            batch = await self.parts.batches.next(self.parts.version)
+            batch = await self.parts.batches.next(self.parts.run.version)
         await self.parts.checkpoints.look()
         return batch, perf_counter() - began
 
@@ -124,50 +124,48 @@ class TrainLoop:
         self._model_in_step = True
         config = parts.config
         dealing = Dealing.of(config)
-        training = observer.doing(f"trains step {parts.version + 1}", "train", step=parts.version + 1)
-        async with profiled(config.profile, parts.run_dir, parts.version + 1):
+        training = observer.doing(f"trains step {parts.run.version + 1}", "train", step=parts.run.version + 1)
+        async with profiled(config.profile, parts.run_dir, parts.run.version + 1):
             with training:
                 await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
-                stats: Row = await parts.executor.run(config.idle_policies(parts.version))
+                stats: Row = await parts.executor.run(config.idle_policies(parts.run.version))
                 ended = await parts.ranks.all(EndStep())
-        parts.buffer.mark_trained(batch)
-        parts.version += 1
+        parts.run.trained(batch)
         self._model_in_step = False
         times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
-        times |= parts.batches.ahead.pop_metrics(batch) | of_ranks(ended)
-        if parts.config.buffer.order.path:
-            times["rollout/order_failed"] = float(parts.batches.order.failures)
-        return CompleteStep(parts.version, batch, stats | times)
+        times |= parts.batches.pop_metrics(batch) | of_ranks(ended)
+        return CompleteStep(parts.run.version, batch, stats | times)
 
     async def _watch_filters(self) -> None:
         """Warn on the terminal if filters drop nearly every group."""
-        parts = self.parts
+        parts, run = self.parts, self.parts.run
         tell = partial(remark, parts.run_dir)
-        await watch_filters(self._filtered, parts.peers.manager, lambda: parts.version, lambda: len(parts.buffer), tell)
+        await watch_filters(self._filtered, parts.peers.manager, lambda: run.version, lambda: len(run.buffer), tell)
 
     async def _finish(self) -> None:
         parts = self.parts
-        if parts.complete:
+        if parts.run.complete:
             with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
                 await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
         else:
             await parts.announcer.close()
             await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)
-        if parts.publishing.on_disk != parts.version:
-            await parts.publish(to_disk=True)  # the policy that the run leaves behind
-        await parts.reports.last(parts.version)
+        if parts.publishing.on_disk != parts.run.version:
+            in_use = parts.reports.state.told.status.versions_in_use
+            await parts.publishing.publish(parts.run.version, in_use, to_disk=True)  # the run leaves this policy behind
+        await parts.reports.last(parts.run.version)
         await parts.checkpoints.finish()
-        if parts.unsaved:
-            await parts.save()
+        if parts.checkpoints.unsaved:
+            await parts.checkpoints.begin()
             await parts.checkpoints.finish()
-        if parts.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
+        if parts.run.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             parts.turns.give()
             await self._last_evaluation()
-        await parts.reports.close_books(parts.version, complete=parts.complete)
-        books = parts.reported.told.books
-        parts.ledger.end(parts.version, books)
-        write_summary(parts.run_dir, parts.version, parts.config.total_train_steps, books, parts.metrics_log)
-        check_books(books, parts.version * parts.config.train_batch_size)
+        await parts.reports.close_books(parts.run.version, complete=parts.run.complete)
+        books = parts.reports.state.told.books
+        parts.ledger.end(parts.run.version, books)
+        write_summary(parts.run_dir, parts.run.version, parts.config.total_train_steps, books, parts.metrics_log)
+        check_books(books, parts.run.version * parts.config.train_batch_size)
 
     async def _last_evaluation(self) -> None:
         try:
@@ -183,8 +181,8 @@ class TrainLoop:
         try:
             await self._save_last_step()
         except Exception as error:
-            _log.warning("version %d could not be saved: %s", self.parts.version, error)
-        write_books(self.parts.run_dir, self.parts.version, self.parts.reported.told.books)
+            _log.warning("version %d could not be saved: %s", self.parts.run.version, error)
+        write_books(self.parts.run_dir, self.parts.run.version, self.parts.reports.state.told.books)
 
     async def _save_last_step(self) -> None:
         """Save the last complete step; wait for a checkpoint in progress, which is always of a complete step."""
@@ -193,15 +191,15 @@ class TrainLoop:
             await parts.checkpoints.finish()
         except Exception as error:
             _log.warning("the checkpoint in progress could not be written: %s", error)
-        if self._model_in_step or not parts.version:
+        if self._model_in_step or not parts.run.version:
             return
-        if not parts.steps.may_tell_of(parts.version):
+        if not parts.steps.may_tell_of(parts.run.version):
             return  # the successor trains this step again, and the ledger must not have it before
-        await parts.reports.last(parts.version)
-        if parts.unsaved:
-            await parts.save()
+        await parts.reports.last(parts.run.version)
+        if parts.checkpoints.unsaved:
+            await parts.checkpoints.begin()
             await parts.checkpoints.finish()
-            _log.info("saved version %d", parts.version)
+            _log.info("saved version %d", parts.run.version)
 
     async def _close(self) -> None:
         parts = self.parts

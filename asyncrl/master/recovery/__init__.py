@@ -24,6 +24,7 @@ Deaths, and where the run continues (`beginning.find`):
 both safe: **no process outside the trainer sees a step before its state is complete.** So a successor knows at least as
 much as the others. Reports that were sent already are sent again; receivers recognise them by id or version.
 
+    run_state             the master's part of every state
     memory_checkpointer   the state after each step: begun, completed, loaded; what may be reported
     recorded              the state that the ledger's lines add up to
     step_end              the end of a step

@@ -283,8 +283,8 @@ async def play(
     run = await begin(run, then)
     if not run.begun:
         run = await begin(run, None)
-    while run.loop.parts.version < STEPS:
-        if run.loop.parts.version == STEPS - 1:
+    while run.loop.parts.run.version < STEPS:
+        if run.loop.parts.run.version == STEPS - 1:
             await deliver(run, STEPS - 1)
         await run.loop.step()
     await run.loop._finish()
@@ -303,7 +303,7 @@ def check(run: Run, folder: Path) -> None:
     assert outcome.trained == STEPS * BATCH
     assert dict(outcome.dropped) == {"failed": STEPS, "duplicate_prompt": STEPS}
     prompts = {f"e0-{order}" for order in range(STEPS * PLACES)}
-    assert set(outcome.used) == set(run.loop.parts.buffer.used) == prompts
+    assert set(outcome.used) == set(run.loop.parts.run.buffer.used) == prompts
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert run.board.versions == sorted(run.board.versions)
     assert set(run.board.versions) == set(range(1, STEPS + 1))
