@@ -220,7 +220,7 @@ def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> Callable[[
 async def bury(run: Run) -> None:
     """Take away what a process takes along: what it has not handed to the kernel, and its tasks."""
     parts = run.loop.parts
-    parts.ledger._unwritten.clear()
+    parts.ledger._files._unwritten.clear()
     parts.ledger.close()
     await parts.reports.close()
     await parts.collector.close()

@@ -102,7 +102,7 @@ def play_again(schedule: Schedule, prompt: str) -> None:
 
 def dropped_lines(schedule: Schedule) -> list[tuple[str, str]]:
     """Reason and fate of the prompt of every drop in the ledger."""
-    schedule.ledger.write()
+    schedule.ledger.lines_written()
 
     def find(place: str, what: str) -> None:
         raise AssertionError(what)
