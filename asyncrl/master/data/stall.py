@@ -88,7 +88,7 @@ class StallWatch:
                 gate = await self._manager.describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
-        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
+        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in self._collector.silent)
         return (
             f"no train step for {self.limit_s:g} s (system.stall_timeout_s): step {version} waits for {what}; "
             f"{self._buffer.describe()}; {gate}{silent}"

@@ -81,7 +81,7 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run.loop.parts.stall.limit_s = 0.3
     async with running(run) as task:
         await until(lambda: run.manager.told is not None)
-        run.loop.parts.collector.silent.add(0)
+        run.loop.parts.collector._heads[0].silent = True
         with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
             await task
 
