@@ -16,8 +16,8 @@ from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.score_ahead import AheadScorer
 from asyncrl.master.data.stall import StallWatch
-from asyncrl.master.guest_turns import DeviceTurns
 from asyncrl.master.offline.replay import OfflineGate
+from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.settings import OnStale
 
 _log = logging.getLogger(__name__)

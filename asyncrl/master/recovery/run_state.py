@@ -9,7 +9,7 @@ from asyncrl.master.books.reports import ReportState
 from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.metrics.metrics_log import MetricsLog
-from asyncrl.master.win_rates import WinRates
+from asyncrl.master.metrics.win_rates import WinRates
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 
 

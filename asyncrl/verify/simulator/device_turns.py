@@ -12,7 +12,7 @@ from asyncrl.manager.messages import WaitRestingReply
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.stall import StallWatch
-from asyncrl.master.guest_turns import DeviceTurns
+from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.verify.simulator.setup import Setup
 

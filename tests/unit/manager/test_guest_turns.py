@@ -188,7 +188,7 @@ class World:
         self.store.turn = TrainerTurn(number + 1, training=training, version=self.store.version)
 
     def train(self) -> None:
-        """The master does its next step: as `asyncrl.master.guest_turns` has it."""
+        """The master does its next step: as `asyncrl.master.peers.guest_turns` has it."""
         match self.phase:
             case "begins":
                 self._announce(training=False)
