@@ -48,7 +48,8 @@ from asyncrl.verify.simulator.host.cores import Cores
 from asyncrl.verify.simulator.host.processes import Announcements, Processes
 from asyncrl.verify.simulator.master_loop import MasterLoop, TrainCounts
 from asyncrl.verify.simulator.servers.engine_model import EngineCounts
-from asyncrl.verify.simulator.servers.faults import Fleet
+from asyncrl.verify.simulator.servers.faults import ServerFaults
+from asyncrl.verify.simulator.servers.fleet import Fleet
 from asyncrl.verify.simulator.servers.lengths import Lengths
 from asyncrl.verify.simulator.setup import Outcome, Setup
 from asyncrl.verify.simulator.simulated_code import SimulatedCode
@@ -100,13 +101,10 @@ class Simulation:
         )
         self.network.hosts["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (Empty, self._status)})
         lengths: Lengths = setup.lengths.coarse(setup.grain)
-        self.fleet = Fleet(
-            *(setup.servers, setup.engine.coarse(setup.grain), lengths, self.network, self.fleet_runner.registered),
-            setup.faults,
-            lease_s=setup.lease_s,
-            seed=setup.seed,
-            cores=cores,
-        )
+        self.faults = ServerFaults(setup.faults, setup.servers, lease_s=setup.lease_s, seed=setup.seed)
+        engine = setup.engine.coarse(setup.grain)
+        models = [self.faults.model_of(index, engine) for index in range(setup.servers)]
+        self.fleet = Fleet(models, lengths, self.network, self.fleet_runner.registered, cores)
         self.master = MasterLoop(
             setup,
             self.on,
@@ -140,7 +138,7 @@ class Simulation:
         self.fleet.start()
         background = [
             asyncio.create_task(self.fleet_runner.run()),
-            asyncio.create_task(self.fleet.run()),
+            asyncio.create_task(self.faults.run(self.fleet)),
             asyncio.create_task(self._leases()),
             *(asyncio.create_task(self._worker(index)) for index in range(setup.workers)),
         ]
@@ -312,8 +310,8 @@ class Simulation:
             interrupted=served.interrupted / served.generated if served.generated else 0.0,
             retracted=served.retracted,
             dropped=dict(self.master.reports.books.dropped),
-            deaths=self.fleet.deaths,
-            silences=self.fleet.silences,
+            deaths=self.faults.deaths,
+            silences=self.faults.silences,
             virtual_s=virtual_s,
             real_s=real_s,
             calls=self.network.calls,
