@@ -29,6 +29,7 @@ much as the others. Reports that were sent already are sent again; receivers rec
     recorded              the state that the ledger's lines add up to
     step_end              the end of a step
     beginning             the beginning of a MasterWorker, up to its next step
+    run_end               the end of the run: the last checkpoint, books and summary
     checkpoints           the run's checkpoints on disk
 
 `asyncrl.runtime.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and removes,

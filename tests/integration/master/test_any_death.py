@@ -287,8 +287,8 @@ async def play(
         if run.loop.parts.run.version == STEPS - 1:
             await deliver(run, STEPS - 1)
         await run.loop.step()
-    await run.loop._finish()
-    await run.loop._close()
+    await run.loop._run_end.finish()
+    await run.loop._run_end.close()
     check(run, folder)
 
 
