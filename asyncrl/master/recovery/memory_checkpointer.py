@@ -101,7 +101,7 @@ class MemoryCheckpointer:
         await self._complete(version)
 
     async def load(self, announced: int) -> dict[str, Any] | None:
-        """Have the ranks restore the kept state; return the master's part, None if there is none.
+        """Have the ranks restore the kept state; return the master's part; None without a kept state.
 
         Args:
             announced: the version that others know.
