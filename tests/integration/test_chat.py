@@ -121,7 +121,7 @@ async def test_a_conversations_log_probabilities_are_those_of_its_sample(
     """Three turns, answers cut off among them: each sampled token was drawn after the tokens that stand before it."""
     prompt, chat = prompt_of(tokenizer)
     async with policy_of(model, tokenizer, new_tokens_per_chunk=7) as policy:
-        client = EpisodeClient(policy, prompt, 0, chat)
+        client = EpisodeClient(policy, prompt, chat)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "2+2?"}]
         for text in ("sure? <|im_end|>", "\u4f60\u597d", ""):
             reply = await client.chat(messages)
