@@ -19,10 +19,7 @@ from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import GenerationBackend, finds_stop_strings, wants_prefix_first
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.routers import routing_shape_of
 from asyncrl.models.weights.staging.client import StagingClient
 from asyncrl.models.weights.staging.messages import INPUTS, LAUNCHER_HOST
 from asyncrl.observe import observer
@@ -30,12 +27,12 @@ from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.servers import capabilities_of
 from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.embeddings import embedder_at
-from asyncrl.rollout.user_code.prompts import pictures_taken
 from asyncrl.rollout.user_code_pool.errors import failed_user_code
 from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
@@ -75,7 +72,8 @@ class RolloutWorker(AsyncWorker):
         if self._components.conversations.format is not None:
             for line in self._components.conversations.format.findings.lines():
                 self.log.info("chat template: %s", line)
-        rollout, mode = self.config.rollout, self.config.manager.update_mode
+        rollout = self.config.rollout
+        can = capabilities_of(self.config, self._components.vocab_size, self._components.tokenizer.decode_all)
         url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(
@@ -88,18 +86,11 @@ class RolloutWorker(AsyncWorker):
                 embedder_at(self.resolver, self.config.rollout.encoder, self.http_security) as embedder,
                 RolloutClient(
                     manager,
+                    can,
                     security=self.http_security,
                     max_concurrent=rollout.max_concurrent + self._evaluations_at_a_time,
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
-                    vocab_size=self._components.vocab_size,
-                    decode=self._components.tokenizer.decode_all,
-                    servers_stop=finds_stop_strings(self.config.generation),
-                    frozen=[policy.name for policy in self.config.policies if policy.url is not None],
-                    servers_cache=wants_prefix_first(self.config.generation) and mode != UpdateMode.in_place,
-                    pictures=pictures_taken(self.config) is not None,
-                    inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
-                    routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):
                 self._components.embed_with(embedder)

@@ -28,6 +28,7 @@ from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.servers import ServerCapabilities
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -93,7 +94,8 @@ async def policy_of(
     manager = cast(ManagerClient, OneServer(server.url))
     options = {"security": None, "max_concurrent": 8, "request_timeout_s": 60.0, **settings}
     try:
-        async with RolloutClient(manager, decode=tokenizer.decode_all, servers_stop=servers_stop, **options) as client:
+        can = ServerCapabilities(decode=tokenizer.decode_all, find_stops=servers_stop)
+        async with RolloutClient(manager, can, **options) as client:
             yield client
     finally:
         await server.close()

@@ -44,7 +44,8 @@ from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.models.weights.transports.from_memory import ServerConnection
 from asyncrl.models.weights.transports.tensor import SharedMemoryConnection
-from asyncrl.rollout.generation.rollout_client import FORK_SAVES, RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.servers import FORK_SAVES, ServerCapabilities
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
@@ -595,7 +596,7 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
     sampling = SamplingParams(max_new_tokens=5)
     manager = cast("ManagerClient", OneServer(server.backend.url))
     settings: Json = {"security": server.backend.security, "max_concurrent": 1, "request_timeout_s": 600.0}
-    async with RolloutClient(manager, servers_cache=True, **settings) as client:
+    async with RolloutClient(manager, ServerCapabilities(cache=True), **settings) as client:
         result = await client.generate(GenerationRequest("q", prompt, RUNNING, sampling))
     first, *group = cached
     assert first < len(prompt) // 2
@@ -662,7 +663,8 @@ async def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(
     for chunk in (0, 3):
         manager = cast("ManagerClient", OneServer(server.backend.url))
         settings: Json = {"security": server.backend.security, "max_concurrent": 1, "request_timeout_s": 600.0}
-        async with RolloutClient(manager, decode=letters, new_tokens_per_chunk=chunk, **settings) as client:
+        can = ServerCapabilities(decode=letters)
+        async with RolloutClient(manager, can, new_tokens_per_chunk=chunk, **settings) as client:
             made[chunk] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
         for completion in made[chunk]:
             ids = completion.token_ids

@@ -38,7 +38,7 @@ class SimulatedRolloutClient(RolloutClient):
 
     def __init__(self, manager: ManagerClient, network: Network, on: Processes, **settings: Any) -> None:
         super().__init__(manager, security=None, **settings)
-        self._http = VirtualHttp(network)
+        self._servers.http = VirtualHttp(network)
         self._on, self._worker = on, on.worker()
 
     async def generate(self, request: GenerationRequest, *args: Any, **more: Any) -> GenerationResult:
