@@ -219,7 +219,7 @@ class RolloutWorker(AsyncWorker):
             )
             self.ready()
             observer.stage("plays")
-            observer.gauges(loop.figures)
+            observer.gauges(loop.slots.figures)
             await self._until_stopped(loop, pusher)
         finally:
             server.close()
