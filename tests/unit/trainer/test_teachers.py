@@ -24,7 +24,7 @@ from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.score_ahead import frozen_calls
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.settings import SourceConfig
-from asyncrl.rollout.user_code.taught import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.teachers import scored_by_teachers, with_source_number
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.checks import check
