@@ -78,7 +78,7 @@ class _LoopDelays:
         self._loops.append(loop)
 
     def take(self) -> float | None:
-        """Return the largest delay, and begin anew; None if no loop is watched."""
+        """Return the largest delay and reset it; None if no loop is watched."""
         late_s, self._late_s = self._late_s, 0.0
         return late_s if self._loops else None
 

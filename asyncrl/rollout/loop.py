@@ -4,8 +4,8 @@ Life of a rollout
 
 1. `allocate`: the staleness gate admits it, and the GserverManager chooses its prompt.
 2. `run_group`: the agent's episodes act in their environments at the same time, with answers of the policy.
-3. Filters may reject the group, which leaves the count with the filter's reason. If the filter says so, its prompt is
-   tried again with other random numbers, after the rest of the epoch, `rollout.filter_tries` times in all.
+3. Filters may reject the group, which leaves the count with the filter's reason. If the filter returns the prompt, it
+   is tried again with other random numbers after the rest of the epoch, `rollout.filter_tries` times in all.
 4. `push`: a training rank acknowledges the trajectory.
 5. `finish`, only after the acknowledgement: the manager moves the rollout from running to finished, so it is always
    counted.
@@ -14,8 +14,8 @@ An episode fails if the agent, the environment, a reward or a server raises, or 
 alone, `MAX_ATTEMPTS` times in all, and then left out of the group (`episode.run_group`). Lost episodes are counted by
 name in the metrics of the next trajectory that is pushed.
 
-A rollout fails if too few of its episodes are left (none, or one if the advantage compares several), or if the agent
-plays its group at once and raises. It is dropped as `failed`, with the name of the user's code if that failed
+A rollout fails if too few of its episodes are left: none, or one if the advantage compares several. It also fails if
+the agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code if that failed
 (`failed: reward my.py:score`, `failed: agent run`). Its prompt is tried again, `MAX_ATTEMPTS` times in all. A row that
 makes no prompt is dropped at once (`invalid_prompt`; `overlong_prompt`, which does not count as a failure).
 
@@ -57,9 +57,8 @@ ALLOCATE_WAIT_S = 5.0
 MAX_ASKED = 64
 """Most rollouts requested in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 GATHER_S = 0.01
-"""Time in seconds that a loop that was full waits after a rollout's end, so that rollouts that end in one burst are
-replaced by one call.
-"""
+"""Time in seconds that a full loop waits after a rollout's end. Rollouts that end in one burst are then replaced by one
+call."""
 MAX_ATTEMPTS = 3
 """Largest number of attempts of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
@@ -270,8 +269,8 @@ class RolloutLoop:
         return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
 
     def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
-        """Return the end of a rollout whose group a filter rejected; if the filter says so, its prompt may be tried
-        again.
+        """Return the end of a rollout whose group a filter rejected. Its prompt is tried again if the filter returns it
+        and it has tries left.
         """
         again = decision.return_prompt and granted.attempt + 1 < self._config.filter_tries
         reason = exhausted(decision.reason) if decision.return_prompt and not again else decision.reason

@@ -182,7 +182,7 @@ class RolloutWorker(AsyncWorker):
             pullers, pushers = ranks.entries(), workers.entries()
             mine = group({*pushers, me}, pullers)[me]
             if self._has_joined and not known.issuperset(pullers.items()):
-                await asyncio.to_thread(self.exit_if_fenced)  # they may be of a run that began anew
+                await asyncio.to_thread(self.exit_if_fenced)  # they may be of a run that was started again
             if known and not pullers:
                 self.log.warning("no training rank is registered: complete trajectories wait here until one is")
             known = set(pullers.items())

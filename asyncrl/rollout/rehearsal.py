@@ -1,7 +1,7 @@
 """Play one group of the training set against made-up answers, before any process of the run starts.
 
-`python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml`, builds the user's agent, environment, rewards,
-tools and filters as a RolloutWorker does, plays the first row with a valid prompt, and writes the result to
+`python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml` and builds the user's agent, environment,
+rewards, tools and filters as a RolloutWorker does. It plays the first row with a valid prompt and writes the result to
 `FOLDER/outcome.json`. It is a separate process, because user code may hang, crash or load what the launcher must not.
 
 An answer consists of the prompt's own tokens in random order, and the end token: any model may give such an answer

@@ -2,8 +2,8 @@
 
 The kernel counts processes, pipes and much else per user. So two programs of one user would take from each other's
 limits, and a correct one could fail. Each program gets a user id that no other program on this machine has. A lock on
-one byte of a file marks the id as taken. The sandbox's outermost process holds the lock too, so it lasts as long as the
-program, even if the process that started the program is killed; then the kernel releases it.
+one byte of a file marks the id as taken. The sandbox's outermost process holds the lock too. So the lock lasts as long
+as the program, even if the process that started the program is killed; then the kernel releases it.
 
 Containers of one machine have separate lock files. There ids are drawn from 268 million, so they differ by chance.
 """

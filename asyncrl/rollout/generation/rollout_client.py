@@ -3,8 +3,8 @@
 How it works
 ------------
 `RolloutClient.generate` keeps one `PartialAnswer` per sample and repeats *rounds* until every one is complete. A round
-asks the manager for a server and sends all incomplete answers there in one HTTP call, each as the prompt plus the
-exact token ids it has so far. The result is appended, with the version and log-probability of every token:
+asks the manager for a server and sends all incomplete answers there in one HTTP call. Each is sent as the prompt plus
+the exact token ids that it has so far. The result is appended, with the version and log-probability of every token:
 
 - `stop`: the sample is complete.
 - `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over, and the next round
@@ -14,8 +14,8 @@ exact token ids it has so far. The result is appended, with the version and log-
 
 An answer may take any time, but a server must not be silent. A round that takes half of `request_timeout_s` is aborted
 (`server_calls.py`): nothing is lost, and the next round continues at the same server. So a short answer is one call,
-and a long one costs a prefill of uncached tokens now and then. In case only the abort was lost (a proxy may not know
-it), the next round asks for half as many tokens, and later rounds ask for more again.
+and a long one costs a prefill of uncached tokens now and then. The abort itself may be lost, if a proxy does not know
+it. So the next round asks for half as many tokens, and later rounds ask for more again.
 
 Stop strings are searched here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`). So they
 may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
@@ -195,7 +195,7 @@ class RolloutClient:
                 continue
             failures = 0
             moved, took_long = work.tokens > before, now() - begun >= self._timeout_s / 2
-            if moved and took_long:  # it goes on where its prefix may be cached, and under the weights it began with
+            if moved and took_long:  # continue where its prefix may be cached, and under the weights it began with
                 route = structs.replace(server, expires_at=math.inf)
             if moved and not took_long:
                 work.ask_for_more()

@@ -188,7 +188,7 @@ class UserCodeRunner:
     def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `call`, for a caller in a thread: code for threads then runs in the caller's thread.
 
-        It has no limit of its own then; the limit of the caller's call includes it.
+        Such code has no separate limit; the limit of the caller's call includes it.
         """
         if code.run_in != RunIn.process and not is_async(function):
             with self.running.track(code.label, code.activity):

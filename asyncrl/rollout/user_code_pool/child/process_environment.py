@@ -83,7 +83,7 @@ class ProcessEnvironment(Environment):
                     self._lease = await self._leased()
                     await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
-                self._failed = self._closed  # closed meanwhile: nobody else gives the process back
+                self._failed = self._closed  # closed meanwhile, so the process is given back here
                 return value
             finally:
                 if self._failed:
@@ -104,7 +104,7 @@ class ProcessEnvironment(Environment):
         if self._closed:
             return
         self._closed = True
-        if self._in_turn.locked():  # the call under way gives the process back
+        if self._in_turn.locked():  # the running call gives the process back
             return
         whole = False
         try:
