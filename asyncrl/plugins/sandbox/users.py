@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
-
 _LOCKS: Final = Path("/run/asyncrl-sandbox-users")
 """Folder of locks, since boot; writable by root alone."""
 _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
@@ -29,6 +27,10 @@ _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
 _IN_A_CONTAINER: Final = range(20_000, 60_000)
 """Ids to use in a container that has 65,536 ids."""
 _TRIES: Final = 1000
+
+
+class SandboxUnavailable(RuntimeError):
+    """This machine cannot make a sandbox; the message names what is missing."""
 
 
 class User(NamedTuple):
