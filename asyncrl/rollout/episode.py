@@ -144,7 +144,7 @@ class Group:
         again = failures < self.tries.number and not isinstance(error, EpisodeTimeout)
         _log.warning(
             "episode %d of prompt %s failed, %s: %s",
-            *(prompt.member, prompt.prompt_id, "to be tried again" if again else "given up", name),
+            *(prompt.member, prompt.prompt_id, "to be tried again" if again else "lost", name),
             exc_info=error,
         )
         if again:

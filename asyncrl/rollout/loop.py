@@ -171,7 +171,7 @@ class Failures:
             raise error
         reason = DropReason.invalid_prompt if isinstance(error, InvalidPrompt) else failed_in(code)
         again = reason != DropReason.invalid_prompt and granted.failures + 1 < MAX_ATTEMPTS
-        fate = "to be tried again" if again else "given up"
+        fate = "to be tried again" if again else "dropped"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
         return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)
 

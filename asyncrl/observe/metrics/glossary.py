@@ -24,7 +24,7 @@ class Metric:
         unit: of the value; empty for a number without one.
         meaning: one or two sentences.
         healthy: the values of a run that is well, or what to look for.
-        grows: the value is a total that only grows while the run goes on.
+        grows: the value is a total that only grows during a run.
     """
 
     name: str

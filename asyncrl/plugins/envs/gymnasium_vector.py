@@ -112,7 +112,7 @@ class VectorGames:
         except BaseException as error:
             self._broken = True
             cancelled = not isinstance(error, Exception)  # the member that steps for all of them
-            reason = RuntimeError("another game of the vector was given up in its step") if cancelled else error
+            reason = RuntimeError("another game of the vector was cancelled in its step") if cancelled else error
             for _, future in said.values():
                 if not future.done():
                     future.set_exception(reason)

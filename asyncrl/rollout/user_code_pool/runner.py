@@ -106,7 +106,7 @@ class CodeThreads:
                 except TimeoutError as error:
                     if not limit.expired():
                         raise
-                    raise _too_slow(code, "its thread goes on", still_runs=True) from error
+                    raise _too_slow(code, "its thread continues", still_runs=True) from error
                 finally:
                     if not running.done():
                         self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1

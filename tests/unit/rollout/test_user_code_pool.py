@@ -287,7 +287,7 @@ async def test_what_no_event_loop_can_carry_is_an_ordinary_failure(
 async def test_a_thread_that_does_not_return_is_abandoned_and_counted_until_it_does(runner: UserCodeRunner) -> None:
     release = threading.Event()
     for _ in range(MAX_ABANDONED):
-        with pytest.raises(UserCodeError, match=r"did not return within 0.001 s; its thread goes on") as caught:
+        with pytest.raises(UserCodeError, match=r"did not return within 0.001 s; its thread continues") as caught:
             await runner.call(in_thread(0.001), release.wait)
         assert caught.value.still_runs
     with pytest.raises(UserCodeError, match=f"is not called: {MAX_ABANDONED} calls of it never returned"):

@@ -319,7 +319,7 @@ async def test_a_vector_whose_stepping_member_is_given_up_tells_the_others() -> 
         first, second = (asyncio.create_task(member.step("1")) for member in members)
         await stepping.wait()
         second.cancel()
-        with pytest.raises(RuntimeError, match="another game of the vector was given up"):
+        with pytest.raises(RuntimeError, match="another game of the vector was cancelled"):
             await first
         await asyncio.gather(second, return_exceptions=True)
     assert second.cancelled()
