@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from statistics import median
 
@@ -92,7 +92,11 @@ class Measured:
     stale: float
     takes_turns: bool
     policy_servers: tuple[ServerLoad, ...] = ()
-    missing: tuple[str, ...] = field(default=())
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of measurements that the run's files lack, for people."""
+        return () if self.servers else ("generation servers (no lines of them in observed/)",)
 
     @property
     def wait_s(self) -> float:
@@ -220,7 +224,6 @@ def measure(history: History) -> Measured | None:
         stale=dropped.get(DropReason.stale, 0) / max(1, admitted),
         takes_turns=str(history.setting("generation.guests", NO_GUESTS)) in (ALL_GUESTS, str(len(servers) or None)),
         policy_servers=policy_servers,
-        missing=() if servers else ("generation servers (no lines of them in observed/)",),
     )
 
 
@@ -321,8 +324,3 @@ def _latest_loop(workers: list[Process], begin: float, end: float) -> Process:
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0
-
-
-def typical(values: Iterable[float]) -> float:
-    """The median of values."""
-    return median(values)
