@@ -108,7 +108,7 @@ class GenerationServer(AsyncWorker):
             if not budget.spend(time.monotonic()):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
-            self.set_status("starting")
+            self.process_status.set("starting")
 
     @property
     def _is_guest(self) -> bool:
@@ -131,7 +131,7 @@ class GenerationServer(AsyncWorker):
             self.resolver.withdraw(loading)
             observer.stage("waits for its turn on the device")
             while True:
-                self._note_progress_of_others()  # the trainer's ranks have limits of their own
+                self.process_status.others_progressed()  # the trainer's ranks have limits of their own
                 with contextlib.suppress(NameResolveTimeout):
                     await asyncio.to_thread(self.resolver.watch, names.TRAINER_TURN_KEY, WATCH_S, last)
                     break

@@ -162,7 +162,7 @@ class RolloutWorker(AsyncWorker):
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.lease_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
-        self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+        self.resolver.add(names.worker_key(self.spec.kind, self.index), address, lease_s=lease_s, replace=True)
 
     def _register_pusher(self) -> None:
         lease_s = self.config.system.lease_s

@@ -44,9 +44,9 @@ from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Restart
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.descriptors import allow_all_files
-from asyncrl.runtime.process.worker import open_resolver, outage_told
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
+from asyncrl.runtime.trials.open_resolver import describe_outage, open_resolver
 from asyncrl.runtime.trials.process_exit import (
     cannot_continue,
     describe_exit,
@@ -151,7 +151,7 @@ class Launcher:
                 await asyncio.to_thread(self._trial.begin_again)
             return code
         except NameResolveUnavailable as error:
-            self._display.note(f"FAILED: {outage_told(error, self.config)}")
+            self._display.note(f"FAILED: {describe_outage(error, self.config)}")
             await self._save_and_stop()
             return EXIT_FAILED
         finally:

@@ -238,7 +238,7 @@ class ModelWorker(Worker):
         self._open.callback(self._receiver.inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.lease_s
-        self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+        self.resolver.add(names.worker_key(self.spec.kind, self.index), address, lease_s=lease_s, replace=True)
         if self._world.takes_trajectories:
             self.resolver.add(names.puller_key(head), puller.endpoint, lease_s=lease_s, replace=True)
 

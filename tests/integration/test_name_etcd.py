@@ -338,7 +338,7 @@ def test_a_process_that_is_asked_to_stop_ends_as_it_should_while_etcd_is_silent(
     finally:
         cluster.kill()
     assert worker.returncode == 0, log
-    assert "waits/3 ends as done, which could not be told" in log
+    assert "waits/3 ends as done, which could not be published" in log
 
 
 def test_who_stood_still_for_longer_than_a_lease_takes_others_to_have_done_so(etcd_address: str) -> None:

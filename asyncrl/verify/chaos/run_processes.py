@@ -17,7 +17,7 @@ from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret, SecretErro
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
-from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.verify.chaos.run_launcher import RunLauncher
 
 LOOK_S = 0.05

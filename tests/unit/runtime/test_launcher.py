@@ -25,8 +25,8 @@ from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.remarks import remark
-from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 
 
