@@ -1,7 +1,7 @@
 """Calls from one process to another: the master's to its workers.
 
 A client holds one connection to one server and may have many calls outstanding; requests arrive in the order of the
-calls. The connections of many clients may share one socket (`router.py`). The server's I/O runs in a thread of its own,
+calls. The connections of many clients may share one socket (`shared_socket.py`). The server's I/O runs in its own thread,
 and its handlers are of two kinds:
 
 - `immediate`: an async function on the I/O thread's loop. It answers while the main thread computes (heartbeats,
