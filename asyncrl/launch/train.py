@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +14,11 @@ from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.config.describe import program
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
-from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
+from asyncrl.config.run_dir import EXIT_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.base_model import with_model
 from asyncrl.launch.before_start.devices import check_guests_fit, device_lines
-from asyncrl.launch.before_start.input_checks import base_model_config, chat_notes, check_prompts
+from asyncrl.launch.before_start.prompt_checks import check_prompts, show_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.same_data import check_same_data, keep_data_record, keep_inputs
@@ -29,16 +29,13 @@ from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
-from asyncrl.plugins.datasets.prompt_stats import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import detached_holder
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
-from asyncrl.trainer.checks.algorithm import other_tokenizers
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -103,7 +100,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         enough, space = space_line(config)
         for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
             display.note(line)
-        _show_prompts(config, statistics, run_dir, display.note)
+        show_prompts(config, statistics, run_dir, display.note)
         code = launcher.run()
     finally:
         display.close()
@@ -142,40 +139,3 @@ def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
     if changes := changed_settings(run_dir, config):
         listed = "; ".join(map(str, changes))
         raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
-
-
-def _show_prompts(
-    config: ExperimentConfig, statistics: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
-) -> None:
-    """Show statistics of the prompts, above the display and in `logs/prompts.log`."""
-    lines = [
-        f"{group}: {line}"
-        for group, found in statistics.items()
-        for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
-    ]
-    if first := statistics["dataset"].first:
-        text, length = first
-        lines += [f"first prompt, {length} tokens:", shown(text)]
-    lines += [f"chat template: {line}" for line in chat_notes(config)]
-    for line in lines:
-        note(line)
-    logs = run_dir / LOGS_DIR
-    logs.mkdir(exist_ok=True)
-    (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
-
-
-def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
-    """Return the config with its types and with a folder as `model.path`: the set one, or the base model, made first if
-    necessary.
-
-    Raises:
-        ConfigError: a model that scores the answers has another tokenizer than the base model.
-    """
-    if config.model.path is not None:
-        path = Path(config.model.path).expanduser().resolve()
-    else:
-        path = ensure_base_model(base_model_config(config, folder))
-    made = with_types(replace(config, model=replace(config.model, path=str(path))))
-    if wrong := list(other_tokenizers(made)):
-        raise ConfigError("\n".join(wrong))
-    return made

@@ -288,9 +288,8 @@ class NameResolver(ABC):
                     return
                 subtree.trouble()
                 failures = 1 if time.monotonic() > began + _SETTLED_S else failures + 1
-                with contextlib.suppress(
-                    NameResolveUnavailable
-                ):  # no call waits for this thread, so an outage may last for ever
+                # No call waits for this thread, so an outage may last for ever.
+                with contextlib.suppress(NameResolveUnavailable):
                     self._patience.failed(_kind_of_following(subtree), error, failures)
                 self._closing.wait(BACKOFF.delay(failures))
             except NameResolveError as error:
