@@ -55,11 +55,10 @@ import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import sockets
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, messages, puller_links
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
-from asyncrl.comm.sockets import Context
+from asyncrl.comm.sockets import Context, Frame
 from asyncrl.comm.trajectory_codec import decode_each, encode_prepared, encode_trajectories, prepare
 from asyncrl.runtime.planning.worker_plan import MALLOC
 

@@ -28,7 +28,7 @@ from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.metrics.observed_figures import NO_FIGURES, find_figure
 from asyncrl.observe.metrics.sinks import read_rows
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 
 from .examples import examples
 from .further_cases import is_further

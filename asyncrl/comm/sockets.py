@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import SocketSecurity
 
+Frame: TypeAlias = bytes | bytearray | memoryview
+"""One part of a message."""
 Socket: TypeAlias = zmq.Socket[bytes]
 
 KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, KEEP_ALIVE_PROBES = 30, 10, 6

@@ -9,10 +9,10 @@ Life of a run
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
    - A process dies that can be replaced (`Restart.alone`): its next incarnation is started
      (`asyncrl.runtime.trials.run_processes`). The trainer (MasterWorker and all ModelWorkers) restarts as a whole
-     (`Restart.together`): it continues from its in-memory checkpoint (`asyncrl.runtime.memory_checkpoint`), and the
-     other processes stay. A MasterWorker that died is first restarted alone. It asks for the rest if the ranks are in a
-     step. Beyond the process's budget, or if that checkpoint is lost, everything is stopped and started again from the
-     newest checkpoint. Beyond that budget the run fails (`asyncrl.runtime.trials.restart_budget`).
+     (`Restart.together`): it continues from its in-memory checkpoint (`asyncrl.runtime.trials.memory_checkpoint`), and
+     the other processes stay. A MasterWorker that died is first restarted alone. It asks for the rest if the ranks are
+     in a step. Beyond the process's budget, or if that checkpoint is lost, everything is stopped and started again from
+     the newest checkpoint. Beyond that budget the run fails (`asyncrl.runtime.trials.restart_budget`).
    - A process ends that the run does not need: it is noted, and the run continues.
    - Any other end is a failure. It is reported with the last lines of that process's log. The MasterWorker gets a
      moment to save, everything is stopped, and the exit code is 1.
@@ -34,13 +34,13 @@ from asyncrl.observe import observer
 from asyncrl.observe.display import Display
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.planning.open_files import check_files
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Restart
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
+from asyncrl.runtime.trials.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.trials.open_resolver import describe_outage
 from asyncrl.runtime.trials.process_exit import cannot_continue, describe_exit, leads, may_follow_another, trains
 from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy

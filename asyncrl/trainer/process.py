@@ -35,11 +35,11 @@ from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.functions.calls import find_function

@@ -38,7 +38,6 @@ import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.ended_rollouts import ledger_lines as lines
 from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
 from asyncrl.comm.http.server import Refused
@@ -47,6 +46,7 @@ from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.serving import requests as embedded
 from asyncrl.inference.embedded.types import RequestError

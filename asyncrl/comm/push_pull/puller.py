@@ -13,13 +13,13 @@ from functools import partial
 import zmq
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.ended_rollouts.recent_ids import AT_LEAST, RecentIds
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 
 _log = logging.getLogger(__name__)
 

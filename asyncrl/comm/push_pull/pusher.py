@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Iterable
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.push_pull.outbox import Outbox
 from asyncrl.comm.push_pull.puller_links import PullerLinks
 from asyncrl.comm.push_pull.pushes import Push, Pushes, PushTimeout
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.trajectory_codec import Prepared, prepare
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import zmq
 
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, receive, send
+from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, Frame, LoopSocket, bind, receive, send
 
 _SOCKET_HIGH_WATER = 1000  # requests, and replies, in libzmq's own buffer per client
 _CLOSE_LINGER_MS = 500  # for replies given just before `close`

@@ -32,7 +32,7 @@ much as the others. Reports that were sent already are sent again; receivers rec
     run_end               the end of the run: the last checkpoint, books and summary
     checkpoints           the run's checkpoints on disk
 
-`asyncrl.runtime.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and removes,
-`asyncrl.trainer.rank.host_folders` decides which state ranks on several hosts load, and
+`asyncrl.runtime.trials.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and
+removes. `asyncrl.trainer.rank.host_folders` decides which state ranks on several hosts load, and
 `asyncrl.trainer.trajectories.inbox_store` keeps trajectories.
 """

@@ -18,7 +18,7 @@ from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.observe import observer
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.batches.exchange_trajectories import hand_down
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.calls import CallContext, ModelFunction, StatValues, run_call

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Publish,

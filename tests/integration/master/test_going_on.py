@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     AttachMaster,

@@ -6,9 +6,9 @@ import numpy as np
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.push_pull import InvalidTrajectory, messages
 from asyncrl.comm.push_pull.puller import Deliveries
+from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.push_pull import TrajectoryPusher, messages, puller_links
 from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
+from asyncrl.comm.sockets import Frame
 
 COUNT = 4 * messages.BATCH_TRAJECTORIES
 

@@ -21,12 +21,12 @@ from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials import run_processes
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 
