@@ -108,7 +108,7 @@ class Stubs:
 
 
 class Troubles:
-    """Whether etcd hangs or fails, by the calls of this process. Any thread may call it.
+    """Signs that etcd hangs or fails, from the calls of this process. Any thread may call it.
 
     Args:
         clock: monotonic time in seconds.

@@ -1,4 +1,4 @@
-"""When a process takes etcd to be in trouble."""
+"""Signs that etcd is in trouble."""
 
 from __future__ import annotations
 
