@@ -32,6 +32,7 @@ from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tole
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.staging import Staging
+from asyncrl.manager.fleet.targets import Targets
 from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
@@ -73,8 +74,8 @@ class GserverManager(AsyncWorker):
             updates.update_mode,
             updates.update_timeout_s,
             updates.update_fraction,
-            staged=not config.system.shared_filesystem,
-            guests=GuestTurns(guests_of(config.generation), str(config.model.path)),
+            targets=Targets(staged=not config.system.shared_filesystem, initial=str(config.model.path)),
+            guests=GuestTurns(guests_of(config.generation)),
         )
         curriculum = config.dataset.curriculum
         bound = (config.train_batch_size, config.max_head_offpolicyness)
@@ -201,7 +202,7 @@ class GserverManager(AsyncWorker):
 
     def status(self) -> StatusReply:
         """Return gate, servers, newest published version and living workers."""
-        service, target = self._service, self._decisions.target
+        service, target = self._service, self._decisions.targets.newest
         newest = None if target is None else target.version
         servers, workers = self._fleet_runner.status(), service.leases.workers
         return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._policies.status())

@@ -124,17 +124,17 @@ class FleetRunner:
 
     def publish(self, target: Target) -> None:
         """Set the newest weights, which were checked."""
-        self._decisions.publish(target)
+        self._decisions.targets.publish(target)
         self.changed.notify()
 
     def assign(self, server: int, target: Target) -> None:
         """Bring this server to `target`, which was checked."""
-        self._decisions.assign(server, target)
+        self._decisions.targets.assign(server, target)
         self.changed.notify()
 
     def arrived(self, host: str, target: Target) -> None:
         """Note that the host at this address has the weights."""
-        self._decisions.arrived(host, target)
+        self._decisions.targets.arrived(host, target)
         self.changed.notify()
 
     async def run(self) -> None:

@@ -110,7 +110,7 @@ class Staging:
     def _leave(self, host: int) -> None:
         url = self._urls.pop(host, None)
         if url is not None:
-            self._decisions.lost(host_of(url))
+            self._decisions.targets.lost(host_of(url))
 
     def _spawn(self, order: Fetch) -> None:
         folder, url = self._wanted[order.folder], self._urls[order.host]

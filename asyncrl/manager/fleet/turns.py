@@ -32,15 +32,14 @@ class GuestTurns:
 
     Args:
         guests: indices of the servers that are guests; without guests the turns have no effect.
-        base: folder of the initial model, which a guest gets while no version is announced.
 
     Attributes:
         turn: newest announced turn. Before the first one the trainer has the devices, as its ranks load their models.
         announced: newest version that was announced to the manager, even if it cannot be served.
     """
 
-    def __init__(self, guests: Collection[int] = (), base: str = "") -> None:
-        self._guests, self.base = frozenset(guests), base
+    def __init__(self, guests: Collection[int] = ()) -> None:
+        self._guests = frozenset(guests)
         self.turn = TrainerTurn(0, training=bool(guests), version=0)
         self.announced = 0
 

@@ -76,7 +76,7 @@ class SimulatedManager:
             await asyncio.sleep(LEASE_TICK_S)
 
     async def _status(self, request: Empty) -> StatusReply:
-        target = self.decisions.target
+        target = self.decisions.targets.newest
         newest = None if target is None else target.version
         return StatusReply(self.service.gate_state(), self.runner.status(), newest, self.service.leases.workers)
 
