@@ -116,7 +116,7 @@ class GenerationServer(AsyncWorker):
         return self.index in guests_of(self.config.generation)
 
     async def _await_turn(self) -> None:
-        """Wait until a guest may take its device, and record that it does (`asyncrl.manager.fleet.guests`)."""
+        """Wait until a guest may take its device, and record that it does (`asyncrl.manager.fleet.guests.guests`)."""
         if not self._is_guest:
             return
         loading, last = names.loading_guest_key(self.index), None

@@ -27,13 +27,15 @@ from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
-from asyncrl.manager.fleet.guests import Guests
+from asyncrl.manager.fleet.guests.guests import Guests
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import ServerState, Target
+from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.fleet.targets import Targets
-from asyncrl.manager.fleet.turns import GuestTurns
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
@@ -108,17 +110,20 @@ class GserverManager(AsyncWorker):
         )
         servers += others
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
-        servers_http = JsonHttp(self.http_security)
+        servers_http, updates = JsonHttp(self.http_security), self.config.manager
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(
             self._decisions,
-            self._service,
+            ServersInUse(self._decisions, self._service, served_version=lambda: self._policies.served_version()),
+            ServerUpdater(
+                servers_http,
+                weight_transport(updates.weight_transport).manager_end(publisher),
+                timeout_s=updates.update_timeout_s,
+                checks=() if self._logprob_check is None else (self._logprob_check,),
+                inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
+            ),
             servers_http,
-            weight_transport(self.config.manager.weight_transport).manager_end(publisher),
-            config=self.config.manager,
-            checks=() if self._logprob_check is None else (self._logprob_check,),
-            served_version=lambda: self._policies.served_version(),
-            inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
+            health_interval_s=updates.health_interval_s,
             log=self.log,
             clock=self._clock,
         )
@@ -204,7 +209,7 @@ class GserverManager(AsyncWorker):
         """Return gate, servers, newest published version and living workers."""
         service, target = self._service, self._decisions.targets.newest
         newest = None if target is None else target.version
-        servers, workers = self._fleet_runner.status(), service.leases.workers
+        servers, workers = self._fleet_runner.in_use.status(), service.leases.workers
         return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._policies.status())
 
     async def _answer_status(self, request: Empty) -> StatusReply:

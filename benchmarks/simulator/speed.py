@@ -27,7 +27,7 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from asyncrl.verify.simulator.servers.engine_model import EngineModel
@@ -188,6 +188,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
     async with embedded_server(model_path, ENGINE_ROWS) as url:
         http = JsonHttp(None)
         client = GenerationServerClient(http, url)
+        updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=60.0, checks=(check,))
         *_, server = psutil.Process().children(recursive=True)  # below its supervisor
         threads = _Threads(server)
 
@@ -200,7 +201,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
 
         async def update(number: int) -> None:
             order = BeginUpdate(0, url, number, Target(1, str(version)), PauseMode.abort)
-            await update_server(order, client, DiskManagerEnd(), timeout_s=60.0, checks=(check,))
+            await updater.update(order)
 
         async def measured(work: Callable[[int], Awaitable[None]], times: int) -> tuple[float, float, float]:
             """CPU seconds per call of the server's main thread, its process and this one, after warm-up calls."""

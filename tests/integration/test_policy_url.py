@@ -96,7 +96,7 @@ class InRun:
         """Wait until `condition` holds of the state of the policy's server."""
         runner = self.manager._policies._runners["judge"]
         async with asyncio.timeout(LIMIT_S):
-            while not condition(next((status.state for status in runner.status()), "")):
+            while not condition(next((status.state for status in runner.in_use.status()), "")):
                 await runner.changed.wait(0.2)
 
     async def close(self) -> None:

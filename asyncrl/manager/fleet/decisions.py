@@ -37,7 +37,7 @@ States of a server::
 - Every update pauses the server, a drained one too: requests that arrive nevertheless are held, and never run while
   weights are replaced. A quarantined server has unknown weights, so its requests are always interrupted.
 
-Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.turns`).
+Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.guests.turns`).
 
 Every order carries its `attempt`; outcomes of cancelled attempts are ignored.
 """
@@ -50,6 +50,7 @@ from dataclasses import dataclass
 from asyncrl.comm.names import GuestMemory
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.inference.client import MemoryTag, PauseMode
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import (
     BeginUpdate,
     CancelUpdate,
@@ -61,7 +62,6 @@ from asyncrl.manager.fleet.servers import (
     host_of,
 )
 from asyncrl.manager.fleet.targets import Targets
-from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {

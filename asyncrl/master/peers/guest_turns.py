@@ -14,7 +14,7 @@ If there are other servers too, guests are lent: the trainer gives the devices b
 earlier (`asyncrl.master.peers.lending`). It asks again while it waits, so guests serve as soon as no other server does.
 
 Servers make an evaluation. If all of them are guests, a turn begins only when the evaluation is over, and is given back
-if one begins. `asyncrl.manager.fleet.turns` has the manager's side.
+if one begins. `asyncrl.manager.fleet.guests.turns` has the manager's side.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from asyncrl.comm.names import GuestMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, ServerState, Target
 from asyncrl.manager.fleet.targets import Targets
-from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.settings import UpdateMode
 from tests.examples import examples
 

@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.fleet.turns import GuestTurns
-from asyncrl.manager.fleet.update import UpdateCheck
+from asyncrl.manager.fleet.servers_in_use import ServersInUse
+from asyncrl.manager.fleet.update import ServerUpdater, UpdateCheck
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.settings import ManagerConfig, UpdateMode
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.settings import Pacing
@@ -50,14 +51,13 @@ class SimulatedManager:
         )
         guests = GuestTurns(range(setup.servers - setup.guests, setup.servers))
         self.decisions = FleetDecisions(setup.update_mode, setup.update_timeout_s, setup.update_fraction, guests=guests)
+        http = VirtualHttp(network)
         self.runner = FleetRunner(
-            *(self.decisions, self.service, VirtualHttp(network), DiskManagerEnd()),
-            config=ManagerConfig(
-                update_mode=setup.update_mode,
-                update_timeout_s=setup.update_timeout_s,
-                health_interval_s=setup.health_interval_s,
-            ),
-            checks=_checks(on),
+            self.decisions,
+            ServersInUse(self.decisions, self.service),
+            ServerUpdater(http, DiskManagerEnd(), timeout_s=setup.update_timeout_s, checks=_checks(on)),
+            http,
+            health_interval_s=setup.health_interval_s,
             log=_log,
             clock=clock,
         )
@@ -78,7 +78,7 @@ class SimulatedManager:
     async def _status(self, request: Empty) -> StatusReply:
         target = self.decisions.targets.newest
         newest = None if target is None else target.version
-        return StatusReply(self.service.gate_state(), self.runner.status(), newest, self.service.leases.workers)
+        return StatusReply(self.service.gate_state(), self.runner.in_use.status(), newest, self.service.leases.workers)
 
 
 def _first_request(setup: Setup) -> RequestSize:
