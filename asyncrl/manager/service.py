@@ -30,8 +30,8 @@ from msgspec import structs
 from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
-from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.rollouts.admission import Admission
+from asyncrl.manager.rollouts.leases import WorkerLeases
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState

@@ -51,8 +51,8 @@ from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, LedgerBooks, PromptGoes, RunSettings
 from asyncrl.comm.names import ACTOR
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import HeldRollouts
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.session import HeldRollouts
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Due, decide, received, run_report
 from asyncrl.master.books.run_files import check_books

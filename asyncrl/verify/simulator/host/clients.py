@@ -19,7 +19,7 @@ class SimulatedManagerClient(ManagerClient):
 
     def __init__(self, worker: str, network: Network, on: Processes) -> None:
         super().__init__("http://manager", worker, None)
-        self._http = VirtualHttp(network)
+        self._connection.http = VirtualHttp(network)
         self._on = on
 
     async def allocate(self, *args: Any, **more: Any) -> AllocateReply:
