@@ -129,6 +129,9 @@ class Replaced:
 class RollCall:
     """The reports to a manager that is not rebuilt yet. Pure state.
 
+    Args:
+        until: time from which no worker is awaited, in seconds of the caller's clock.
+
     Attributes:
         run: the master's report.
         awaited: processes of workers, by incarnation, that must report; None until they are known.
@@ -136,7 +139,8 @@ class RollCall:
         replaced: by worker, the incarnation that replaced the one before meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = 0.0) -> None:
+        self._until = until
         self.run: RunReport | None = None
         self.awaited: Mapping[str, int] | None = None
         self.ended: list[str | Replaced] = []
@@ -158,6 +162,10 @@ class RollCall:
         if self.run is None or self.awaited is None:
             return False
         return all(self._has_spoken(worker, incarnation) for worker, incarnation in self.awaited.items())
+
+    def await_workers(self, ready: Mapping[str, int], now: float) -> None:
+        """Await the reports of these workers' processes, by incarnation; of no worker once the leases are over."""
+        self.awaited = ready if now < self._until else {}
 
     def take(self, report: HeldReport) -> None:
         """Take in what a worker's process holds. The first report of the newest process counts."""
