@@ -50,8 +50,8 @@ from msgspec import structs
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
@@ -99,9 +99,9 @@ def rebuild(
             books.finish(each.end)
 
     spoke = {report.worker for report in reports}
-    for worker in sorted(books.gate.owners - spoke):
+    for worker in sorted(books.gate.live.owners - spoke):
         books.died(worker)
-    for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.running_of(worker)]:
+    for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.live.running_of(worker)]:
         if rollout not in held:
             books.end_unclaimed(rollout)
     books.await_ends_of(held)
