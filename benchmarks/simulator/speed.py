@@ -102,6 +102,7 @@ def measure_engine(model_path: Path) -> EngineModel:
     engine = GenerationEngine(model, max_running_requests=ENGINE_ROWS, max_model_len=ENGINE_LENGTH)
     engine.eos_token_ids = ()
     batch = engine._batch
+    forward = batch.prefills.forward
 
     def submit(name: str, prompts: Iterable[tuple[int, ...]], tokens: int, alike: int = 1) -> Any:
         inputs = (
@@ -117,10 +118,10 @@ def measure_engine(model_path: Path) -> EngineModel:
             asked = [_prompt(number, length) for number in range(prompts) for _ in range(samples)]
             future = submit(f"{turn}-{load}", asked, STEPS, alike)
             for step in range(STEPS):
-                rows, prefilled, begun = batch.counts.decoded_rows, batch.runner.prefilled_tokens, time.process_time()
+                rows, prefilled, begun = batch.counts.decoded_rows, forward.computed_tokens, time.process_time()
                 engine.step()
                 seconds = time.process_time() - begun
-                rows, prefilled = batch.counts.decoded_rows - rows, batch.runner.prefilled_tokens - prefilled
+                rows, prefilled = batch.counts.decoded_rows - rows, forward.computed_tokens - prefilled
                 if not turn:  # warms up
                     continue
                 decode = [1.0, len(asked), rows, rows * (length + step)]

@@ -32,9 +32,10 @@ from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import EngineLimits, longest_sequence, shown_prompts
+from asyncrl.inference.embedded.memory import EngineMemory
 from asyncrl.inference.embedded.model.engine_parity import check_parity
-from asyncrl.inference.embedded.model.memory import EngineMemory
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.inference.embedded.model.served_weights import ServedWeights
 from asyncrl.inference.embedded.serving.commands import Command, Mailbox
 from asyncrl.inference.embedded.statistics import Statistics
@@ -130,7 +131,8 @@ class GenerationEngine:
         if model.device.type != "cpu":
             fuse_norms(model, gradients=False)
         runner = ModelRunner(model, running, record_routing=record_routing, pictures=pictures)
-        check_parity(runner, longest)
+        forward = PrefixForward(runner)
+        check_parity(forward, longest)
         if pictures is not None:
             pictures.encoded = 0  # without those of the check
         self.limits = EngineLimits(
@@ -144,7 +146,7 @@ class GenerationEngine:
         self.eos_token_ids = eos_token_ids(model)
         self._jobs = JobTable()
         queue = AdmissionQueue(max_running_requests, running)
-        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
+        self._batch = DecodeBatch(forward, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
         self._memory = EngineMemory(runner, may_release=saves_memory)
         self._threads = torch.get_num_threads()

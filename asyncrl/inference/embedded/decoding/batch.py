@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 
 from asyncrl.api.generation import FinishReason
@@ -27,7 +26,7 @@ from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
 from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
-from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
 from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
 
@@ -68,7 +67,7 @@ class DecodeBatch:
     """The running samples, the queue before them, and the step that continues them.
 
     Args:
-        runner: the model with its cache.
+        forward: computes prefixes with the model and its cache.
         queue: queue and admission rule.
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
@@ -78,7 +77,7 @@ class DecodeBatch:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        forward: PrefixForward,
         queue: AdmissionQueue,
         on_finish: OnFinish,
         detokenize: Detokenize | None,
@@ -86,12 +85,12 @@ class DecodeBatch:
         room: int,
         part: int,
     ) -> None:
-        self.runner, self.queue = runner, queue
+        self.runner, self.queue = forward.runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
-        self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
-        self.samples = SlotRows(runner)
+        self._table = RowTable(queue.max_running, self.runner.vocab_size, self.runner.device)
+        self.samples = SlotRows(self.runner)
         self.counts = TokenCounts()
-        self.prefills = Prefills(runner, self.samples, self.counts, room, queue.max_running)
+        self.prefills = Prefills(forward, self.samples, self.counts, room, queue.max_running)
         self.long_prompts = LongPrompts(self.prefills, part)
         self.version = ""
         self.weights_epoch = 0
@@ -247,22 +246,10 @@ class DecodeBatch:
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
 
     def _read_routing(self, sequences: list[Sequence]) -> None:
-        """Copy the experts chosen in the slots of leaving samples.
-
-        What was read before a retraction stays: each token keeps the experts of the forward that sampled the next
-        token.
-        """
-        if self.runner.routing is None:
-            return
-        for sequence in sequences:
-            if sequence.request.routing_from < 0:
-                continue
-            read = sequence.routing
-            start = sequence.request.routing_from + (0 if read is None else len(read))
-            end = self._cached_positions(sequence)
-            if end > start:
-                fresh = self.runner.routing.choices(sequence.slot, start, end)
-                sequence.routing = fresh if read is None else np.concatenate((read, fresh))
+        """Copy the experts chosen in the slots of leaving samples."""
+        if self.runner.experts is not None:
+            for sequence in sequences:
+                self.runner.experts.read(sequence, self._cached_positions(sequence))
 
     def _vacate(self, sequences: list[Sequence]) -> None:
         """Turn the samples' rows into holes."""

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.plans import DecodePlan, PartPlan, PrefillPlan
-from asyncrl.inference.embedded.model.states import SlotStates, StateLayer
+from asyncrl.inference.embedded.model.states import ModuleStates, Place, SlotStates, StateLayer
 from asyncrl.models.storages import storages
-from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
+from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory, layer_memories
 
 LENGTH_STEP = 16
 """Smallest step of the length: the largest waste of a short sample, against one new layout in this number of decode
@@ -415,3 +416,27 @@ class SlotCache(Cache):
             layer.scrub()
         for spare in self._spares.values():
             spare.zero_()
+
+
+class CacheMaker:
+    """Makes empty caches with the kinds of memory that `model` needs.
+
+    Attributes:
+        places: attributes of the model's modules that hold recurrent states.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._memories, self._device = layer_memories(model.config), model.device
+        self.places: list[Place] = []
+
+    @property
+    def has_keys(self) -> bool:
+        """True if some layers have keys and values."""
+        return any(memory.keys for memory in self._memories)
+
+    def make(self, max_total_tokens: int) -> SlotCache:
+        """Return an empty cache with this number of positions."""
+        cache = SlotCache(self._memories, self._device, max_total_tokens)
+        if self.places:
+            cache.states.append(ModuleStates(self.places))
+        return cache

@@ -22,7 +22,7 @@ from asyncrl.inference.embedded.decoding.prefix_cache import Match, PrefixCache,
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, common_length, rows_of
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
-from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 
 WORTH_A_FORWARD = 64
 """Number of common tokens from which on other prefixes wait until the first has computed them. That takes one more
@@ -46,7 +46,7 @@ class Prefills:
     """Fills the slots of samples that join.
 
     Args:
-        runner: the model with its cache.
+        forward: computes prefixes.
         samples: the slots.
         counts: token counts, to which common tokens are added.
         room: positions of the KV cache for slots and kept rows.
@@ -57,14 +57,15 @@ class Prefills:
     """
 
     def __init__(
-        self, runner: ModelRunner, samples: SlotRows, counts: TokenCounts, room: int, max_running: int
+        self, forward: PrefixForward, samples: SlotRows, counts: TokenCounts, room: int, max_running: int
     ) -> None:
-        self._runner, self._samples, self._counts = runner, samples, counts
+        self.forward, self._runner = forward, forward.runner
+        self._samples, self._counts = samples, counts
         self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
         self.kept: PrefixCache | None = None
-        if runner.goes_on:
-            self.kept = PrefixCache(has_states=bool(runner.cache.states), pictures_in=self._pictures_in())
-            runner.cache.make_room = self._fit
+        if forward.goes_on:
+            self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=self._pictures_in())
+            self._runner.cache.make_room = self._fit
 
     @property
     def kept_tokens(self) -> int:
@@ -117,8 +118,8 @@ class Prefills:
             before = [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
         if sequence.known_before is None or base < sequence.known_before:
             sequence.known_before = base
-        prefix = sequence.prefix[: self._runner.end_of_part(sequence.prefix, base + most)]
-        rows, after = self._runner.prefill_part(prefix, base, before, states)
+        prefix = sequence.prefix[: self.forward.end_of_part(sequence.prefix, base + most)]
+        rows, after = self.forward.compute_part(prefix, base, before, states)
         self._fit(cache.tokens, cache.state_rows)
         kept = self.kept.insert(
             prefix,
@@ -175,7 +176,7 @@ class Prefills:
         later: list[Prefix] = []
         first: Prefix = ()
         unknown = (prefix for prefix, base in bases.items() if base < len(prefix))
-        for row in rows_of(unknown, self._runner.pairs_per_token, bases):
+        for row in rows_of(unknown, self.forward.pairs_per_token, bases):
             if common_length(first, row.prefixes[0]) - row.base >= WORTH_A_FORWARD:
                 later += row.prefixes
             else:
@@ -197,7 +198,7 @@ class Prefills:
                     del slots_of[prefix]
         if not slots_of:
             return
-        for prefix, shared in self._runner.prefill(slots_of, bases).items():
+        for prefix, shared in self.forward.compute(slots_of, bases).items():
             first, *others = sorted(fresh[prefix], key=lambda sequence: sequence.known_before is None)
             self._count_cached([first], bases.get(prefix, 0) + shared)
             self._count_cached(others, len(prefix))
