@@ -96,7 +96,6 @@ class DecodeBatch:
         self.weights_epoch = 0
         self.steps = 0
         self._lengths = Lengths()
-        self._spent_columns: list[int] = []
         self._reorganised_at = 0
         self._watched: list[Sequence] = []
 
@@ -178,8 +177,7 @@ class DecodeBatch:
         Either way no hole remains when the cache is resized, so its extent is the one that the admission rule assumed.
         """
         self._reorganised_at = self.steps
-        self._table.release_columns(self._spent_columns)
-        self._spent_columns = []
+        self._table.outputs.reclaim()
         samples = self.samples
         running = samples.running
         admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
@@ -208,7 +206,7 @@ class DecodeBatch:
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         for row, sequence in zip(self.samples.take_rows(admitted), admitted, strict=True):
-            sequence.join(row, self._table.take_column(), self.steps, self.version, self.weights_epoch)
+            sequence.join(row, self._table.outputs.take(), self.steps, self.version, self.weights_epoch)
         alike: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in admitted:
             alike.setdefault(sequence.context, []).append(sequence)
@@ -242,7 +240,9 @@ class DecodeBatch:
 
     def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
         lengths = [sequence.produced(self.steps) for sequence in sequences]
-        tokens, logprobs = self._table.read([sequence.column for sequence in sequences], max(lengths, default=0))
+        tokens, logprobs = self._table.outputs.read(
+            [sequence.column for sequence in sequences], max(lengths, default=0)
+        )
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
 
     def _read_routing(self, sequences: list[Sequence]) -> None:
@@ -255,11 +255,9 @@ class DecodeBatch:
         """Turn the samples' rows into holes."""
         if not sequences:
             return
-        self._table.idle([sequence.row for sequence in sequences])
-        self._spent_columns += [sequence.column for sequence in sequences]
+        self._table.leave(sequences)
         for sequence in sequences:
             self.samples.leave(sequence)
-            sequence.column = -1
         self._lengths.changed = True
 
     def _watch(self) -> None:
