@@ -15,7 +15,7 @@ This class runs on one thread, without clocks and sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -32,6 +32,7 @@ from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
 
 Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]
+ReadOutputs = Callable[[list[Sequence]], list[tuple[list[int], list[float]]]]
 
 CHANGE_SHARE = 16
 """A batch is reorganised as soon as one row in this number has left or could join. A join costs a prefill, which is
@@ -39,28 +40,40 @@ most of a decode step for a small model; a hole costs its share of the steps unt
 """
 
 
-class Lengths:
-    """Lengths of the samples less the step count. All grow by one per step, so they change only if samples come or go.
+class WatchedSamples:
+    """Running samples that Python looks at after every step: they are streamed, or stop at a string.
 
-    Attributes:
-        longest: the largest of them.
-        total: their sum.
-        uniform: True if all are equal.
-        changed: a sample has come or gone since `refresh`.
+    Args:
+        detokenize: ids to text, needed for stop strings.
     """
 
-    def __init__(self) -> None:
-        self.longest = self.total = 0
-        self.uniform = False
-        self.changed = False
+    def __init__(self, detokenize: Detokenize | None) -> None:
+        self._detokenize = detokenize
+        self._samples: list[Sequence] = []
 
-    def refresh(self, running: Iterable[Sequence]) -> None:
-        """Update the lengths from the samples `running`, if some came or went."""
-        if self.changed:
-            ahead = [len(sequence.prefix) - sequence.joined_at for sequence in running]
-            self.longest, self.total = max(ahead, default=0), sum(ahead)
-            self.uniform = self.longest == min(ahead, default=0)
-            self.changed = False
+    def refresh(self, running: list[Sequence]) -> None:
+        """Select the samples to watch from `running`, after some have joined."""
+        self._samples = [
+            sequence for sequence in running if sequence.job.on_progress is not None or sequence.request.sampling.stop
+        ]
+
+    def look(self, read: ReadOutputs, version: str) -> list[tuple[Sequence, str]]:
+        """Publish the progress of streamed samples; return those that stop, each with its stop string.
+
+        Args:
+            read: reads tokens and log-probabilities of samples.
+            version: label of the present weights.
+        """
+        stopped: list[tuple[Sequence, str]] = []
+        watched = [sequence for sequence in self._samples if sequence.row >= 0]
+        for sequence, (tokens, logprobs) in zip(watched, read(watched) if watched else (), strict=True):
+            strings, decode = sequence.request.sampling.stop, self._detokenize
+            text = None if decode is None else completed_by_last(tokens, strings, decode)
+            if text is not None:
+                stopped.append((sequence, text))
+            elif sequence.job.on_progress is not None:
+                sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, version, None))
+        return stopped
 
 
 class DecodeBatch:
@@ -86,18 +99,16 @@ class DecodeBatch:
         part: int,
     ) -> None:
         self.runner, self.queue = forward.runner, queue
-        self._on_finish, self._detokenize = on_finish, detokenize
+        self._on_finish = on_finish
         self._table = RowTable(queue.max_running, self.runner.vocab_size, self.runner.device)
         self.samples = SlotRows(self.runner)
         self.counts = TokenCounts()
         self.prefills = Prefills(forward, self.samples, self.counts, room, queue.max_running)
         self.long_prompts = LongPrompts(self.prefills, part)
         self.version = ""
-        self.weights_epoch = 0
         self.steps = 0
-        self._lengths = Lengths()
         self._reorganised_at = 0
-        self._watched: list[Sequence] = []
+        self._watched = WatchedSamples(detokenize)
 
     @property
     def runnable(self) -> bool:
@@ -112,22 +123,18 @@ class DecodeBatch:
     @property
     def used_tokens(self) -> int:
         """Positions of the KV cache that running samples occupy."""
-        return self._current_lengths().total + self.samples.live * self.steps
-
-    def _current_lengths(self) -> Lengths:
-        self._lengths.refresh(self.samples.running)
-        return self._lengths
+        return self.samples.lengths().total + self.samples.live * self.steps
 
     @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, then continue every running sample by one token."""
         if self._reorganisation_due():
             self._reorganise()
-        self.long_prompts.advance(self.weights_epoch)
+        self.long_prompts.advance()
         if not self.samples.rows:
             return
         count, slots = len(self.samples.rows), len(self.samples.slots)
-        lengths = self._current_lengths()
+        lengths = self.samples.lengths()
         length = lengths.longest + self.steps + 1
         self.runner.cache.reserve(slots, length, slots, length - 1)
         full_rows = lengths.uniform and length == self.runner.cache.length
@@ -140,8 +147,8 @@ class DecodeBatch:
         leaving = [self.samples.rows[row] for row in finished.nonzero().view(-1).tolist()]
         if leaving:
             self._leave([sequence for sequence in leaving if sequence is not None], None)
-        if self._watched:
-            self._watch()
+        for sequence, text in self._watched.look(self._outputs, self.version):
+            self._leave([sequence], Finish(FinishReason.stop, matched=text))
         if self.samples.slots.shared:
             self._part()
 
@@ -150,7 +157,7 @@ class DecodeBatch:
         differing = self.samples.differing(self._table.inputs(len(self.samples.rows)))
         if not differing:
             return
-        cached, before = self._current_lengths().longest + self.steps, len(self.samples.slots)
+        cached, before = self.samples.lengths().longest + self.steps, len(self.samples.slots)
         copies = self.samples.part(differing)
         self.runner.cache.reserve(len(self.samples.slots), cached + 1, before, cached)
         self.samples.copy(copies, cached)
@@ -181,7 +188,7 @@ class DecodeBatch:
         samples = self.samples
         running = samples.running
         admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
-        admitted = self.long_prompts.sift(admitted, self.weights_epoch)
+        admitted = self.long_prompts.sift(admitted)
         if samples.holes > len(admitted) and (moved := samples.pack_rows()):
             self._table.move(samples.indices(list(moved)), samples.indices(list(moved.values())))
         if len(samples.slots.holes) > len({sequence.context for sequence in admitted}):
@@ -190,8 +197,7 @@ class DecodeBatch:
             self._join(admitted, running)
         running = samples.running
         self._table.refresh(running)
-        self._watched = [sequence for sequence in running if sequence.watched]
-        self._lengths.changed = True
+        self._watched.refresh(running)
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
         """Score prompts if asked to, and finish samples that want no token; return the others."""
@@ -206,7 +212,7 @@ class DecodeBatch:
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         for row, sequence in zip(self.samples.take_rows(admitted), admitted, strict=True):
-            sequence.join(row, self._table.outputs.take(), self.steps, self.version, self.weights_epoch)
+            sequence.join(row, self._table.outputs.take(), self.steps, self.version)
         alike: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in admitted:
             alike.setdefault(sequence.context, []).append(sequence)
@@ -215,10 +221,10 @@ class DecodeBatch:
             self.samples.enter(sequences)
         live_length = self._longest_cached(running)
         longest = max(len(sequence.prefix) for sequence in admitted)
-        self.prefills.announce(admitted, self.weights_epoch)
+        self.prefills.announce(admitted)
         self.runner.cache.reserve(len(self.samples.slots), max(live_length, longest) + 1, live_slots, live_length)
         self._table.join(admitted)
-        self.prefills.fill(admitted, running, self.weights_epoch)
+        self.prefills.fill(admitted, running)
 
     def _longest_cached(self, running: list[Sequence]) -> int:
         return max(map(self._cached_positions, running), default=0)
@@ -258,21 +264,6 @@ class DecodeBatch:
         self._table.leave(sequences)
         for sequence in sequences:
             self.samples.leave(sequence)
-        self._lengths.changed = True
-
-    def _watch(self) -> None:
-        """Publish the progress of streamed samples, and search for stop strings."""
-        watched = [sequence for sequence in self._watched if sequence.row >= 0]
-        stopped: list[tuple[Sequence, str]] = []
-        for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
-            strings, decode = sequence.request.sampling.stop, self._detokenize
-            text = None if decode is None else completed_by_last(tokens, strings, decode)
-            if text is not None:
-                stopped.append((sequence, text))
-            elif sequence.job.on_progress is not None:
-                sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, self.version, None))
-        for sequence, text in stopped:
-            self._leave([sequence], Finish(FinishReason.stop, matched=text))
 
     @torch.inference_mode()
     def abort(self, matches: Callable[[Sequence], bool]) -> int:
@@ -322,10 +313,8 @@ class DecodeBatch:
         """Stop other samples from copying keys and values of the older weights. With `keep_cache` later turns of the
         samples that have them still may.
         """
-        self.weights_epoch += 1
+        self.prefills.weights_changed(keep=keep_cache)
         self.runner.weights_changed()
-        if not keep_cache:
-            self.prefills.forget()
         if not self.samples.running:
             self.runner.cache.scrub()
 

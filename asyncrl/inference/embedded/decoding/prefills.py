@@ -54,6 +54,7 @@ class Prefills:
 
     Attributes:
         kept: rows of earlier requests; None if the model computes every prefix from its beginning.
+        epoch: number of weight updates so far.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Prefills:
         self.forward, self._runner = forward, forward.runner
         self._samples, self._counts = samples, counts
         self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
+        self.epoch = 0
         self.kept: PrefixCache | None = None
         if forward.goes_on:
             self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=self._pictures_in())
@@ -88,7 +90,15 @@ class Prefills:
         if self.kept is not None:
             self.kept.clear()
 
-    def announce(self, sequences: Iterable[Sequence], epoch: int) -> None:
+    def weights_changed(self, *, keep: bool) -> None:
+        """Use no rows of earlier weights for other samples; with `keep` later turns of the samples that have them
+        still do.
+        """
+        self.epoch += 1
+        if not keep:
+            self.forget()
+
+    def announce(self, sequences: Iterable[Sequence]) -> None:
         """Name the samples whose slots will be filled, so that rows they need are not evicted for the room of these
         slots.
         """
@@ -96,22 +106,22 @@ class Prefills:
             return
         in_parts = {sequence.prefix for sequence in sequences if sequence.known_before is not None}
         for prefix in {sequence.prefix for sequence in sequences}:
-            match = self.kept.match(prefix, epoch)
+            match = self.kept.match(prefix, self.epoch)
             if match is not None and prefix in in_parts:
                 self.kept.pinned.append(match.path[-1][0])
 
-    def missing(self, sequence: Sequence, epoch: int) -> int:
+    def missing(self, sequence: Sequence) -> int:
         """Return the number of tokens of the sample's prefix that have to be computed."""
-        match = self._known(sequence.prefix, epoch)
+        match = self._known(sequence.prefix)
         return len(sequence.prefix) - (0 if match is None else match.length)
 
-    def compute_part(self, sequence: Sequence, epoch: int, most: int) -> None:
+    def compute_part(self, sequence: Sequence, most: int) -> None:
         """Compute the next `most` tokens of the sample's prefix, and keep them. Without room for them it is no longer
         prefilled in parts.
         """
         assert self.kept is not None
-        match, cache = self._known(sequence.prefix, epoch), self._runner.cache
-        base, states, before = 0, [], []
+        match, cache = self._known(sequence.prefix), self._runner.cache
+        base, epoch, states, before = 0, self.epoch, [], []
         if match is not None:
             base, epoch, states = match.length, match.epoch, match.states or []
             parts = [[rows[..., :used, :] for rows in node.rows] for node, used in match.path]
@@ -129,7 +139,7 @@ class Prefills:
         )
         sequence.in_parts = kept
 
-    def fill(self, admitted: list[Sequence], running: list[Sequence], epoch: int) -> None:
+    def fill(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         """Fill the slots of `admitted`; each distinct prefix is computed once.
 
         Recurrent states are those of a sample's whole length. So a running sample that has continued since it joined
@@ -138,14 +148,14 @@ class Prefills:
         Args:
             admitted: samples that join; their slots are reserved.
             running: samples that joined before.
-            epoch: epoch of the weights.
         """
         donating = [] if self._runner.cache.states else running
-        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == epoch}
+        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == self.epoch}
         fresh: dict[Prefix, list[Sequence]] = {}
         copies: dict[int, int] = {}
         longest = 0
         for sequence in admitted:
+            sequence.weights_epoch = self.epoch
             self._counts.prompt += len(sequence.request.input_ids)
             donor = donors.get(sequence.prefix_hash)
             if donor is not None and donor.prefix == sequence.prefix != ():
@@ -155,17 +165,17 @@ class Prefills:
             else:
                 fresh.setdefault(sequence.prefix, []).append(sequence)
         self._samples.copy(copies, longest)
-        known = {prefix: self._known(prefix, epoch) for prefix in fresh}
+        known = {prefix: self._known(prefix) for prefix in fresh}
         later = self._later({prefix: 0 if match is None else match.length for prefix, match in known.items()})
         self._prefill({prefix: alike for prefix, alike in fresh.items() if prefix not in later}, known)
-        known = {prefix: self._known(prefix, epoch) for prefix in later}
+        known = {prefix: self._known(prefix) for prefix in later}
         self._prefill({prefix: fresh[prefix] for prefix in later}, known)
         if self.kept is not None and self.kept.pinned:
             self.kept.pinned.clear()
             self._fit(self._runner.cache.tokens, self._runner.cache.state_rows)
 
-    def _known(self, prefix: Prefix, epoch: int) -> Match | None:
-        return None if self.kept is None else self.kept.match(prefix, epoch)
+    def _known(self, prefix: Prefix) -> Match | None:
+        return None if self.kept is None else self.kept.match(prefix, self.epoch)
 
     def _later(self, bases: Mapping[Prefix, int]) -> list[Prefix]:
         """Return the prefixes, in rows of their own, that begin like others and are computed after them, to use their

@@ -47,6 +47,7 @@ class Sequence:
     joined_at: int = 0
     """Engine step at which it joined the batch."""
     weights_epoch: int = -1
+    """Epoch of the oldest weights by which its keys were computed."""
 
     @classmethod
     def of(cls, job: Job, index: int, arrival: int) -> Sequence:
@@ -77,11 +78,6 @@ class Sequence:
         """Longest possible length of the sample: prompt plus max_new_tokens."""
         return len(self.request.input_ids) + self.request.sampling.max_new_tokens
 
-    @property
-    def watched(self) -> bool:
-        """True if Python looks at it after every step: it is streamed, or stops at a string."""
-        return self.job.on_progress is not None or bool(self.request.sampling.stop)
-
     def set_prefix(self) -> None:
         """Set the tokens that a prefill covers: the prompt and what was generated before a retraction, without the last
         token.
@@ -101,9 +97,9 @@ class Sequence:
         """Token that is decoded first when the sample joins."""
         return self.tokens[-1] if self.tokens else self.request.input_ids[-1]
 
-    def join(self, row: int, column: int, step: int, version: str, epoch: int) -> None:
+    def join(self, row: int, column: int, step: int, version: str) -> None:
         """Note that the sample entered the batch at `row`, writing to output `column`, before engine step `step`."""
-        self.row, self.column, self.joined_at, self.weights_epoch = row, column, step, epoch
+        self.row, self.column, self.joined_at = row, column, step
         self.relabel(version, step)
 
     def produced(self, step: int) -> int:
