@@ -72,7 +72,9 @@ class WatchedSamples:
             if text is not None:
                 stopped.append((sequence, text))
             elif sequence.job.on_progress is not None:
-                sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, version, None))
+                sequence.job.on_progress(
+                    sequence.index, sequence.partial.reply(sequence.request, tokens, logprobs, version, None)
+                )
         return stopped
 
 
@@ -203,11 +205,13 @@ class DecodeBatch:
         """Score prompts if asked to, and finish samples that want no token; return the others."""
         for sequence in admitted:
             request = sequence.request
-            if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs = self.runner.prompt_logprobs(sequence.prompt, request.prompt_logprobs_from)
+            if request.prompt_logprobs_from >= 0 and sequence.partial.prompt_logprobs is None:
+                sequence.partial.prompt_logprobs = self.runner.prompt_logprobs(
+                    sequence.prompt, request.prompt_logprobs_from
+                )
             if request.sampling.max_new_tokens == 0:
                 self.counts.prompt += len(request.input_ids)
-                self._on_finish(sequence, sequence.output([], [], self.version, Finish(FinishReason.length)))
+                self._finish(sequence, [], [], Finish(FinishReason.length))
         return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
@@ -242,7 +246,11 @@ class DecodeBatch:
         self._vacate(sequences)
         for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
             ending = _natural_end(sequence, tokens) if finish is None else finish
-            self._on_finish(sequence, sequence.output(tokens, logprobs, self.version, ending))
+            self._finish(sequence, tokens, logprobs, ending)
+
+    def _finish(self, sequence: Sequence, tokens: list[int], logprobs: list[float], finish: Finish) -> None:
+        """Return the output of a sample that has ended."""
+        self._on_finish(sequence, sequence.partial.reply(sequence.request, tokens, logprobs, self.version, finish))
 
     def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
         lengths = [sequence.produced(self.steps) for sequence in sequences]
@@ -277,11 +285,9 @@ class DecodeBatch:
         for sequence in queued:
             self.queue.waiting.remove(sequence)
         for sequence in (*held, *queued):
-            partial = bool(sequence.tokens)
-            output = sequence.output(
-                sequence.tokens, sequence.logprobs, self.version, Finish(FinishReason.abort, queued=not partial)
-            )
-            self._on_finish(sequence, output)
+            partial = sequence.partial
+            finish = Finish(FinishReason.abort, queued=not partial.tokens)
+            self._finish(sequence, partial.tokens, partial.logprobs, finish)
         return len(running) + len(held) + len(queued)
 
     @torch.inference_mode()
@@ -292,9 +298,9 @@ class DecodeBatch:
         self._read_routing(running)
         self._vacate(running)
         for sequence, (tokens, logprobs) in zip(running, outputs, strict=True):
-            sequence.tokens, sequence.logprobs = tokens, logprobs
+            sequence.partial.tokens, sequence.partial.logprobs = tokens, logprobs
             sequence.joined_at = self.steps
-            sequence.retractions += 1
+            sequence.partial.retractions += 1
             sequence.set_prefix()
         held = self.long_prompts.held
         self.long_prompts.take(held)

@@ -71,9 +71,9 @@ class OutputColumns:
         offsets = _longs([sequence.request.sampling.seed_offset for sequence in sequences], device)
         self._uniforms[:length, columns] = uniforms_TR(seeds, offsets, length)
         for sequence in sequences:
-            if done := len(sequence.tokens):
-                self._tokens[:done, sequence.column] = _longs(sequence.tokens, device)
-                self._logprobs[:done, sequence.column] = torch.tensor(sequence.logprobs, device=device)
+            if done := len(sequence.partial.tokens):
+                self._tokens[:done, sequence.column] = _longs(sequence.partial.tokens, device)
+                self._logprobs[:done, sequence.column] = torch.tensor(sequence.partial.logprobs, device=device)
 
     def uniforms(self, output_R: Tensor) -> Tensor:
         """Return the random numbers `[R]` at flat indices `output_R`."""
@@ -131,7 +131,7 @@ class RowTable:
         ints, floats = [], []
         for sequence in sequences:
             spec = sequence.request.sampling
-            done, column = len(sequence.tokens), sequence.column
+            done, column = len(sequence.partial.tokens), sequence.column
             ints.append(
                 (
                     len(sequence.prefix),

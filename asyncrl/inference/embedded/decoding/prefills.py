@@ -108,7 +108,7 @@ class Prefills:
         for prefix in {sequence.prefix for sequence in sequences}:
             match = self.kept.match(prefix, self.epoch)
             if match is not None and prefix in in_parts:
-                self.kept.pinned.append(match.path[-1][0])
+                self.kept.order.pinned.append(match.path[-1][0])
 
     def missing(self, sequence: Sequence) -> int:
         """Return the number of tokens of the sample's prefix that have to be computed."""
@@ -170,8 +170,8 @@ class Prefills:
         self._prefill({prefix: alike for prefix, alike in fresh.items() if prefix not in later}, known)
         known = {prefix: self._known(prefix) for prefix in later}
         self._prefill({prefix: fresh[prefix] for prefix in later}, known)
-        if self.kept is not None and self.kept.pinned:
-            self.kept.pinned.clear()
+        if self.kept is not None and self.kept.order.pinned:
+            self.kept.order.pinned.clear()
             self._fit(self._runner.cache.tokens, self._runner.cache.state_rows)
 
     def _known(self, prefix: Prefix) -> Match | None:
@@ -243,5 +243,5 @@ class Prefills:
         """Count this number of positions of each sample's prefix as not computed for it alone."""
         for sequence in sequences:
             own = sequence.known_before is not None
-            sequence.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens
-            self._counts.cached += sequence.cached_tokens
+            sequence.partial.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens
+            self._counts.cached += sequence.partial.cached_tokens

@@ -120,8 +120,8 @@ class ExpertRecorder:
         """
         if sequence.request.routing_from < 0:
             return
-        read = sequence.routing
+        read = sequence.partial.routing
         start = sequence.request.routing_from + (0 if read is None else len(read))
         if end > start:
             fresh = self._slots.choices(sequence.slot, start, end)
-            sequence.routing = fresh if read is None else np.concatenate((read, fresh))
+            sequence.partial.routing = fresh if read is None else np.concatenate((read, fresh))
