@@ -87,7 +87,7 @@ def assert_counted(engine: GenerationEngine) -> None:
         states += node.states is not None
         assert all(rows.shape[-2] == len(node.tokens) for rows in node.rows)
     assert (kept.tokens, kept.states) == (tokens, states)
-    assert kept.tokens + slots.tokens <= engine._batch.prefills._room
+    assert kept.tokens + slots.layout.tokens <= engine._batch.prefills._room
 
 
 def draw_tokens(draw: Random, count: int) -> Tokens:
@@ -235,7 +235,7 @@ def test_kept_rows_give_way_before_a_sample_waits_and_come_back_to_use() -> None
     (answer,) = run(engine, first)
     assert engine.stats().kept_tokens == 69
     run(engine, *(GenerationInput(f"b{i}", draw_tokens(draw, 80), SamplingSpec(20, seed=i)) for i in range(4)))
-    assert engine._batch.runner.cache.tokens == 400, "all room was needed"
+    assert engine._batch.runner.cache.layout.tokens == 400, "all room was needed"
     assert kept.evicted >= 69
     again = GenerationInput("c", (*first.input_ids, *answer.output_ids, 5, 6), SamplingSpec(10, seed=1))
     (output,) = run(engine, again)
@@ -419,7 +419,7 @@ def test_a_prompt_in_parts_is_not_computed_again_where_its_slot_takes_all_room()
     before, most = engine._batch.prefills.forward.computed_tokens, 0
     future = engine.submit(Job((GenerationInput("long", draw_tokens(draw, 125), SamplingSpec(10, seed=1)),)))
     while engine.step():
-        most = max(most, engine._batch.runner.cache.tokens)
+        most = max(most, engine._batch.runner.cache.layout.tokens)
         assert_counted(engine)
     (output,) = future.result(timeout=0)
     assert most == 420, "three rows of 136"

@@ -392,7 +392,7 @@ def test_slots_that_are_mixed_up_are_seen(mutate: Mutation, spread: float, monke
 def test_the_proof_leaves_the_engines_own_cache_empty() -> None:
     engine = GenerationEngine(build("llama"))
     cache = engine._batch.runner.cache
-    assert (cache.length, cache.tokens) == (0, 0)
+    assert (cache.layout.length, cache.layout.tokens) == (0, 0)
 
 
 # What only long sequences show.

@@ -139,7 +139,7 @@ class DecodeBatch:
         lengths = self.samples.lengths()
         length = lengths.longest + self.steps + 1
         self.runner.cache.reserve(slots, length, slots, length - 1)
-        full_rows = lengths.uniform and length == self.runner.cache.length
+        full_rows = lengths.uniform and length == self.runner.cache.layout.length
         deltas = self._table.deltas(count) if self.runner.three_positions else None
         logits = self.samples.logits(self._table.inputs(count), self._table.positions(count), full_rows, deltas)
         finished = self._table.advance(logits, count)

@@ -130,7 +130,7 @@ class Prefills:
             sequence.known_before = base
         prefix = sequence.prefix[: self.forward.end_of_part(sequence.prefix, base + most)]
         rows, after = self.forward.compute_part(prefix, base, before, states)
-        self._fit(cache.tokens, cache.state_rows)
+        self._fit(cache.layout.tokens, cache.state_rows)
         kept = self.kept.insert(
             prefix,
             epoch,
@@ -172,7 +172,7 @@ class Prefills:
         self._prefill({prefix: fresh[prefix] for prefix in later}, known)
         if self.kept is not None and self.kept.order.pinned:
             self.kept.order.pinned.clear()
-            self._fit(self._runner.cache.tokens, self._runner.cache.state_rows)
+            self._fit(self._runner.cache.layout.tokens, self._runner.cache.state_rows)
 
     def _known(self, prefix: Prefix) -> Match | None:
         return None if self.kept is None else self.kept.match(prefix, self.epoch)
@@ -233,7 +233,7 @@ class Prefills:
         if self.kept is None:
             return
         cache, slot = self._runner.cache, sequence.slot
-        self._fit(cache.tokens, cache.state_rows)
+        self._fit(cache.layout.tokens, cache.state_rows)
         states: Callable[[], Rows] | None = partial(cache.read_states, slot) if cache.states else None
         self.kept.insert(tokens, sequence.weights_epoch, partial(cache.read, slot), states, ends_turn=ends_turn)
         cache.spare_room |= self.kept.lacked_room

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP
+from asyncrl.inference.embedded.decoding.slot_layout import LENGTH_STEP
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.models.parity import (

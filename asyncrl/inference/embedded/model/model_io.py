@@ -135,8 +135,8 @@ class ModelRunner:
             full_rows: every row fills its slot to the end.
             deltas_R: difference between positions and places, for models with `three_positions`.
         """
-        self.cache.begin_decode(tokens_R.shape[0], positions_R)
-        masks = self.masks.of_step(positions_R, self.cache.length, full_rows)
+        plan = self.cache.begin_decode(tokens_R.shape[0], positions_R)
+        masks = self.masks.of_step(positions_R, self.cache.layout.length, full_rows)
         position_ids = positions_R[:, None]
         if deltas_R is not None:
             position_ids = (position_ids + deltas_R[:, None]).expand(3, -1, 1)
@@ -144,7 +144,7 @@ class ModelRunner:
         if slots is None or self.experts is not None:
             return self.forward(tokens_R[:, None], masks.argument(), position_ids)[:, 0]
         step = DecodeInputs(
-            tokens_R, position_ids, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
+            tokens_R, position_ids, plan.index(self.cache.layout, slots[0].shape[1]), masks, self._linears.packed, slots
         )
         logits = self._program(step)
         if logits is None:

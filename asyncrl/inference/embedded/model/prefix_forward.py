@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.plans import PrefillPlan
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, PrefixRow, RowTensors, batches_of, rows_of
+from asyncrl.inference.embedded.decoding.slot_layout import PrefillPlan
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024

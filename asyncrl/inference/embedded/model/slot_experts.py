@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.cache import SlotCache
-from asyncrl.inference.embedded.decoding.plans import PartPlan, PrefillPlan
 from asyncrl.inference.embedded.decoding.sequence import Sequence as Sample
+from asyncrl.inference.embedded.decoding.slot_layout import PartPlan, PrefillPlan
 from asyncrl.models.routers import RoutingShape, routing_shape
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import text_settings
@@ -62,8 +62,8 @@ class RoutingSlots:
 
     def relayout(self, rows: int, length: int) -> None:
         """As `SlotLayer.relayout`."""
-        owner = self.owner
-        slots = self._slots.new_zeros(owner.tokens // owner.length, owner.length, self._width)
+        layout = self.owner.layout
+        slots = self._slots.new_zeros(layout.rows, layout.length, self._width)
         slots[:rows, :length] = self._slots[:rows, :length]
         self._slots = slots
 
