@@ -24,7 +24,7 @@ from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
-from asyncrl.inference.sglang.process import ProcessTree
+from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree
 from asyncrl.runtime.process.starting import LONGEST_STARTS, Effort
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
@@ -107,7 +107,8 @@ class SGLangHost:
             guest=self._guest,
         )
         token = None if self._security is None else self._security.token
-        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, log=self._log, redact=token)
+        output = ForwardedOutput(self._log, redact=token)
+        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, output=output)
         await self._tree.start()
         try:
             await self._await_ready(command.url)
@@ -132,7 +133,7 @@ class SGLangHost:
                 reason = str(ready.exception())
             if reason:
                 await tree.stop()  # its last lines are complete only then
-                raise EngineStartError(explained(reason, tree.last_lines, tree.first_error))
+                raise EngineStartError(explained(reason, tree.output.last_lines, tree.output.first_error))
         finally:
             for task in (death, ready):
                 task.cancel()
@@ -141,7 +142,7 @@ class SGLangHost:
         """Wait until one of the server's processes ends; returns which and the end of its log."""
         assert self._tree is not None, "not started"
         reason = await self._tree.died()
-        return explained(f"SGLang: {reason}", self._tree.last_lines, self._tree.first_error)
+        return explained(f"SGLang: {reason}", self._tree.output.last_lines, self._tree.output.first_error)
 
     async def stop(self) -> None:
         """End the server's processes, give its ports back and remove its files."""
