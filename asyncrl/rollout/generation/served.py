@@ -69,8 +69,8 @@ class ServedEpisodeClient(EpisodeClient):
             Exception: the policy failed. The agent received an HTTP error and may have treated it as its own failure,
                 so the episode must not be trained.
         """
-        if self._session is not None and self._session.failure is not None:
-            raise self._session.failure
+        if self._session is not None and self._session.calls.failure is not None:
+            raise self._session.calls.failure
         return super().samples(reward)
 
     def close(self) -> None:

@@ -251,7 +251,7 @@ async def test_a_conversation_at_its_limit_ends_with_length_and_then_with_an_err
     with pytest.raises(openai.BadRequestError, match="max_turns=2") as refused:
         await there.chat.completions.create(model="m", messages=messages[:-2])
     assert refused.value.code == "context_length_exceeded"
-    assert session.failure is None
+    assert session.calls.failure is None
 
 
 async def test_agents_at_one_address_are_told_apart_by_their_session_id(world: World) -> None:
