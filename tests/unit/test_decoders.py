@@ -50,7 +50,7 @@ from asyncrl.comm.trajectory_codec.array_messages import CodecError
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.serving import requests as embedded
 from asyncrl.inference.embedded.types import RequestError
-from asyncrl.inference.openai import anthropic, chat_completions, responses, token_calls
+from asyncrl.inference.openai import anthropic, chat_completions, chat_messages, responses, token_calls
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.manager import messages as m
 from asyncrl.manager.http_server import answering
@@ -523,7 +523,7 @@ def cases() -> Iterator[Case]:
     yield Case("/tokenize", token_calls.read_tokenize, [js({"messages": CHAT, "tools": [TOOL]})], (ApiError,))
     ids = token_calls.ChatFromTokens(lambda messages, *, tools=(): (1, 2))
     yield Case("/chat/completions/tokens", ids.read, [js(chat | {"tokens": [1, 2]})], (ApiError,))
-    schemas = chat_completions.tools_of([TOOL])
+    schemas = chat_messages.tools_of([TOOL])
     calls = [
         b'<think>a</think>b<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
         b"x<function=f><parameter=a>1</parameter><parameter=b>{}</parameter></function>",
