@@ -54,8 +54,8 @@ class Guest:
         self._resolver.withdraw(self._loading)
 
     async def follow_rests(self, url: str) -> Never:
-        """Set this process's stage until cancelled: the guest at `url` rests while the GserverManager's entry
-        (`names.GuestMemory`) says that its memory is released, and else it serves.
+        """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
+        otherwise serves. The GserverManager records both (`names.GuestMemory`).
         """
         released, last = names.GuestMemory(url, released=True).encode(), None
         while True:

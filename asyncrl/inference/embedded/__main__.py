@@ -1,4 +1,4 @@
-"""`python -m asyncrl.inference.embedded --model-path DIR`: the embedded engine as a server of its own."""
+"""`python -m asyncrl.inference.embedded --model-path DIR`: the embedded engine as a separate server."""
 
 from __future__ import annotations
 

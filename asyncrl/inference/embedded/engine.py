@@ -1,4 +1,4 @@
-"""The engine: a batch on a thread of its own, and the requests of other threads to it.
+"""The engine: a batch on its own thread, and the requests of other threads to it.
 
 Every request is a command that the engine's thread runs between two steps, so nothing in the batch needs a lock.
 Without commands and runnable samples the thread sleeps on a condition.
@@ -79,7 +79,7 @@ class GenerationEngine:
         int8: linear layers are served with the values of int8.
 
     Raises:
-        UnsupportedModelError: the engine would not compute what transformers does; the message says what to use.
+        UnsupportedModelError: the engine would not compute what transformers does; the message names what to use.
         ValueError: a limit is out of range.
 
     Attributes:

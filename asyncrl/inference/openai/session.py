@@ -153,7 +153,7 @@ class Session:
         return self._delivered.get(key)
 
     def deliver(self, key: bytes, answer: Any) -> None:
-        """Note that `answer` was sent to the request `key`."""
+        """Record that `answer` was sent to the request `key`."""
         if self.calls.are_open:
             self._delivered[key] = answer
 

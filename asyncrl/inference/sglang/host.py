@@ -54,7 +54,7 @@ class SGLangHost:
         config: the experiment, `model.path` resolved.
         scratch: name of its scratch folder, which no other server of the run has.
         run_dir: the run's folder.
-        device: what it runs on.
+        device: device on which it computes.
         security: the token that it asks for, and TLS; None if the run has no secret.
         log: where its output goes.
         guest: see `build_command`.
@@ -139,7 +139,7 @@ class SGLangHost:
                 task.cancel()
 
     async def failed(self) -> str:
-        """Wait until one of the server's processes ends; returns which and the end of its log."""
+        """Wait until one of the server's processes ends; return which one, and the end of its log."""
         assert self._tree is not None, "not started"
         reason = await self._tree.died()
         return explained(f"SGLang: {reason}", self._tree.output.last_lines, self._tree.output.first_error)
@@ -198,12 +198,12 @@ class AdoptedHost:
         return ServedEngine(self._url, None)
 
     async def failed(self) -> str:
-        """Never returns: the GserverManager watches its health, and takes it back when it answers again."""
+        """Never return: the GserverManager watches its health, and takes it back when it answers again."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Nothing: the server is not ours."""
+        """Do nothing: the server is not the run's."""
 
 
 async def wait_ready(
@@ -212,7 +212,7 @@ async def wait_ready(
     """Wait until the server at `url` takes requests.
 
     Args:
-        grew: whether it has made progress since the last call.
+        grew: returns True if it has made progress since the last call.
 
     Raises:
         EngineStartError: it did not within `timeout_s` seconds after its last progress, or `LONGEST_STARTS` times as
@@ -238,7 +238,7 @@ async def wait_ready(
 
 
 def _make_scratch(preferred: Path) -> Path:
-    """An empty folder for Unix sockets: in the run's folder where its path is short enough for them."""
+    """Return an empty folder for Unix sockets: in the run's folder if its path is short enough for them."""
     if len(str(preferred)) > _MAX_SOCKET_FOLDER:
         return Path(tempfile.mkdtemp(prefix="asyncrl-"))
     shutil.rmtree(preferred, ignore_errors=True)  # of a server that was killed
@@ -247,7 +247,9 @@ def _make_scratch(preferred: Path) -> Path:
 
 
 def _write_secrets(scratch: Path, security: HttpSecurity | None) -> Path | None:
-    """API key and TLS as a config file for SGLang that only this user can read: a command line everybody can."""
+    """Write API key and TLS as a config file for SGLang, and return it. Only this user can read it; all users can read
+    a command line.
+    """
     if security is None:
         return None
     file = scratch / "secrets.yaml"

@@ -1,10 +1,10 @@
-"""A server's process tree: a session of its own, its log forwarded, its death noticed at once, its end complete.
+"""A server's process tree: its own session, its log forwarded, its death noticed at once, its end complete.
 
 SGLang is three or more processes: the HTTP server that we start, a detokenizer, and a scheduler per GPU. They run below
 a reaper (`asyncrl.inference.sglang.reaper`), our child, that ends all of them when its standard input, a pipe
 from here, is closed: by `stop`, or by the kernel when this process dies. Any of SGLang's processes may die by itself.
-The kernel tells the event loop of each: of the HTTP server's end through the reaper's exit, of the others' through
-pidfds, which become readable when their process ends. Nothing polls.
+The event loop is notified of each: of the HTTP server's end by the reaper's exit, of the others' by pidfds, which
+become readable when their process ends. Nothing polls.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ProcessTree:
         raise ProcessLookupError("the command has ended")
 
     def watch(self, title_prefix: str) -> int:
-        """From now on the death of a descendant whose title begins so counts as the tree's; returns their number."""
+        """Count the death of a descendant whose title begins so as the tree's; return the number of them."""
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self.output.first_error = ""
@@ -144,12 +144,12 @@ class ProcessTree:
         return len(watched)
 
     async def died(self) -> str:
-        """Wait until the command or a watched descendant ends; returns what ended."""
+        """Wait until the command or a watched descendant ends; return what ended."""
         assert self._died is not None, "not started"
         return await asyncio.shield(self._died)
 
     async def stop(self) -> None:
-        """End the whole tree; returns once all of it has ended. Idempotent."""
+        """End the whole tree; return once all of it has ended. Idempotent."""
         if self._process is None:
             return
         assert self._process.stdin is not None

@@ -5,7 +5,7 @@ A step:
 1. Every few steps, or at once if much has changed, fill the holes of finished samples with waiting ones (each distinct
    prefix is prefilled once), and close the remaining holes, so that rows stay packed.
 2. Decode one token for every slot, and sample from it for every row of the slot.
-3. Return the outputs of finished samples; give samples of one slot that continue differently slots of their own.
+3. Return the outputs of finished samples; give samples of one slot that continue differently separate slots.
 
 A sample is prefilled up to its last prompt token but one. That last token is decoded with those of the other samples.
 So there is one sampling path, and a sample whose prompt is in the cache joins by a copy.
@@ -155,7 +155,7 @@ class DecodeBatch:
             self._part()
 
     def _part(self) -> None:
-        """Give samples whose last token differs from that of their slot's first sample a slot of their own."""
+        """Give samples whose last token differs from that of their slot's first sample another slot."""
         differing = self.samples.differing(self._table.inputs(len(self.samples.rows)))
         if not differing:
             return

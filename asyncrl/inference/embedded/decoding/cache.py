@@ -256,7 +256,7 @@ class SlotCache(Cache):
             states: recurrent states before the part, in the form of `read_states`; empty if there are none.
         """
         if not self.layout.length:
-            self.reserve(1, 1, 0, 0)  # the forward tells the layers' shapes
+            self.reserve(1, 1, 0, 0)  # the forward shows the layers' shapes
         known, left = iter(rows), iter(states)
         layers = [layer for layer in self._slot_layers if layer.keys is not None] if rows else []
         self.plan = PartPlan({layer: (next(known)[None], next(known)[None]) for layer in layers})

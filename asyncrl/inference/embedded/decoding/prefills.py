@@ -178,9 +178,7 @@ class Prefills:
         return None if self.kept is None else self.kept.match(prefix, self.epoch)
 
     def _later(self, bases: Mapping[Prefix, int]) -> list[Prefix]:
-        """Return the prefixes, in rows of their own, that begin like others and are computed after them, to use their
-        rows.
-        """
+        """Return the prefixes that begin like others in another row and are computed after them, to use their rows."""
         if self.kept is None or self._runner.cache.states:
             return []
         later: list[Prefix] = []

@@ -112,7 +112,7 @@ class Sequence:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens of the prompt as the model sees them: rows of pictures have ids of their own."""
+        """Tokens of the prompt as the model sees them: rows of pictures have their own ids."""
         return self.job.shown[self.index].ids if self.job.shown else self.request.input_ids
 
     @property
@@ -145,7 +145,7 @@ class Sequence:
         return self.partial.tokens[-1] if self.partial.tokens else self.request.input_ids[-1]
 
     def join(self, row: int, column: int, step: int, version: str) -> None:
-        """Note that the sample entered the batch at `row`, writing to output `column`, before engine step `step`."""
+        """Record that the sample entered the batch at `row`, writing to output `column`, before engine step `step`."""
         self.row, self.column, self.joined_at = row, column, step
         self.relabel(version, step)
 

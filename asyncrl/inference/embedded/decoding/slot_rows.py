@@ -122,7 +122,7 @@ class SlotRows:
         return [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
 
     def part(self, differing: list[tuple[Sequence, int]]) -> dict[int, int]:
-        """Give samples that continue differently a slot of their own; return by new slot the slot to copy."""
+        """Give samples that continue differently other slots; return by new slot the slot to copy."""
         self._changed = True
         return self.slots.part(differing)
 

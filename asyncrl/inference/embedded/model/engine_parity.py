@@ -227,9 +227,7 @@ def _refusal(model: PreTrainedModel, reason: str, other: str = "") -> Unsupporte
 
 @torch.inference_mode()
 def _decoded(forward: PrefixForward, sequences: Sequence[Tokens]) -> list[Tensor]:
-    """Return log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS]
-    each.
-    """
+    """Return log-probabilities of the last tokens of `sequences`, decoded together in a separate cache, `[STEPS]`."""
     steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
     prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
     runner = forward.runner

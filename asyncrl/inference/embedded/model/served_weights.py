@@ -83,5 +83,5 @@ class ServedWeights:
         self.path, self._replaced, self.have_values = staged.path, staged.replaced, True
 
     def lose(self) -> None:
-        """Note that the weights have lost their values, so that the next update has to bring all of them."""
+        """Record that the weights have lost their values, so that the next update has to bring all of them."""
         self._replaced, self.have_values = None, False

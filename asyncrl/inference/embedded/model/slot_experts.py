@@ -91,7 +91,7 @@ class ExpertRecorder:
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
         self._routers = Routers(model, str(text_settings(model.config)["model_type"]))
-        with torch.inference_mode(), self._routers.recording():  # refuses what would not tell
+        with torch.inference_mode(), self._routers.recording():  # raises if the choices cannot be recorded
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
         shape = routing_shape(model.config.to_dict())
         assert isinstance(shape, RoutingShape), shape
