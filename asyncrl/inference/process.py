@@ -86,7 +86,7 @@ class GenerationServer(AsyncWorker):
         budget = RestartBudget(limit, window_s)
         while True:
             if self._guest is not None:
-                await self._guest.await_turn(self.process_status.others_progressed)  # the trainer's ranks have their own limits
+                await self._guest.await_turn(self.process_status.others_progressed)  # the ranks have their own limits
             observer.stage("loads the model")
             served = await host.start()
             await self._check(served.url)
