@@ -439,7 +439,7 @@ class ReferenceTrainer:
 
     def _client(self, policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
         named = tuple(self.others)
-        return EpisodeClient(policy, prompt, prompt.member, None, ChatPolicy(policies=named, trained=named))
+        return EpisodeClient(policy, prompt, None, ChatPolicy(policies=named, trained=named))
 
 
 @dataclass(frozen=True)

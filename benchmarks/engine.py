@@ -52,7 +52,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.inference.sglang.host import SGLangHost, wait_ready
 from asyncrl.inference.sglang.ports import reserve_ports
-from asyncrl.inference.sglang.process import ProcessTree
+from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree
 
 Contender = Callable[["Load"], int]
 HOST = "127.0.0.1"
@@ -232,7 +232,8 @@ async def embedded_server(folder: Path, rows: int) -> AsyncIterator[str]:
     ports = reserve_ports(HOST)
     argv = [sys.executable, "-m", "asyncrl.inference.embedded", "--model-path", str(folder), "--port", str(ports.http)]
     argv += ["--threads", "1", "--max-running-requests", str(rows), "--skip-tokenizer-init"]
-    tree = ProcessTree(argv, {}, grace_s=STOP_GRACE_S, log=logging.getLogger("embedded"), redact=None)
+    output = ForwardedOutput(logging.getLogger("embedded"))
+    tree = ProcessTree(argv, {}, grace_s=STOP_GRACE_S, output=output)
     await tree.start()
     try:
         url = f"http://{HOST}:{ports.http}"

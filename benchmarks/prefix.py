@@ -211,9 +211,9 @@ def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing
     engine = GenerationEngine(model, max_running_requests=len(inputs))
     batch = engine._batch
     if sharing != Sharing.all:
-        batch.runner.pairs_per_token = batch.prefills.kept = None
+        batch.prefills.forward.pairs_per_token = batch.prefills.kept = None
     with rows_of_their_own() if sharing == Sharing.nothing else contextlib.nullcontext():
-        before, begun = batch.runner.prefilled_tokens, time.process_time()
+        before, begun = batch.prefills.forward.computed_tokens, time.process_time()
         answers = engine.submit(Job(tuple(inputs)))
         steps = 0
         while engine.step():
@@ -223,7 +223,7 @@ def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing
                 batch.weights_changed()
                 engine.resume()
         seconds = time.process_time() - begun
-    prefilled = batch.runner.prefilled_tokens - before
+    prefilled = batch.prefills.forward.computed_tokens - before
     return Generated(
         answers.result(timeout=0), seconds, batch.counts.decoded_rows / max(1, batch.counts.generated), prefilled
     )

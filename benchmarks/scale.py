@@ -442,7 +442,7 @@ def update(quick: bool) -> float:
     fleet = FleetDecisions(UpdateMode.interrupt, 60.0, **a_tenth)
     for server in range(SERVERS):
         fleet.register(server, f"http://server{server}", 0, 0.0)
-    fleet.publish(Target(1, "/weights/v1"))
+    fleet.targets.publish(Target(1, "/weights/v1"))
     out: list[BeginUpdate] = []
     most = 0
     while any(life.version != 1 for life in fleet.servers):

@@ -47,7 +47,7 @@ from asyncrl.config.run_dir import (
     SAMPLES_DIR,
 )
 from asyncrl.launch.commands.audit import audit
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 SETTINGS = [

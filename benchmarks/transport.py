@@ -55,11 +55,10 @@ import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import sockets
-from asyncrl.comm.codec import Frame
-from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, messages, pusher
+from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, messages, puller_links
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
-from asyncrl.comm.sockets import Context
+from asyncrl.comm.sockets import Context, Frame
 from asyncrl.comm.trajectory_codec import decode_each, encode_prepared, encode_trajectories, prepare
 from asyncrl.runtime.planning.worker_plan import MALLOC
 
@@ -183,20 +182,20 @@ def plain_sender(case: Case, endpoint: str, results: Connection) -> None:
 class AsyncioLink:
     """Counterpart of `PeerLink` for the pusher, by zmq.asyncio; it does not replace a lost connection."""
 
+    connected = True
+
     def __init__(
         self,
-        context: Context,
         address: str,
-        security: SocketSecurity | None,
+        open_socket: Callable[[], sockets.Socket],
         *,
-        high_water: int,
         on_writable: Callable[[AsyncioLink], None],
         on_message: Callable[[AsyncioLink, list[memoryview]], None],
         on_lost: object,
     ) -> None:
         self.address, self.writable = address, False
         self._on_writable, self._on_message = on_writable, on_message
-        plain = sockets.connecting(context, zmq.DEALER, security, high_water=high_water)
+        plain = open_socket()
         self._plain_monitor = plain.get_monitor_socket(int(zmq.Event.HANDSHAKE_SUCCEEDED))
         self._socket = zmq.asyncio.Socket.from_socket(plain)
         self._monitor = zmq.asyncio.Socket.from_socket(self._plain_monitor)
@@ -235,7 +234,7 @@ class AsyncioLink:
 
 
 def asyncio_sender(case: Case, endpoint: str, results: Connection) -> None:
-    vars(pusher)["PeerLink"] = AsyncioLink  # in this process alone
+    vars(puller_links)["PeerLink"] = AsyncioLink  # in this process alone
     asyncrl_sender(case, endpoint, results)
 
 

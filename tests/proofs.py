@@ -121,14 +121,15 @@ def keep_proofs(patch: pytest.MonkeyPatch, folder: Path) -> None:
             _write(file, json.dumps([layout.kind.value, layout.attention]))
         return layout
 
-    def checked(runner: Any, longest: int) -> None:
+    def checked(forward: Any, longest: int) -> None:
+        runner = forward.runner
         file = folder / _digest(runner, runner.model, longest)
         if file.exists():
             runner.find_states()
             return
-        before = runner.masks.pattern, runner.pairs_per_token, runner.goes_on
-        check(runner, longest)
-        if (runner.masks.pattern, runner.pairs_per_token, runner.goes_on) == before:
+        before = runner.masks.pattern, forward.pairs_per_token, forward.goes_on
+        check(forward, longest)
+        if (runner.masks.pattern, forward.pairs_per_token, forward.goes_on) == before:
             _write(file, "")
 
     for module in (flat, sharded):

@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import SocketSecurity
 
+Frame: TypeAlias = bytes | bytearray | memoryview
+"""One part of a message."""
 Socket: TypeAlias = zmq.Socket[bytes]
 
 KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, KEEP_ALIVE_PROBES = 30, 10, 6
@@ -113,7 +114,7 @@ def send(socket: Socket, frames: Sequence[Frame]) -> bool:
 
 
 def receive(socket: Socket) -> list[zmq.Frame] | None:
-    """Return the next message, without waiting or copying; None if there is none.
+    """Return the next message, without waiting or copying; None if no message has arrived.
 
     `recv_multipart` asks the socket after every frame whether more follow, which costs more than the frame itself.
     """
@@ -186,6 +187,8 @@ class PeerLink:
     dropped. (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
 
     Args:
+        address: endpoint of the bound socket.
+        open_socket: makes each connection's DEALER, with `connecting`.
         on_writable: called when the link accepts messages again.
         on_message: called with each received message; its buffers live as long as they are referred to.
         on_lost: called when the connection breaks: unanswered messages may be lost. The link reconnects by itself.
@@ -196,35 +199,25 @@ class PeerLink:
 
     def __init__(
         self,
-        context: Context,
         address: str,
-        security: SocketSecurity | None,
+        open_socket: Callable[[], Socket],
         *,
-        high_water: int,
         on_writable: Callable[[PeerLink], None],
         on_message: Callable[[PeerLink, list[memoryview]], None],
         on_lost: Callable[[PeerLink], None],
     ) -> None:
-        self.address = address
-        self.writable = False
-        self._context, self._security, self._high_water = context, security, high_water
+        self.address, self._open_socket = address, open_socket
+        self.connected = self.writable = False
         self._on_writable, self._on_message, self._on_lost = on_writable, on_message, on_lost
-        self._loop = asyncio.get_running_loop()
-        self._connected = False
         self._reopening: asyncio.TimerHandle | None = None
         self._open()
 
-    @property
-    def connected(self) -> bool:
-        """True while connected."""
-        return self._connected
-
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Hand `frames` to the connection; return False if it accepts none now.
+        """Hand `frames` to the connection; return False if it accepts no message now.
 
-        `writable` tells afterwards whether it accepts another message; if not, `on_writable` is called once it does.
+        `writable` is True afterwards if it accepts another message. Otherwise `on_writable` is called once it does.
         """
-        sent = self._connected and send(self._main.socket, frames)
+        sent = self.connected and send(self._main.socket, frames)
         self.writable = sent and bool(self._main.events() & zmq.POLLOUT)
         self._main.recheck()
         return sent
@@ -236,7 +229,7 @@ class PeerLink:
         self._drop_socket()
 
     def _drop_socket(self) -> None:
-        self._connected = self.writable = False
+        self.connected = self.writable = False
         if not self._main.socket.closed:
             self._main.socket.disable_monitor()
             self._monitor.close()
@@ -244,9 +237,9 @@ class PeerLink:
 
     def _open(self) -> None:
         self._reopening = None
-        socket = connecting(self._context, zmq.DEALER, self._security, high_water=self._high_water)
-        self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), self._loop, self._observe)
-        self._main = LoopSocket(socket, self._loop, self._serve)
+        socket, loop = self._open_socket(), asyncio.get_running_loop()
+        self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), loop, self._observe)
+        self._main = LoopSocket(socket, loop, self._serve)
         try:
             socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -254,12 +247,12 @@ class PeerLink:
             raise ValueError(f"address {self.address!r} is not an endpoint: use tcp://host:port ({error})") from error
 
     def _serve(self, events: int) -> None:
-        if events & zmq.POLLOUT and self._connected and not self.writable:
+        if events & zmq.POLLOUT and self.connected and not self.writable:
             self.writable = True
             self._on_writable(self)
         if events & zmq.POLLIN:
             self._deliver(MESSAGES_PER_TURN)
-            self._main.recheck()  # there may be more; and receiving may have swallowed the edge that tells of POLLOUT
+            self._main.recheck()  # more may have arrived; and receiving may have consumed the edge of POLLOUT
 
     def _deliver(self, limit: int) -> None:
         """Pass on up to `limit` messages that have arrived."""
@@ -275,15 +268,15 @@ class PeerLink:
         while not self._monitor.socket.closed and self._monitor.socket.poll(0):
             event = parse_monitor_message(self._monitor.socket.recv_multipart())["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._connected = True
+                self.connected = True
                 self._main.recheck()
-            elif event == zmq.Event.DISCONNECTED and self._connected:
+            elif event == zmq.Event.DISCONNECTED and self.connected:
                 self._replace()
 
     def _replace(self) -> None:
         """Deliver the messages that have arrived, drop the broken connection's socket, and reconnect after a moment."""
         self._deliver(sys.maxsize)
-        if self._connected:  # a receiver may have closed the link
+        if self.connected:  # a receiver may have closed the link
             self._drop_socket()
-            self._reopening = self._loop.call_later(RECONNECT_MS / 1000, self._open)
+            self._reopening = asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._open)
             self._on_lost(self)

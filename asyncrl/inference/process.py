@@ -12,28 +12,20 @@ registers its new address, and the GserverManager brings it to the newest versio
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import math
 import time
 from pathlib import Path
 from typing import ClassVar, Never
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError
-from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
-from asyncrl.config.context import context_length
 from asyncrl.config.setting import Device
-from asyncrl.inference.client import GenerationServerClient, connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
+from asyncrl.inference.client import connect
+from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
 from asyncrl.inference.figures import EngineFigures
+from asyncrl.inference.guest import Guest
 from asyncrl.inference.settings import GenerationBackend, guests_of
-from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
-from asyncrl.inference.sglang.picture_check import fault_in_pictures
-from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.pictures.picture_rules import PictureRulesError
+from asyncrl.inference.sglang.server_checks import check_kept_requests, check_pictures
 from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
@@ -41,9 +33,6 @@ from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
-
-WATCH_S = 0.5
-"""Longest time in seconds that a thread waits for a guest's turn or memory, and by which it outlives a stop."""
 
 
 class EngineFailed(RuntimeError):
@@ -54,6 +43,7 @@ class GenerationServer(AsyncWorker):
     """The process around one engine."""
 
     _scratch: ClassVar[str] = "sglang"
+    _guest: Guest | None = None
 
     @property
     def _key(self) -> str:
@@ -64,6 +54,8 @@ class GenerationServer(AsyncWorker):
         """Keep the engine up until a stop is requested."""
         self._figures = EngineFigures()
         observer.gauges(self._figures)
+        if self._is_guest:
+            self._guest = Guest(self.resolver, self.index, self.name, self.config.system.lease_s)
         try:
             if not self.config.system.shared_filesystem:
                 self.config.model.path = await self._model_on_this_host()
@@ -93,14 +85,14 @@ class GenerationServer(AsyncWorker):
         limit, window_s = self.config.system.restarts_per_process, self.config.system.restart_window_s
         budget = RestartBudget(limit, window_s)
         while True:
-            await self._await_turn()
+            if self._guest is not None:
+                await self._guest.await_turn(self.process_status.others_progressed)  # the ranks have their own limits
             observer.stage("loads the model")
             served = await host.start()
-            await self._check_kept_requests(served.url)
-            await self._check_pictures(served.url)
+            await self._check(served.url)
             self._register(served)
-            if self._is_guest:
-                self.resolver.withdraw(names.loading_guest_key(self.index))
+            if self._guest is not None:
+                self._guest.loaded()
             try:
                 reason = await self._serve(host, served)
             finally:
@@ -108,90 +100,33 @@ class GenerationServer(AsyncWorker):
             if not budget.spend(time.monotonic()):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
-            self.set_status("starting")
+            self.process_status.set("starting")
 
     @property
     def _is_guest(self) -> bool:
         """True if the trainer needs the device from time to time."""
         return self.index in guests_of(self.config.generation)
 
-    async def _await_turn(self) -> None:
-        """Wait until a guest may take its device, and record that it does (`asyncrl.manager.fleet.guests`)."""
-        if not self._is_guest:
-            return
-        loading, last = names.loading_guest_key(self.index), None
-        while True:
-            self.resolver.add(loading, self.name, lease_s=self.config.system.lease_s, replace=True)
-            try:
-                last = self.resolver.get(names.TRAINER_TURN_KEY)
-                if not names.TrainerTurn.decode(last).training:
-                    return
-            except NameEntryNotFound:
-                pass  # the ranks load their models
-            self.resolver.withdraw(loading)
-            observer.stage("waits for its turn on the device")
-            while True:
-                self._note_progress_of_others()  # the trainer's ranks have limits of their own
-                with contextlib.suppress(NameResolveTimeout):
-                    await asyncio.to_thread(self.resolver.watch, names.TRAINER_TURN_KEY, WATCH_S, last)
-                    break
-
     async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
         """Observe the engine until it is gone; return the reason."""
         observer.stage(observer.SERVES)
         async with connect(served.url, self.http_security) as client:
             following = [asyncio.create_task(self._figures.follow(client))]
-            if self._is_guest:
-                memory = names.guest_memory_key(self.index)
-                following.append(asyncio.create_task(follow_rests(self.resolver, memory, served.url)))
+            if self._guest is not None:
+                following.append(asyncio.create_task(self._guest.follow_rests(served.url)))
             try:
                 return await host.failed()
             finally:
                 await cancel(*following)
 
-    async def _check_kept_requests(self, url: str) -> None:
-        """Check that answers may span a weight update, if they do in this run.
+    async def _check(self, url: str) -> None:
+        """Check that the server at `url` can do what the run needs.
 
         Raises:
-            EngineStartError: they may not on this server, or it does not answer.
+            EngineStartError: it cannot, or it does not answer.
         """
-        mode, generation = self.config.manager.update_mode, self.config.generation
-        kept = mode in (UpdateMode.retract, UpdateMode.in_place)
-        if not kept or generation.backend == GenerationBackend.embedded:
-            return
-        try:
-            async with connect(url, self.http_security) as client:
-                fault = await _fault_in_keeping(client, mode, generation.start_timeout_s)
-        except HttpError as error:
-            raise EngineStartError(f"server {url} does not generate: {error}") from error
-        if fault:
-            raise EngineStartError(f"manager.update_mode={str(mode)!r}: server {url} {fault}")
-
-    async def _check_pictures(self, url: str) -> None:
-        """Check that an SGLang server which is shown pictures looks at them; the embedded engine proves more at load.
-
-        Raises:
-            EngineStartError: it does not, or it does not answer.
-        """
-        generation, folder = self.config.generation, Path(str(self.config.model.path))
-        if generation.backend == GenerationBackend.embedded:
-            return
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not pictures_served(self.config, described):
-            return
-        try:
-            async with connect(url, self.http_security, inline_pictures=True) as client:
-                fault = await fault_in_pictures(
-                    client,
-                    folder,
-                    vocabulary=int(described.get("text_config", described)["vocab_size"]),
-                    context=context_length(self.config, described),
-                    timeout_s=generation.start_timeout_s,
-                )
-        except (HttpError, PictureRulesError) as error:
-            raise EngineStartError(f"server {url} does not answer about pictures: {error}") from error
-        if fault:
-            raise EngineStartError(f"generation.backend='sglang': server {url} {fault}")
+        await check_kept_requests(url, self.config, self.http_security)
+        await check_pictures(url, self.config, self.http_security)
 
     def _register(self, served: ServedEngine) -> None:
         """Publish the engine's address with a lease, and report to the launcher that it serves."""
@@ -210,7 +145,7 @@ class GenerationServer(AsyncWorker):
             with lasting_imports():  # torch is imported only here: with SGLang this process stays small
                 from asyncrl.inference.embedded.host import EmbeddedHost
 
-            return EmbeddedHost(self.config, security=self.http_security, guest=self._is_guest)
+            return EmbeddedHost(self.config, security=self.http_security, guest=self._guest is not None)
         if generation.sglang.urls:
             url, limit_s = generation.sglang.urls[self.index], generation.start_timeout_s
             return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
@@ -226,7 +161,7 @@ class GenerationServer(AsyncWorker):
             device=device,
             security=self.http_security,
             log=self.log,
-            guest=self._is_guest,
+            guest=self._guest is not None,
         )
 
 
@@ -262,36 +197,7 @@ class PolicyServer(GenerationServer):
         limit_s = self.config.generation.start_timeout_s
         return AdoptedHost(self._url, model_dir=None, security=self.http_security, timeout_s=limit_s)
 
-    async def _check_kept_requests(self, url: str) -> None:
-        """Check a trained policy only: no answer of the others spans a weight update."""
+    async def _check(self, url: str) -> None:
+        """Check a trained policy only: no answer of the others spans a weight update. All of them read text."""
         if self._trained:
-            await super()._check_kept_requests(url)
-
-    async def _check_pictures(self, url: str) -> None:
-        """Check nothing: these policies read text."""
-
-
-async def follow_rests(resolver: NameResolver, key: str, url: str) -> Never:
-    """Set this process's stage by what the GserverManager records under `key` (`names.GuestMemory`) of the guest at
-    `url`, until cancelled: it rests while its memory is released, and else it serves.
-    """
-    released, last = names.GuestMemory(url, released=True).encode(), None
-    while True:
-        with contextlib.suppress(NameResolveTimeout):
-            last = await asyncio.to_thread(resolver.watch, key, WATCH_S, last)
-            observer.stage(observer.RESTS if last == released else observer.SERVES)
-
-
-async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, timeout_s: float) -> str:
-    """Why answers of this server may not span a weight update of this mode; empty where they may."""
-    if not await client.tells_token_versions(timeout_s=timeout_s):
-        return (
-            "does not say which weights each token of its answers is of (no weight_versions); use SGLang 0.5.20 or "
-            "newer, or update_mode=interrupt"
-        )
-    if mode == UpdateMode.in_place and await client.shares_prefixes():
-        return (
-            "shares cached prefixes among requests, and would give new ones keys and values of ever older weights; "
-            "start it with --disable-radix-cache, or use update_mode=retract"
-        )
-    return ""
+            await check_kept_requests(url, self.config, self.http_security)

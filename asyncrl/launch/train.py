@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
-from asyncrl.config.describe import program
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
-from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
+from asyncrl.config.run_dir import EXIT_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.base_model import with_model
 from asyncrl.launch.before_start.devices import check_guests_fit, device_lines
-from asyncrl.launch.before_start.input_checks import base_model_config, chat_notes, check_prompts
+from asyncrl.launch.before_start.prompt_checks import check_prompts, show_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.launch.before_start.space import space_line
-from asyncrl.launch.commands.attach import attach, detach
+from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.launch.refusal import refuse
+from asyncrl.launch.run_end import show_end, show_summary
 from asyncrl.models.weights.versions.manifest import verify
-from asyncrl.observe.display import make_display, wrapped
-from asyncrl.observe.doctor import examine
-from asyncrl.observe.history import History
-from asyncrl.plugins.datasets.prompt_stats import PromptStats, shown
+from asyncrl.observe.display import make_display
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials.claim import detached_holder
-from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished
-from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
-from asyncrl.trainer.checks.algorithm import other_tokenizers
+from asyncrl.runtime.trials.resume import TrialError, TrialHeld, check_finished
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -72,14 +64,11 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
 
 def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
     run_dir = run_dir_of(config)
-    if detached_holder(run_dir) is not None:
-        _check_same_run(run_dir, config)
-        if (code := attach(run_dir)) is not None:
-            return code
+    if (code := attach_again(config)) is not None:
+        return code
     if config.resume == Resume.auto and check_finished(run_dir, config):
         console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
-        for line in summary_lines(run_dir):
-            console.print(wrapped(line, console, SUMMARY_INDENT))
+        show_summary(run_dir, console)
         console.print(
             "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
         )
@@ -103,79 +92,11 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         enough, space = space_line(config)
         for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
             display.note(line)
-        _show_prompts(config, statistics, run_dir, display.note)
+        show_prompts(config, statistics, run_dir, display.note)
         code = launcher.run()
     finally:
         display.close()
-    for line in (*summary_lines(run_dir), _verdict(run_dir)):
-        console.print(wrapped(line, console, SUMMARY_INDENT))
-    for line in what_next(run_dir, code):
-        console.print(line)
+    show_end(run_dir, code, console)
     if detached:
         (run_dir / EXIT_FILE).write_text(str(code))
     return code
-
-
-def _verdict(run_dir: Path) -> str:
-    """Return the doctor's verdict on the run."""
-    verdict = examine(History(run_dir)).verdict
-    return f"doctor     {'nothing is wrong' if verdict is None else verdict.title}"
-
-
-def what_next(run_dir: Path, code: int) -> list[str]:
-    """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
-    run = shlex.quote(str(run_dir))
-    commands = [f"{program()} doctor {run}", f"{program()} dashboard {run}"]
-    lines = [f"{label:<{SUMMARY_INDENT}}{command}" for label, command in zip(("look at it", ""), commands, strict=True)]
-    continues = f"{'continue':<{SUMMARY_INDENT}}the same command goes on from the newest checkpoint"
-    return [*lines, continues] if code == EXIT_INTERRUPTED else lines
-
-
-def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
-    """Check that the run in the background has the requested settings.
-
-    Raises:
-        TrialError: it has other settings.
-    """
-    if config.resume != Resume.auto:
-        raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
-    if changes := changed_settings(run_dir, config):
-        listed = "; ".join(map(str, changes))
-        raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
-
-
-def _show_prompts(
-    config: ExperimentConfig, statistics: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
-) -> None:
-    """Show statistics of the prompts, above the display and in `logs/prompts.log`."""
-    lines = [
-        f"{group}: {line}"
-        for group, found in statistics.items()
-        for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
-    ]
-    if first := statistics["dataset"].first:
-        text, length = first
-        lines += [f"first prompt, {length} tokens:", shown(text)]
-    lines += [f"chat template: {line}" for line in chat_notes(config)]
-    for line in lines:
-        note(line)
-    logs = run_dir / LOGS_DIR
-    logs.mkdir(exist_ok=True)
-    (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
-
-
-def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
-    """Return the config with its types and with a folder as `model.path`: the set one, or the base model, made first if
-    necessary.
-
-    Raises:
-        ConfigError: a model that scores the answers has another tokenizer than the base model.
-    """
-    if config.model.path is not None:
-        path = Path(config.model.path).expanduser().resolve()
-    else:
-        path = ensure_base_model(base_model_config(config, folder))
-    made = with_types(replace(config, model=replace(config.model, path=str(path))))
-    if wrong := list(other_tokenizers(made)):
-        raise ConfigError("\n".join(wrong))
-    return made

@@ -1,8 +1,7 @@
 """Call the GserverManager over HTTP, as a RolloutWorker or the master.
 
-Every call is idempotent (ids are the client's), so a call whose reply was lost is repeated: with back-off, for up to
-`retry_s`, at the address that name resolution has by then. A worker first opens a session with each manager by
-reporting what it holds (`asyncrl.manager.rollouts.rebuild`).
+Calls are repeated, and carry what a worker has yet to report (`asyncrl.manager.session`). This module decides when it
+is sent.
 
 The manager's cost on busy cores is the number of calls. So requests to schedule from one turn of the event loop travel
 in one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without one they are sent
@@ -14,21 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import structs
 
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security.run_secret import HttpSecurity
-from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
+from asyncrl.manager.session import NOT_INTRODUCED, ManagerConnection, ManagerGone, WorkerSession
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
-CALL_TIMEOUT_S = 10.0
-"""Limit of one HTTP call beyond the time for which the manager may hold it."""
+__all__ = ["GateStatus", "ManagerClient", "ManagerGone", "NotIntroduced"]
+
 RETRY_S = 120.0
 """Time limit in seconds for repeating a call. A pause of a minute, of the manager or of this process, must not look
 like the manager's end.
@@ -43,19 +41,8 @@ ROUTE_LIFE_S = 0.2
 """Time in seconds for which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
 """
-NOT_INTRODUCED = 409
-"""Status of a call that was meant for another manager."""
-NOT_REBUILT = 503
-"""Status of a call to a manager that waits for workers to report, `manager.rollout_lease_s` at most."""
-_BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-_Request = TypeVar("_Request", bound=m.WorkerRequest)
-
-
-class ManagerGone(RuntimeError):
-    """The GserverManager did not answer for the whole time in which a call is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,43 +64,6 @@ class GateStatus:
 
 class NotIntroduced(RuntimeError):
     """Another GserverManager is there, which needs the master's report first (`report_run`)."""
-
-
-class HeldRollouts:
-    """Rollouts that this worker holds, for its report to a new manager. Pure state."""
-
-    def __init__(self) -> None:
-        self._granted: dict[str, m.GrantedRollout] = {}
-        self._ends: dict[str, m.FinishedRollout] = {}
-
-    def granted(self, rollouts: Iterable[m.GrantedRollout]) -> None:
-        """Add running rollouts."""
-        self._granted |= {each.rollout_id: each for each in rollouts}
-
-    def ended(self, rollouts: Iterable[m.FinishedRollout]) -> None:
-        """Add ends, which no manager has confirmed yet."""
-        self._ends |= {each.rollout_id: each for each in rollouts}
-
-    def confirmed(self, rollouts: Iterable[m.FinishedRollout]) -> None:
-        """Remove rollouts whose ends the manager has received."""
-        for each in rollouts:
-            self._granted.pop(each.rollout_id, None)
-            self._ends.pop(each.rollout_id, None)
-
-    def all(self) -> list[m.HeldRollout]:
-        """Return all rollouts, with their ends."""
-        return [m.HeldRollout(granted, self._ends.get(key)) for key, granted in self._granted.items()]
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Ends that are not reported yet: ids of requests, and rollouts."""
-
-    released: list[str] = field(default_factory=list)
-    finished: list[m.FinishedRollout] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.released or self.finished)
 
 
 class ManagerClient:
@@ -140,17 +90,9 @@ class ManagerClient:
         find: Callable[[], str] | None = None,
         launch: str = "",
     ) -> None:
-        self._url = url.rstrip("/")
-        self._find = find
-        self._incarnation, self._launch = incarnation, launch
-        self._worker = worker
-        self._http = JsonHttp(security)
-        self._retry_s = retry_s
+        self._connection = ManagerConnection(JsonHttp(security), url, retry_s=retry_s, find=find)
+        self._session = WorkerSession(self._connection, worker, incarnation, launch)
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
-        self._pending = _Pending()
-        self._held = HeldRollouts()
-        self._manager: int | None = None  # number of the manager that the session is with
-        self._opening = asyncio.Lock()
         self._flush_timer: asyncio.Handle | None = None
         self._flush_at = 0.0
         self._calls: set[asyncio.Task[None]] = set()
@@ -164,9 +106,9 @@ class ManagerClient:
         Raises:
             ManagerGone: the manager did not answer.
         """
-        request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
-        reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
-        self._held.granted(reply.granted)
+        request = m.AllocateRequest(worker=self._session.worker, rollouts=list(rollouts), timeout_s=timeout_s)
+        reply = await self._session.call("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
+        self._session.granted(reply.granted)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
             grant
@@ -178,8 +120,7 @@ class ManagerClient:
 
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """Report soon that `rollouts` and their requests ended. Call it after the trainer's acknowledgement."""
-        self._pending.finished += rollouts
-        self._held.ended(rollouts)
+        self._session.finish(rollouts)
         self._flush_within(min(map(_waits_s, rollouts), default=TELL_WITHIN_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
@@ -192,7 +133,7 @@ class ManagerClient:
 
     def release(self, request_id: str) -> None:
         """Report soon that the request ended. May be repeated."""
-        self._pending.released.append(request_id)
+        self._session.release(request_id)
         self._flush_within(TELL_WITHIN_S)
 
     async def flush(self) -> None:
@@ -201,8 +142,8 @@ class ManagerClient:
         Raises:
             ManagerGone: the manager did not answer.
         """
-        if self._pending:
-            await self._call_as_worker("/finish_rollout", m.FinishRequest(worker=self._worker), m.Done)
+        if self._session.has_unreported:
+            await self._session.call("/finish_rollout", m.FinishRequest(worker=self._session.worker), m.Done)
 
     async def lost_servers(self, after: int, timeout_s: float) -> m.LostServersReply:
         """Wait up to `timeout_s` for a server to leave service unexpectedly. The call also renews the worker's lease.
@@ -213,12 +154,12 @@ class ManagerClient:
         Returns:
             The URLs of the servers lost since, and the number of the last loss.
         """
-        request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
-        return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
+        request = m.LostServersRequest(worker=self._session.worker, after=after, timeout_s=timeout_s)
+        return await self._session.call("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
     async def report_run(self, report: m.RunReport) -> int:
         """Report all that the trainer's side knows to a new manager; return its number, for `report_consumed`."""
-        return (await self._call("/report_run", report, m.Session)).manager
+        return (await self._connection.call("/report_run", report, m.Session)).manager
 
     async def report_consumed(
         self,
@@ -249,7 +190,7 @@ class ManagerClient:
         known = (list(unknown), manager, events_after, measured_after)
         report = m.ConsumedReport(version, list(trained), list(dropped), *known)
         try:
-            return await self._call("/report_consumed", report, m.ConsumedReply)
+            return await self._connection.call("/report_consumed", report, m.ConsumedReply)
         except HttpRefused as error:
             if error.status != NOT_INTRODUCED:
                 raise
@@ -262,7 +203,7 @@ class ManagerClient:
             The rollouts that are still awaited after `timeout_s`; empty if the step can be taken.
         """
         request = m.WaitExpiringRequest(version, timeout_s)
-        return (await self._call("/wait_expiring", request, m.WaitExpiringReply, hold_s=timeout_s)).running
+        return (await self._connection.call("/wait_expiring", request, m.WaitExpiringReply, hold_s=timeout_s)).running
 
     async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
         """Wait until all guests have released their memory, in the trainer's turn of this number.
@@ -271,19 +212,19 @@ class ManagerClient:
             The servers that are still awaited after `timeout_s`; empty if the trainer has the devices.
         """
         request = m.WaitRestingRequest(turn, timeout_s)
-        return await self._call("/wait_resting", request, m.WaitRestingReply, hold_s=timeout_s)
+        return await self._connection.call("/wait_resting", request, m.WaitRestingReply, hold_s=timeout_s)
 
     async def close_gate(self) -> None:
         """Have no rollout start from now on."""
-        await self._call("/close_gate", m.Empty(), m.Done)
+        await self._connection.call("/close_gate", m.Empty(), m.Done)
 
     async def abandon(self) -> m.GateBooks:
         """Abandon all rollouts that run or wait to be trained; return the final counters."""
-        return await self._call("/abandon", m.Empty(), m.Books)
+        return await self._connection.call("/abandon", m.Empty(), m.Books)
 
     async def status(self) -> GateStatus:
         """Return the manager's state. The reply to `report_consumed` has it too."""
-        reply = await self._call("/status", None, m.StatusReply)
+        reply = await self._connection.call("/status", None, m.StatusReply)
         servers = (*reply.servers, *reply.opponents)
         in_use = {version for server in servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
@@ -291,7 +232,7 @@ class ManagerClient:
 
     async def describe(self) -> str:
         """Return the manager's state as one line for people."""
-        reply = await self._call("/status", None, m.StatusReply)
+        reply = await self._connection.call("/status", None, m.StatusReply)
         gate = reply.gate
         servers = (*reply.servers, *reply.opponents)
         shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
@@ -315,83 +256,7 @@ class ManagerClient:
         for flush in self._flushes:
             flush.cancel()
         await asyncio.gather(*self._flushes, return_exceptions=True)
-        await self._http.close()
-
-    async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
-        """Call in the worker's name, and report with it what ended.
-
-        A reply counts only in the session of its request: the manager that sent it may be dead by now, and its
-        successor does not know of it.
-        """
-        while True:
-            manager = await self._session()
-            ended, self._pending = self._pending, _Pending()
-            request = structs.replace(
-                request,
-                incarnation=self._incarnation,
-                manager=manager,
-                released=ended.released,
-                finished=ended.finished,
-            )
-            try:
-                answer = await self._call(path, request, reply, hold_s=hold_s)
-            except BaseException as error:  # the ends may have arrived; reporting them again is harmless
-                self._tell_again(ended)
-                if not isinstance(error, HttpRefused) or error.status != NOT_INTRODUCED:
-                    raise
-                if self._manager == manager:
-                    self._manager = None
-                continue
-            if self._manager == manager:
-                self._held.confirmed(ended.finished)
-                return answer
-            self._tell_again(ended)
-
-    def _tell_again(self, ended: _Pending) -> None:
-        since = self._pending
-        self._pending = _Pending(ended.released + since.released, ended.finished + since.finished)
-
-    async def _session(self) -> int:
-        """Return the number of the manager that knows what this worker holds."""
-        async with self._opening:
-            if self._manager is None:
-                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch)
-                self._manager = (await self._call("/open_session", report, m.Session)).manager
-            return self._manager
-
-    async def _call(self, path: str, request: m.Message | None, reply: type[_T], *, hold_s: float = 0.0) -> _T:
-        """POST `request` (GET if it is None), and repeat the call while the manager does not answer."""
-        method, limit_s = "GET" if request is None else "POST", hold_s + CALL_TIMEOUT_S
-        deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
-        failures = 0
-        while True:
-            try:
-                return await self._http.call(method, self._url + path, request, timeout_s=limit_s, reply=reply)
-            except HttpError as error:
-                if isinstance(error, HttpRefused) and error.status < 500:
-                    raise
-                last = error
-            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # lasts for one lease at most
-                deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
-            failures += 1
-            delay_s = _BACKOFF.delay(failures)
-            if asyncio.get_running_loop().time() + delay_s > deadline:
-                raise ManagerGone(f"GserverManager {path}: {last}; given up after {self._retry_s:g} s") from last
-            await asyncio.sleep(delay_s)
-            await self._look_up()
-
-    async def _look_up(self) -> None:
-        """Look up the manager's address, which is another one after a restart."""
-        if self._find is None:
-            return
-        try:
-            url = (await asyncio.to_thread(self._find)).rstrip("/")
-        except NameResolveError as error:  # its lease has expired, or name resolution does not answer
-            _log.info("the GserverManager is not registered now: %s", error)
-            return
-        if url != self._url:
-            _log.warning("the GserverManager is at %s now, before at %s", url, self._url)
-            self._url = url
+        await self._connection.close()
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """Start `call` in the loop's next turn, so that it takes along what this turn still adds."""
@@ -403,9 +268,9 @@ class ManagerClient:
         batch, self._to_schedule = self._to_schedule, []
         answers = {request.request_id: answer for request, answer in batch}
         requests = [request for request, _ in batch]
-        request = m.ScheduleRequest(worker=self._worker, requests=requests, timeout_s=timeout_s)
+        request = m.ScheduleRequest(worker=self._session.worker, requests=requests, timeout_s=timeout_s)
         try:
-            reply = await self._call_as_worker("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
+            reply = await self._session.call("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
             for placed in reply.scheduled:
                 answer = answers.pop(placed.request_id)
                 if answer.done():  # cancelled, and released before the server was placed
@@ -436,7 +301,7 @@ class ManagerClient:
     def _flush_now(self) -> None:
         """Report what ended in a call of its own, as no other call came."""
         self._flush_timer = None
-        if self._pending:
+        if self._session.has_unreported:
             self._spawn(self._flush_in_background(), self._flushes)
 
     async def _flush_in_background(self) -> None:

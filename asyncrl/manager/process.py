@@ -1,13 +1,14 @@
 """GserverManager: staleness gate, router and weight updates of the run, as one process. No tokens pass through it.
 
-    service           the verbs, over the pure state of gate, prompts, router and leases
-    http              HTTP around them, with the types in `messages`
-    fleet/decisions   next action of each generation server on the way to the newest weights
-    fleet/runner      carries it out, and updates the router
-    fleet/staging     brings versions to hosts that share no folder
-    fleet/guests      turns on devices that servers share with the trainer
+    service                   the verbs, over the pure state of gate, prompts, router and leases
+    http_server               HTTP around them, with the types in `messages`
+    rollouts/rollout_workers  RolloutWorkers that died: their rollouts are dropped
+    fleet/decisions           next action of each generation server on the way to the newest weights
+    fleet/fleet_runner        carries it out, and updates the router
+    fleet/staging             brings versions to hosts that share no folder
+    fleet/guests              turns on devices that servers share with the trainer
 
-This file follows name resolution: generation servers, workers, and published weights.
+This file follows name resolution: generation servers and published weights.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
+from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
-from asyncrl.manager.fleet.guests import Guests
+from asyncrl.manager.fleet.guests.guests import Guests
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import ServerState, Target
-from asyncrl.manager.fleet.staging import Staging
-from asyncrl.manager.fleet.turns import GuestTurns
+from asyncrl.manager.fleet.servers_in_use import ServersInUse
+from asyncrl.manager.fleet.staging import Staging, staging_of
+from asyncrl.manager.fleet.targets import Targets
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.rollout_workers import RolloutWorkers
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.weights.staging.messages import INPUTS, MODEL
 from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, verify
 from asyncrl.observe import observer
@@ -47,9 +50,7 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
-from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.process.descriptors import allow_connections
-from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
@@ -58,7 +59,6 @@ DISCOVERY_INTERVAL_S = 0.25
 """Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""
 WATCH_S = 0.5
 """Longest time in seconds that a thread waits for a new version at a time, and that it outlives a stop."""
-_WORKER_GONE = "%s is gone or silent: its rollouts are dropped, and their prompts wait for any worker"
 
 
 class GserverManager(AsyncWorker):
@@ -73,8 +73,8 @@ class GserverManager(AsyncWorker):
             updates.update_mode,
             updates.update_timeout_s,
             updates.update_fraction,
-            staged=not config.system.shared_filesystem,
-            guests=GuestTurns(guests_of(config.generation), str(config.model.path)),
+            targets=Targets(staged=not config.system.shared_filesystem, initial=str(config.model.path)),
+            guests=GuestTurns(guests_of(config.generation)),
         )
         curriculum = config.dataset.curriculum
         bound = (config.train_batch_size, config.max_head_offpolicyness)
@@ -97,7 +97,7 @@ class GserverManager(AsyncWorker):
         tolerance = logprob_check_tolerance(config)
         self._logprob_check = LogprobCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
-        self._workers: set[str] = set()
+        self._workers = RolloutWorkers(self.resolver, self._service, config.rollout.workers, self.log)
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
@@ -107,24 +107,39 @@ class GserverManager(AsyncWorker):
         )
         servers += others
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
-        servers_http = JsonHttp(self.http_security)
+        servers_http, updates = JsonHttp(self.http_security), self.config.manager
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(
             self._decisions,
-            self._service,
+            ServersInUse(self._decisions, self._service, served_version=lambda: self._policies.served_version()),
+            ServerUpdater(
+                servers_http,
+                weight_transport(updates.weight_transport).manager_end(publisher),
+                timeout_s=updates.update_timeout_s,
+                checks=() if self._logprob_check is None else (self._logprob_check,),
+                inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
+            ),
             servers_http,
-            weight_transport(self.config.manager.weight_transport).manager_end(publisher),
-            config=self.config.manager,
-            checks=() if self._logprob_check is None else (self._logprob_check,),
-            served_version=lambda: self._policies.served_version(),
-            inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
+            health_interval_s=updates.health_interval_s,
             log=self.log,
             clock=self._clock,
         )
         self._guests = Guests(self.resolver, self._decisions, self._fleet_runner, self._clock)
         known = (self.config, self._decisions, self._service)
         self._policies = PolicyFleets(*known, servers_http, self.log, self._clock)
-        self._staging = None if self.config.system.shared_filesystem else self._make_staging(servers_http)
+        self._staging = (
+            None
+            if self.config.system.shared_filesystem
+            else staging_of(
+                self.config,
+                self.run_dir,
+                servers_http,
+                self._decisions,
+                self._fleet_runner.arrived,
+                log=self.log,
+                clock=self._clock,
+            )
+        )
         registry = manager_registry(self._service, self._decisions, self._logprob_check)
         verbs = self._service.verbs() | {
             "/status": (Empty, self._answer_status),
@@ -162,25 +177,6 @@ class GserverManager(AsyncWorker):
     def _versions_in_use(self) -> set[int]:
         return self._decisions.versions_in_use() | self._policies.versions_in_use()
 
-    def _make_staging(self, http: JsonHttp) -> Staging:
-        hosts, inputs = staging_hosts(self.config), str(self.run_dir / INPUTS_DIR)
-
-        def needs(host: int, folder: str) -> bool:
-            kind = names.ROLLOUT_WORKER if folder == INPUTS else names.GENERATION_SERVER
-            return host == ORIGIN or kind in hosts[host].runs
-
-        folders = {INPUTS: inputs} if brings_inputs(self.config) else {}
-        return Staging(
-            http,
-            {**folders, MODEL: str(self.config.model.path)},
-            self._decisions,
-            self._fleet_runner.arrived,
-            needs=needs,
-            tell=partial(remark, self.run_dir),
-            log=self.log,
-            clock=self._clock,
-        )
-
     def _figures(self) -> dict[str, float]:
         """Return figures for `observed/`; another thread calls it."""
         service, books = self._service, self._service.gate.books()
@@ -201,9 +197,9 @@ class GserverManager(AsyncWorker):
 
     def status(self) -> StatusReply:
         """Return gate, servers, newest published version and living workers."""
-        service, target = self._service, self._decisions.target
+        service, target = self._service, self._decisions.targets.newest
         newest = None if target is None else target.version
-        servers, workers = self._fleet_runner.status(), service.leases.workers
+        servers, workers = self._fleet_runner.in_use.status(), service.leases.workers
         return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._policies.status())
 
     async def _answer_status(self, request: Empty) -> StatusReply:
@@ -271,56 +267,20 @@ class GserverManager(AsyncWorker):
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     async def _watch_registrations(self) -> None:
-        """Follow the registered generation servers and RolloutWorkers, and the workers that the launcher replaces."""
+        """Follow the registered generation servers, and RolloutWorkers."""
         registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
         others = await asyncio.to_thread(self.resolver.follow, names.POLICY_SERVERS)
-        statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
-        replaced = await asyncio.to_thread(self.resolver.follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
+        await self._workers.follow()
         while True:
-            servers, workers = _servers(registered), _incarnations(statuses, self.config.rollout.workers)
-            self._fleet_runner.registered(servers)
+            self._fleet_runner.registered(_servers(registered))
             self._policies.registered(_servers(others))
-            if not self._service.begun:
-                self._call_roll(_ready(statuses), _replaced(replaced))
-            await self._drop_rollouts_of_replaced(_replaced(replaced))
-            self._drop_rollouts_of_silent(workers)
+            await self._workers.look()
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
-
-    def _call_roll(self, ready: dict[str, int], replaced: dict[str, int]) -> None:
-        """Await the reports of the workers that are `ready`, except processes that have died since."""
-        self._service.await_workers(
-            {worker: number for worker, number in ready.items() if number >= replaced.get(worker, 0)}
-        )
 
     async def _say_begun(self) -> None:
         while not self._service.begun:
             await self._service.progress.wait(DISCOVERY_INTERVAL_S)
         self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
-
-    async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
-        """Drop the rollouts of workers whose death the launcher reports, and note how they died.
-
-        This comes first, because a death makes running prompts suspects. Otherwise the dead worker's name may expire
-        first, which need not be a death.
-        """
-        newest = self._service.newest_incarnation
-        new = {worker: number for worker, number in replaced.items() if number > newest(worker)}
-        if new:
-            tree = await asyncio.to_thread(self.resolver.get_subtree, f"{names.KILLED}/{names.ROLLOUT_WORKER}")
-            killed = {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in tree.items()}
-            for worker, number in new.items():
-                if self._service.incarnation_seen(worker, number, killed=killed.get(worker) == number):
-                    self.log.warning(_WORKER_GONE, worker)
-
-    def _drop_rollouts_of_silent(self, workers: dict[str, int]) -> None:
-        """Drop the rollouts of workers that are silent, gone, or another incarnation than before."""
-        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
-        gone = self._workers - workers.keys()
-        self._workers = set(workers)
-        for worker in gone:
-            self._service.worker_died(worker)
-        for worker in [*gone, *new, *self._service.expire_workers()]:
-            self.log.warning(_WORKER_GONE, worker)
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:
@@ -332,28 +292,3 @@ def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
     """Return generation servers by index, with URL and version."""
     entries = {key: names.GenerationServerEntry.decode(value) for key, value in registered.entries().items()}
     return {names.index_of(key): (entry.url, entry.version) for key, entry in entries.items()}
-
-
-def _replaced(entries: Subtree) -> dict[str, int]:
-    """Return RolloutWorkers by name that the launcher replaces, with the incarnation that follows."""
-    return {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in entries.entries().items()}
-
-
-def _ready(statuses: Subtree) -> dict[str, int]:
-    """Return RolloutWorkers by name that may hold rollouts, with their incarnation."""
-    found = {names.index_of(key): names.WorkerStatus.decode(value) for key, value in statuses.entries().items()}
-    return {
-        f"{names.ROLLOUT_WORKER}/{index}": each.incarnation for index, each in found.items() if each.state == "ready"
-    }
-
-
-def _incarnations(statuses: Subtree, of_launch: int) -> dict[str, int]:
-    """Return RolloutWorkers by name, with their incarnation. Joined workers, which have no successors, only if they
-    have not left.
-    """
-    found: dict[str, int] = {}
-    for key, value in statuses.entries().items():
-        index, status = names.index_of(key), names.WorkerStatus.decode(value)
-        if status.state in ("starting", "ready") or index < of_launch:
-            found[f"{names.ROLLOUT_WORKER}/{index}"] = status.incarnation
-    return found

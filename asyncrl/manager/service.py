@@ -30,8 +30,8 @@ from msgspec import structs
 from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
-from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.rollouts.admission import Admission
+from asyncrl.manager.rollouts.leases import WorkerLeases
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState
@@ -89,14 +89,12 @@ class ManagerService:
         self.number, self.launch = number, launch
         self.begun = False
         """The state is rebuilt, and the gate open."""
-        self.roll_call = RollCall()
+        self.roll_call = RollCall(clock() + lease_s)
         self.rollouts = RolloutState(batch_size, max_staleness, order)
         self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained)
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
-        self._roll_call_until = clock() + lease_s
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
-        self._served = 0
         self.progress = Notifier()
 
     @property
@@ -163,9 +161,9 @@ class ManagerService:
         self._begin_if_complete()
 
     def await_workers(self, ready: Mapping[str, int]) -> None:
-        """Await the reports of these workers' processes, by incarnation; of no worker once the leases are over."""
+        """Await the reports of these workers' processes, by incarnation."""
         if not self.begun:
-            self.roll_call.awaited = ready if self._clock() < self._roll_call_until else {}
+            self.roll_call.await_workers(ready, self._clock())
             self._begin_if_complete()
 
     def _begin_if_complete(self) -> None:
@@ -174,7 +172,7 @@ class ManagerService:
         if self.begun or not call.is_complete or call.run is None:
             return
         self.rollouts = rebuild(gate.batch_size, gate.max_staleness, self.rollouts.order, call.run, call.reports)
-        self.gate.advance(self._served)
+        self.gate.advance(gate.version)  # servers may have registered by now
         self.begun, self.roll_call = True, RollCall()
         curriculum = None if self._make_curriculum is None else self._make_curriculum(call.run.curriculum or ())
         if curriculum is not None:
@@ -305,8 +303,7 @@ class ManagerService:
         """Note that the router's servers changed; `served_version` is the least among those that take requests, None if
         none does.
         """
-        self._served = max(self._served, served_version or 0)
-        if self.gate.advance(self._served):
+        if self.gate.advance(served_version or 0):
             self.admission.admit()
         self.routes.changed.notify()
 

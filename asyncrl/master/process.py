@@ -23,9 +23,9 @@ from asyncrl.master.offline.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.train_loop import TrainLoop
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.trainer.messages import IsStepRunning
 from asyncrl.trainer.parallel.placement import placement
 

@@ -11,9 +11,6 @@ Exactly once. A prompt is used from the moment its step is complete, or when the
 good (`SampleBuffer`). A checkpoint has the model, the used prompts and the drop counts of one version, in one folder
 that appears at once, so after a restart all parts go back to the same step. `asyncrl.master.recovery` describes what
 happens when a process dies.
-
-The manager's reply to each report has the books (`asyncrl.master.books.reports`). They are written to a file however
-the run ends: `summary.json` if it ended well, else `books.json` as of the last report.
 """
 
 from __future__ import annotations
@@ -22,25 +19,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
-from asyncrl.config.evaluation_sets import evaluation_sets
-from asyncrl.master.books.run_files import check_books, write_books, write_summary
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row, buffered_s, of_ranks
 from asyncrl.master.parts import Parts
-from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.master.recovery.beginning import Beginning
+from asyncrl.master.recovery.run_end import RunEnd
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
 from asyncrl.observe import observer
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.stacks import profiled
-from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
+from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import EndStep
 
@@ -56,7 +50,7 @@ class TrainLoop:
 
     def __init__(self, parts: Parts, ready: Callable[[], None] = lambda: None) -> None:
         self.parts = parts
-        self._beginning, self._step_end = Beginning(parts, ready), StepEnd(parts)
+        self._beginning, self._step_end, self._run_end = Beginning(parts, ready), StepEnd(parts), RunEnd(parts)
         self._model_in_step = False
         self._filtered = FilteredOut(parts.config.train_batch_size, parts.config.system.stall_timeout_s)
 
@@ -71,30 +65,30 @@ class TrainLoop:
             RestartTrainer: the ranks are not between two steps, so no MasterWorker can continue with them.
             Exception: another process failed. Complete steps are saved first, if possible.
         """
-        beside = asyncio.create_task(self.parts.clock.keep()), asyncio.create_task(self._watch_filters())
+        beside = asyncio.create_task(self.parts.stall.clock.keep()), asyncio.create_task(self._watch_filters())
         try:
             try:
                 await self._beginning.run()
-                while not self.parts.complete:
+                while not self.parts.run.complete:
                     await self.step()
             except StopRequested:
-                _log.info("asked to stop: ending at version %d", self.parts.version)
-            await self._finish()
+                _log.info("asked to stop: ending at version %d", self.parts.run.version)
+            await self._run_end.finish()
         except RestartTrainer:
             raise
         except Exception as error:
-            await self._save_what_is_complete()
+            await self._run_end.save_what_is_complete(model_in_step=self._model_in_step)
             if isinstance(error, Stalled) and self._filtered.found:
                 raise Stalled(f"{error}; {self._filtered.found}") from error
             raise
         finally:
-            await self._close()
+            await self._run_end.close()
             await cancel(*beside)
 
     async def step(self) -> None:
         """From version v to v + 1."""
         batch, waited_s = await self._wait_for_batch()
-        switched_s = await self.parts.turns.take(self.parts.version)
+        switched_s = await self.parts.turns.take(self.parts.run.version)
         step = await self._train(batch, waited_s)
         if self.parts.turns.guests:
             step.measured["time/switch_s"] = switched_s
@@ -109,9 +103,9 @@ class TrainLoop:
         """
         if self.parts.stop.is_set():
             raise StopRequested
-        began, step = perf_counter(), self.parts.version + 1
+        began, step = perf_counter(), self.parts.run.version + 1
         with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", step=step):
-            batch = await self.parts.batches.next(self.parts.version)
+            batch = await self.parts.batches.next(self.parts.run.version)
         await self.parts.checkpoints.look()
         return batch, perf_counter() - began
 
@@ -124,90 +118,20 @@ class TrainLoop:
         self._model_in_step = True
         config = parts.config
         dealing = Dealing.of(config)
-        training = observer.doing(f"trains step {parts.version + 1}", "train", step=parts.version + 1)
-        async with profiled(config.profile, parts.run_dir, parts.version + 1):
+        training = observer.doing(f"trains step {parts.run.version + 1}", "train", step=parts.run.version + 1)
+        async with profiled(config.profile, parts.run_dir, parts.run.version + 1):
             with training:
                 await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
-                stats: Row = await parts.executor.run(config.idle_policies(parts.version))
+                stats: Row = await parts.executor.run(config.idle_policies(parts.run.version))
                 ended = await parts.ranks.all(EndStep())
-        parts.buffer.mark_trained(batch)
-        parts.version += 1
+        parts.run.trained(batch)
         self._model_in_step = False
         times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
-        times |= parts.batches.ahead.pop_metrics(batch) | of_ranks(ended)
-        if parts.config.buffer.order.path:
-            times["rollout/order_failed"] = float(parts.batches.order.failures)
-        return CompleteStep(parts.version, batch, stats | times)
+        times |= parts.batches.pop_metrics(batch) | of_ranks(ended)
+        return CompleteStep(parts.run.version, batch, stats | times)
 
     async def _watch_filters(self) -> None:
         """Warn on the terminal if filters drop nearly every group."""
-        parts = self.parts
+        parts, run = self.parts, self.parts.run
         tell = partial(remark, parts.run_dir)
-        await watch_filters(self._filtered, parts.peers.manager, lambda: parts.version, lambda: len(parts.buffer), tell)
-
-    async def _finish(self) -> None:
-        parts = self.parts
-        if parts.complete:
-            with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
-                await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
-        else:
-            await parts.announcer.close()
-            await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)
-        if parts.publishing.on_disk != parts.version:
-            await parts.publish(to_disk=True)  # the policy that the run leaves behind
-        await parts.reports.last(parts.version)
-        await parts.checkpoints.finish()
-        if parts.unsaved:
-            await parts.save()
-            await parts.checkpoints.finish()
-        if parts.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
-            parts.turns.give()
-            await self._last_evaluation()
-        await parts.reports.close_books(parts.version, complete=parts.complete)
-        books = parts.reported.told.books
-        parts.ledger.end(parts.version, books)
-        write_summary(parts.run_dir, parts.version, parts.config.total_train_steps, books, parts.metrics_log)
-        check_books(books, parts.version * parts.config.train_batch_size)
-
-    async def _last_evaluation(self) -> None:
-        try:
-            limit_s = len(evaluation_sets(self.parts.config)) * (self.parts.config.eval.timeout_s + GRACE_S)
-            await or_stop(self.parts.announcer.evaluation_ended(), self.parts.stop, limit_s)
-        except StopRequested:
-            await self.parts.announcer.close()
-
-    async def _save_what_is_complete(self) -> None:
-        """After a failure: save the last complete step, unless a failed step has changed the model since."""
-        if self.parts.steps.on:
-            await self.parts.announcer.abandon()
-        try:
-            await self._save_last_step()
-        except Exception as error:
-            _log.warning("version %d could not be saved: %s", self.parts.version, error)
-        write_books(self.parts.run_dir, self.parts.version, self.parts.reported.told.books)
-
-    async def _save_last_step(self) -> None:
-        """Save the last complete step; wait for a checkpoint in progress, which is always of a complete step."""
-        parts = self.parts
-        try:
-            await parts.checkpoints.finish()
-        except Exception as error:
-            _log.warning("the checkpoint in progress could not be written: %s", error)
-        if self._model_in_step or not parts.version:
-            return
-        if not parts.steps.may_tell_of(parts.version):
-            return  # the successor trains this step again, and the ledger must not have it before
-        await parts.reports.last(parts.version)
-        if parts.unsaved:
-            await parts.save()
-            await parts.checkpoints.finish()
-            _log.info("saved version %d", parts.version)
-
-    async def _close(self) -> None:
-        parts = self.parts
-        await parts.reports.close()
-        await parts.collector.close()
-        await parts.announcer.close()
-        parts.checkpoints.close()
-        parts.metrics_log.close()
-        parts.ledger.close()
+        await watch_filters(self._filtered, parts.peers.manager, lambda: run.version, lambda: len(run.buffer), tell)

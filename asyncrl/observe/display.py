@@ -32,7 +32,7 @@ Row = Mapping[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
 _SINCE = re.compile(r" \(\d+ s\)$")
-"""End of a line that says for how long."""
+"""End of a line that shows for how long."""
 _RECENT = 10
 """Steps that rates and shares of time are shown over."""
 _REFRESH_S = 0.25
@@ -295,9 +295,9 @@ class _Panel:
 class LiveDisplay:
     """One panel, redrawn in place.
 
-    A thread redraws it, so that its clock goes on. Each frame begins by moving the cursor up by the height of the one
-    before: a remark printed in between would leave lines of the old panel if the height changed. So one lock covers a
-    whole frame, a remark, and a change of what is shown. rich's own thread has no lock around printing.
+    A thread redraws it, so that its clock keeps running. Each frame begins by moving the cursor up by the height of the
+    frame before. A remark printed in between would leave lines of the old panel if the height changed. So one lock
+    covers a whole frame, a remark, and a change of what is shown. rich's own thread has no lock around printing.
     """
 
     def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
@@ -353,8 +353,8 @@ def _clock(seconds: float) -> str:
 def silence_keys(terminal: IO[str]) -> Callable[[], None]:
     """Stop `terminal` from echoing typed keys; return the function that restores its modes.
 
-    An echoed `^C` or Enter moves the cursor by a line, so that a panel which is drawn in place would leave a line of
-    its last frame. Ctrl-C still interrupts. Nothing is changed if `terminal` is no terminal, or while another process
+    An echoed `^C` or Enter moves the cursor by a line. A panel that is drawn in place would then leave a line of its
+    last frame. Ctrl-C still interrupts. Nothing is changed if `terminal` is no terminal, or while another process
     group has it: the kernel stops a background process that changes modes.
     """
     try:

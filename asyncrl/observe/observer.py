@@ -39,36 +39,93 @@ _log = logging.getLogger(__name__)
 Gauges = Callable[[], Mapping[str, float]]
 
 
+class _LineFile:
+    """Appends lines to a file from several threads.
+
+    Args:
+        file: the file.
+        limit: size in bytes from which on a new file begins.
+    """
+
+    def __init__(self, file: Path, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Append a line. If the file takes none, log that once and drop the line."""
+        data = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            try:
+                append_line(self._file, data, self._limit)
+                self._failed = False
+            except OSError as error:
+                if not self._failed:
+                    _log.warning("%s takes no lines: %s", self._file, error)
+                self._failed = True
+
+
+class _LoopDelays:
+    """Largest delay of event loops since the last `take`, in seconds: the time from a ping to its callback."""
+
+    def __init__(self) -> None:
+        self._loops: list[AbstractEventLoop] = []
+        self._pinged: dict[AbstractEventLoop, float] = {}
+        self._late_s = 0.0
+
+    def watch(self, loop: AbstractEventLoop) -> None:
+        """Measure the delay of `loop` from now on."""
+        self._loops.append(loop)
+
+    def take(self) -> float | None:
+        """Return the largest delay and reset it; None if no loop is watched."""
+        late_s, self._late_s = self._late_s, 0.0
+        return late_s if self._loops else None
+
+    def ping(self, now: float) -> None:
+        """Schedule a callback on each loop to measure its delay; one that has not run yet counts with its age."""
+        for loop in list(self._loops):
+            if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
+                self._late_s = max(self._late_s, now - asked)
+                continue
+            self._pinged[loop] = now
+            try:
+                loop.call_soon_threadsafe(self._pong, loop)
+            except RuntimeError:  # closed
+                self._loops.remove(loop)
+
+    def _pong(self, loop: AbstractEventLoop) -> None:
+        if (asked := self._pinged.pop(loop, None)) is not None:
+            self._late_s = max(self._late_s, time.monotonic() - asked)
+
+
 class Observer:
     """Writes the lines of one process.
 
     Args:
-        file: that the lines go to.
-        every_s: between two lines.
+        file: the file of the lines.
+        every_s: seconds between two lines.
+        file_bytes: size from which on a new file begins.
     """
 
     def __init__(self, file: Path, *, every_s: float = EVERY_S, file_bytes: int = FILE_BYTES) -> None:
-        self._file, self._every_s, self._file_bytes = file, every_s, file_bytes
+        self._lines, self._every_s = _LineFile(file, file_bytes), every_s
         self._stage, self._since = "starting", time.time()
         self._gauges: list[Gauges] = []
-        self._loops: list[AbstractEventLoop] = []
-        self._pinged: dict[AbstractEventLoop, float] = {}
-        self._late_s = self._loop_late_s = 0.0
-        self._lock = threading.Lock()
+        self._late_s, self._delays = 0.0, _LoopDelays()
         self._end = threading.Event()
-        self._told = False
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def start(self) -> None:
         """Write the first line, and the others from a thread."""
-        self._write(self.line())
+        self._lines.append(self.line())
         self._thread.start()
 
     def close(self) -> None:
         """Write the last line."""
         if not self._end.is_set():
             self._end.set()
-            self._write(self.line() | {"ended": True})
+            self._lines.append(self.line() | {"ended": True})
 
     def stage(self, text: str) -> None:
         """Set the activity of the process from now on, for the next lines."""
@@ -81,11 +138,11 @@ class Observer:
 
     def watch(self, loop: AbstractEventLoop) -> None:
         """Measure the delay of `loop` from now on; of several loops the largest delay is reported."""
-        self._loops.append(loop)
+        self._delays.watch(loop)
 
     def span(self, name: str, begin: float, end: float, **about: Any) -> None:
         """Write a span `name` from `begin` to `end`, in seconds since 1970."""
-        self._write({"span": name, "begin": round(begin, 3), "end": round(end, 3), **about})
+        self._lines.append({"span": name, "begin": round(begin, 3), "end": round(end, 3), **about})
 
     def line(self) -> dict[str, Any]:
         """Build a line with the current values."""
@@ -97,9 +154,9 @@ class Observer:
             **_resources(),
             "late_s": round(self._late_s, 3),
         }
-        if self._loops:
-            line["loop_late_s"] = round(self._loop_late_s, 3)
-        self._late_s = self._loop_late_s = 0.0
+        if (loop_late_s := self._delays.take()) is not None:
+            line["loop_late_s"] = round(loop_late_s, 3)
+        self._late_s = 0.0
         for read in self._gauges:
             try:
                 line |= read()
@@ -113,39 +170,10 @@ class Observer:
             now = time.monotonic()
             self._late_s = max(self._late_s, now - last - TICK_S)
             last = now
-            self._ping(now)
+            self._delays.ping(now)
             if now - due >= self._every_s:
                 due = now
-                self._write(self.line())
-
-    def _ping(self, now: float) -> None:
-        """Schedule a callback on each loop to measure its delay; a callback that has not run yet counts with its
-        age.
-        """
-        for loop in list(self._loops):
-            if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
-                self._loop_late_s = max(self._loop_late_s, now - asked)
-                continue
-            self._pinged[loop] = now
-            try:
-                loop.call_soon_threadsafe(self._pong, loop)
-            except RuntimeError:  # closed
-                self._loops.remove(loop)
-
-    def _pong(self, loop: AbstractEventLoop) -> None:
-        if (asked := self._pinged.pop(loop, None)) is not None:
-            self._loop_late_s = max(self._loop_late_s, time.monotonic() - asked)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        data = json.dumps(line).encode() + b"\n"
-        with self._lock:
-            try:
-                append_line(self._file, data, self._file_bytes)
-                self._told = False
-            except OSError as error:
-                if not self._told:
-                    _log.warning("%s takes no lines: %s", self._file, error)
-                self._told = True
+                self._lines.append(self.line())
 
 
 def append_line(file: Path, data: bytes, file_bytes: int = FILE_BYTES) -> None:

@@ -34,7 +34,7 @@ class LoggingConfig:
 
 @dataclass
 class ProfileConfig:
-    """Steps that are looked at closely, in the run's folder `profile/`; see docs/performance.md."""
+    """Steps that are profiled, in the run's folder `profile/`; see docs/performance.md."""
 
     steps: list[int] = setting(help="train steps of which traces are written; each takes longer", factory=list)
     ranks: list[int] = setting(help="ModelWorkers that write torch's trace, by index", factory=lambda: [0])

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -29,7 +29,9 @@ from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.plugins.chat.client import check_prompt_pictures
+from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
@@ -142,7 +144,7 @@ class Group:
         again = failures < self.tries.number and not isinstance(error, EpisodeTimeout)
         _log.warning(
             "episode %d of prompt %s failed, %s: %s",
-            *(prompt.member, prompt.prompt_id, "to be tried again" if again else "given up", name),
+            *(prompt.member, prompt.prompt_id, "to be tried again" if again else "lost", name),
             exc_info=error,
         )
         if again:
@@ -275,43 +277,79 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     return view, position.tolist()
 
 
-def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
-    """Return a decision to keep if `filters` keep any comparison group, else the first group's rejection."""
-    verdicts = [_judge_group([samples[at] for at in positions], filters) for positions in compared(samples)]
-    return next((verdict for verdict in verdicts if verdict.keep), verdicts[0])
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """The run's rules for a group that was played: filters, shaping of rewards, and which answers are right.
 
-
-def _judge_group(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
-    """Return the first rejection by `filters`, or a decision to keep."""
-    view, _ = view_of(samples)
-    return next((verdict for accept in filters if not (verdict := accept(view)).keep), FilterDecision(True))
-
-
-def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:
-    """Apply `shapings` in order to the rewards, separately in each comparison group.
-
-    The change of an episode's reward is added to each of its samples.
+    Attributes:
+        filters: a group is dropped if one rejects it.
+        shapings: change rewards in this order, separately in each comparison group.
+        right_at: reward from which on an answer counts as right, for a curriculum; None without one.
     """
-    shaped = list(samples)
-    for positions in compared(samples):
-        group = _shape_group([samples[at] for at in positions], shapings)
-        for at, sample in zip(positions, group, strict=True):
-            shaped[at] = sample
-    return tuple(shaped)
 
+    filters: Sequence[Filter] = ()
+    shapings: Sequence[Shaping] = ()
+    right_at: float | None = None
 
-def _shape_group(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> Sequence[Sample]:
-    for reshape in shapings:
-        view, positions = view_of(samples)
-        rewards = reshape(view)
-        if len(rewards) != len(view.rewards_S):
-            raise ValueError(f"a shaping gave {len(rewards)} rewards for {len(view.rewards_S)} episodes; give one each")
-        alone = len(samples) == len(rewards)
-        samples = [
-            replace(sample, reward=_shaped(sample, float(rewards[at]), float(view.rewards_S[at]), alone=alone))
-            for sample, at in zip(samples, positions, strict=True)
-        ]
-    return samples
+    @classmethod
+    def of(cls, config: RolloutConfig, registered_in: Sequence[str] = (), right_at: float | None = None) -> Self:
+        """Build the rules of these settings.
+
+        Args:
+            config: names filters and shapings.
+            registered_in: the user's modules in which they may be registered.
+            right_at: see the class.
+        """
+        filters, shapings = (
+            [resolve(kind, choice.name, choice.params, registered_in) for choice in choices]
+            for kind, choices in (("filter", config.filters), ("shaping", config.shaping))
+        )
+        return cls(filters, shapings, right_at)
+
+    def judge(self, samples: Sequence[Sample]) -> FilterDecision:
+        """Return a decision to keep if the filters keep any comparison group, else the first group's rejection."""
+        decisions = [self._judge_group([samples[at] for at in positions]) for positions in compared(samples)]
+        return next((decision for decision in decisions if decision.keep), decisions[0])
+
+    def _judge_group(self, samples: Sequence[Sample]) -> FilterDecision:
+        """Return the first rejection, or a decision to keep."""
+        view, _ = view_of(samples)
+        rejections = (decision for accept in self.filters if not (decision := accept(view)).keep)
+        return next(rejections, FilterDecision(True))
+
+    def success(self, samples: Sequence[Sample]) -> float | None:
+        """Return the share of right answers; None without a curriculum."""
+        if self.right_at is None:
+            return None
+        return sum(sample.reward >= self.right_at for sample in samples) / len(samples)
+
+    def shape(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Apply the shapings to the rewards. The change of an episode's reward is added to each of its samples.
+
+        Raises:
+            ValueError: a shaping does not return one reward for each episode.
+        """
+        shaped = list(samples)
+        for positions in compared(samples):
+            group = self._shape_group([samples[at] for at in positions])
+            for at, sample in zip(positions, group, strict=True):
+                shaped[at] = sample
+        return tuple(shaped)
+
+    def _shape_group(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        for reshape in self.shapings:
+            view, positions = view_of(samples)
+            rewards = reshape(view)
+            if len(rewards) != len(view.rewards_S):
+                raise ValueError(
+                    f"a shaping gave {len(rewards)} rewards for {len(view.rewards_S)} episodes; give one each"
+                )
+            alone = len(samples) == len(rewards)
+            samples = [
+                replace(sample, reward=_shaped(sample, float(rewards[at]), float(view.rewards_S[at]), alone=alone))
+                for sample, at in zip(samples, positions, strict=True)
+            ]
+        return samples
 
 
 def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:

@@ -4,8 +4,8 @@ Life of a rollout
 
 1. `allocate`: the staleness gate admits it, and the GserverManager chooses its prompt.
 2. `run_group`: the agent's episodes act in their environments at the same time, with answers of the policy.
-3. Filters may reject the group, which leaves the count with the filter's reason. If the filter says so, its prompt is
-   tried again with other random numbers, after the rest of the epoch, `rollout.filter_tries` times in all.
+3. Filters may reject the group, which leaves the count with the filter's reason. If the filter returns the prompt, it
+   is tried again with other random numbers after the rest of the epoch, `rollout.filter_tries` times in all.
 4. `push`: a training rank acknowledges the trajectory.
 5. `finish`, only after the acknowledgement: the manager moves the rollout from running to finished, so it is always
    counted.
@@ -14,8 +14,8 @@ An episode fails if the agent, the environment, a reward or a server raises, or 
 alone, `MAX_ATTEMPTS` times in all, and then left out of the group (`episode.run_group`). Lost episodes are counted by
 name in the metrics of the next trajectory that is pushed.
 
-A rollout fails if too few of its episodes are left (none, or one if the advantage compares several), or if the agent
-plays its group at once and raises. It is dropped as `failed`, with the name of the user's code if that failed
+A rollout fails if too few of its episodes are left: none, or one if the advantage compares several. It also fails if
+the agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code if that failed
 (`failed: reward my.py:score`, `failed: agent run`). Its prompt is tried again, `MAX_ATTEMPTS` times in all. A row that
 makes no prompt is dropped at once (`invalid_prompt`; `overlong_prompt`, which does not count as a failure).
 
@@ -32,25 +32,23 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from asyncrl.algorithms.group_view import FilterDecision
-from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
+from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
-from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
+from asyncrl.manager.messages import FinishedRollout, GrantedRollout
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import RetryLimits, judge, metrics_of, shape
-from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
+from asyncrl.rollout.episode import GroupRules, RetryLimits, metrics_of
 from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.rollout_policy import RolloutPolicy
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import group_failed_in
-from asyncrl.rollout.user_code_pool.timing import Activity, metered, timed
+from asyncrl.rollout.user_code_pool.timing import metered
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +57,8 @@ ALLOCATE_WAIT_S = 5.0
 MAX_ASKED = 64
 """Most rollouts requested in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 GATHER_S = 0.01
-"""Time in seconds that a loop that was full waits after a rollout's end, so that rollouts that end in one burst are
-replaced by one call.
-"""
+"""Time in seconds that a full loop waits after a rollout's end. Rollouts that end in one burst are then replaced by one
+call."""
 MAX_ATTEMPTS = 3
 """Largest number of attempts of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
@@ -69,51 +66,114 @@ AFTERWARDS_S = 60.0
 MAX_FAILURES_IN_A_ROW = 16
 
 
-@dataclass(slots=True)
-class _RolloutPolicy:
-    """The policy for the agent of one rollout; the first request goes to the server chosen at admission."""
+class RolloutSlots:
+    """Places for concurrent rollouts. Each rollout that the gate grants takes one until it ends.
 
-    client: RolloutClient
-    rollout_id: str
-    route: Route | None
-    trained: Collection[str] = ()
-    """The further trained policies; others are opponents."""
-    failures: list[Exception] = field(default_factory=list)
-    failed_in: str | None = None
-    """The user's code in which the rollout failed, if known."""
-    met: dict[str, Counter[int]] = field(default_factory=dict)
-    """Tokens of the opponents' answers, by policy and version."""
-    generated: GeneratedTokens = field(init=False)
+    Args:
+        gate: client of the GserverManager, which admits rollouts.
+        number: number of places.
+    """
 
-    def __post_init__(self) -> None:
-        self.generated = GeneratedTokens(self.trained)
+    def __init__(self, gate: ManagerClient, number: int) -> None:
+        self._gate, self._number, self._free = gate, number, number
+        self._ids: list[str] = []
+        """Ids for rollouts that are requested and not granted yet; a repeated request has the same."""
+        self._room = asyncio.Event()
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        route = None
-        if not request.policy:
-            route, self.route = self.route, None
+    @property
+    def running(self) -> int:
+        """Number of running rollouts."""
+        return self._number - self._free
+
+    def figures(self) -> dict[str, float]:
+        """Figures for `observed/`: running rollouts of this worker, and their limit."""
+        return {"rollouts": self.running, "places": self._number}
+
+    async def granted(self) -> list[GrantedRollout]:
+        """Wait for a free place, and request a prompt for each free place. The rollouts that are returned take theirs.
+
+        The list may be empty; call it again then.
+        """
+        if self._free == 0:
+            self._room.clear()
+            await self._room.wait()
+            await asyncio.sleep(GATHER_S)
+        most = min(self._free, MAX_ASKED)
+        self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
+        reply = await self._gate.allocate(self._ids[:most], timeout_s=ALLOCATE_WAIT_S)
+        settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
+        self._ids = [rollout_id for rollout_id in self._ids if rollout_id not in settled]
+        self._free -= len(reply.granted)
+        return reply.granted
+
+    def free(self) -> None:
+        """Give back the place of a rollout that ended."""
+        self._free += 1
+        self._room.set()
+
+
+class TrajectorySender:
+    """Sends trajectories, each with the counts of the episodes that were lost since the last one was acknowledged.
+
+    Args:
+        push: sends a trajectory to a training rank; returns once it is acknowledged.
+    """
+
+    def __init__(self, push: Callable[[Trajectory], Awaitable[None]]) -> None:
+        self._push = push
+        self._lost: Counter[str] = Counter()
+
+    def take_lost(self, counted: dict[str, float]) -> None:
+        """Move the counts of lost episodes from a group's metrics to the next trajectory that is sent."""
+        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
+
+    async def send(self, trajectory: Trajectory) -> None:
+        """Send `trajectory`; return when a training rank has it."""
+        lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
+        trajectory.metrics.update(lost)
+        trajectory.metrics[FINISHED_AT] = time.time()
         try:
-            with timed(Activity.generate):
-                result = await self.client.generate(request, self.rollout_id, route=route)
-        except Exception as error:
-            self.failures.append(error)
+            await self._push(trajectory)
+        except BaseException:
+            self._lost.update(lost)
             raise
-        if request.policy and request.policy not in self.trained:
-            versions = self.met.setdefault(request.policy, Counter())
-            versions.update(version for completion in result.completions for version in completion.versions)
-        self.generated.answered(request.policy, result.completions)
-        return result
 
-    def opponents(self) -> dict[str, float]:
-        """Metrics of the policies that were met: oldest, newest and mean version, by tokens."""
-        found: dict[str, float] = {}
-        for policy, versions in self.met.items():
-            if tokens := versions.total():
-                mean = sum(version * count for version, count in versions.items()) / tokens
-                found[f"opponent/{policy}/version"] = mean
-                found[f"opponent/{policy}/oldest_version"] = float(min(versions))
-                found[f"opponent/{policy}/newest_version"] = float(max(versions))
-        return found
+
+class Failures:
+    """Rollouts that failed: whether their prompts are tried again, and when the loop has to end."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def clear(self) -> None:
+        """Record that a rollout did not fail."""
+        self._in_a_row = 0
+
+    def end_of(self, granted: GrantedRollout, error: Exception, code: str | None, running: int) -> FinishedRollout:
+        """Return the end of a rollout that failed with `error`.
+
+        Args:
+            granted: the rollout.
+            error: its error.
+            code: name of the user's code that failed, if known.
+            running: number of running rollouts, this one included.
+
+        Raises:
+            Exception: `error`, if too many rollouts have failed in a row.
+        """
+        rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
+        if isinstance(error, OverlongPrompt):  # reported at the start, with how many there are; no sign of a defect
+            _log.debug("prompt %s is left out: %s", prompt_id, error)
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
+        self._in_a_row += 1
+        if self._in_a_row >= max(MAX_FAILURES_IN_A_ROW, running):
+            _log.error("%d rollouts in a row failed, the last on prompt %s", self._in_a_row, prompt_id)
+            raise error
+        reason = DropReason.invalid_prompt if isinstance(error, InvalidPrompt) else failed_in(code)
+        again = reason != DropReason.invalid_prompt and granted.failures + 1 < MAX_ATTEMPTS
+        fate = "to be tried again" if again else "dropped"
+        _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
+        return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)
 
 
 class RolloutLoop:
@@ -143,63 +203,39 @@ class RolloutLoop:
         least_episodes: int = 1,
         trained: Collection[str] = (),
     ) -> None:
+        self._components, self._gate, self._client, self._config = components, gate, client, config
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
-        self._lost: Counter[str] = Counter()
+        self._rules = GroupRules.of(config, registered_in, right_at)
         self._trained = trained
-        self._right_at = right_at
-        self._components, self._gate = components, gate
-        self._client, self._push, self._config = client, push, config
-        self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
-        self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
-        self._ids: list[str] = []  # of rollouts that there is room for
-        self._free = config.max_concurrent
-        self._room = asyncio.Event()
-        self._failures_in_a_row = 0
-
-    def figures(self) -> dict[str, float]:
-        """Figures for `observed/`: running rollouts of this worker, and their limit."""
-        return {"rollouts": self._config.max_concurrent - self._free, "places": self._config.max_concurrent}
+        self._sender = TrajectorySender(push)
+        self._failures = Failures()
+        self.slots = RolloutSlots(gate, config.max_concurrent)
 
     async def run(self) -> NoReturn:
-        """Keep as many rollouts going as the gate and `max_concurrent` allow."""
+        """Keep as many rollouts running as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                if self._free == 0:
-                    self._room.clear()
-                    await self._room.wait()
-                    await asyncio.sleep(GATHER_S)
-                for granted in await self._admitted():
-                    self._free -= 1
+                for granted in await self.slots.granted():
                     tasks.create_task(self._roll_out(granted))
 
-    async def _admitted(self) -> list[GrantedRollout]:
-        """Request a prompt for each free place."""
-        most = min(self._free, MAX_ASKED)
-        self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
-        reply = await self._gate.allocate(self._ids[:most], timeout_s=ALLOCATE_WAIT_S)
-        settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
-        self._ids = [rollout_id for rollout_id in self._ids if rollout_id not in settled]
-        return reply.granted
-
     async def _roll_out(self, granted: GrantedRollout) -> None:
-        policy = _RolloutPolicy(self._client, granted.rollout_id, granted.route, self._trained)
+        policy = RolloutPolicy(self._client, granted.rollout_id, granted.route, self._trained)
         limit = asyncio.timeout(self._config.rollout_timeout_s + AFTERWARDS_S)
         try:
             async with limit:
                 outcome = await self._attempt(granted, policy)
-            self._failures_in_a_row = 0
+            self._failures.clear()
         except Exception as error:
             if isinstance(error, EpisodeTimeout) or limit.expired():  # other TimeoutErrors are the user's own
                 _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", granted.prompt_id)
                 outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.timeout)
             else:
-                outcome = self._failure(granted, policy, error)
+                outcome = self._failures.end_of(granted, error, policy.failed_in, self.slots.running)
         finally:
-            self._free += 1
-            self._room.set()
+            self.slots.free()
         self._gate.finish([outcome])
 
-    async def _attempt(self, granted: GrantedRollout, policy: _RolloutPolicy) -> FinishedRollout:
+    async def _attempt(self, granted: GrantedRollout, policy: RolloutPolicy) -> FinishedRollout:
         """Play one rollout: prompt, episodes and their rewards, filters, push. Return its end."""
         rollout_id = granted.rollout_id
         if granted.rests:
@@ -210,49 +246,31 @@ class RolloutLoop:
         samples, metrics = await self._episodes(prompt, policy)
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
-        success = self._success(samples)
-        decision = judge(samples, self._filters)
+        success = self._rules.success(samples)
+        decision = self._rules.judge(samples)
         if not decision.keep:
             return self._rejection(granted, decision, success)
-        shaped = shape(samples, self._shapings)
-        await self._hand_over(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
+        shaped = self._rules.shape(samples)
+        await self._sender.send(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(rollout_id, accepted=True, tokens=tokens, success=success)
 
-    async def _episodes(self, prompt: Prompt, policy: _RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
+    async def _episodes(self, prompt: Prompt, policy: RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
         components = self._components
         try:
             with metered() as meter:
                 samples, counted = await components.play_to_train(prompt, policy, self._tries)
-            policy.generated.check(samples)
+            policy.check(samples)
         except Exception as error:
             policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
             raise
-        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
-        of_policies = policy.opponents() | policy.generated.metrics()
-        return samples, metrics_of(samples) | counted | of_policies | meter.metrics()
-
-    async def _hand_over(self, trajectory: Trajectory) -> None:
-        """Push the trajectory until a training rank has it, with the counts of episodes lost since the last push."""
-        lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
-        trajectory.metrics.update(lost)
-        trajectory.metrics[FINISHED_AT] = time.time()
-        try:
-            await self._push(trajectory)
-        except BaseException:
-            self._lost.update(lost)
-            raise
-
-    def _success(self, samples: Sequence[Sample]) -> float | None:
-        """Return the share of right answers, if there is a curriculum."""
-        if self._right_at is None:
-            return None
-        return sum(sample.reward >= self._right_at for sample in samples) / len(samples)
+        self._sender.take_lost(counted)
+        return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
 
     def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
-        """Return the end of a rollout whose group a filter rejected; if the filter says so, its prompt may be tried
-        again.
+        """Return the end of a rollout whose group a filter rejected. Its prompt is tried again if the filter returns it
+        and it has tries left.
         """
         again = decision.return_prompt and granted.attempt + 1 < self._config.filter_tries
         reason = exhausted(decision.reason) if decision.return_prompt and not again else decision.reason
@@ -264,18 +282,3 @@ class RolloutLoop:
             as_next_attempt=again,
             success=success,
         )
-
-    def _failure(self, granted: GrantedRollout, policy: _RolloutPolicy, error: Exception) -> FinishedRollout:
-        rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
-        if isinstance(error, OverlongPrompt):  # said at the start, with how many there are; no sign of a defect
-            _log.debug("prompt %s is left out: %s", prompt_id, error)
-            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):
-            _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
-            raise error
-        reason = DropReason.invalid_prompt if isinstance(error, InvalidPrompt) else failed_in(policy.failed_in)
-        again = reason != DropReason.invalid_prompt and granted.failures + 1 < MAX_ATTEMPTS
-        fate = "to be tried again" if again else "given up"
-        _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)

@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import RequestServer
-from asyncrl.comm.waits.backoff import Backoff
-from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
-from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
-from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import GenerationBackend, finds_stop_strings, wants_prefix_first
+from asyncrl.config.run_dir import ANSWERS_DIR
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.routers import routing_shape_of
-from asyncrl.models.weights.staging.client import StagingClient
-from asyncrl.models.weights.staging.messages import INPUTS, LAUNCHER_HOST
 from asyncrl.observe import observer
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
+from asyncrl.rollout.generation.servers import capabilities_of
+from asyncrl.rollout.inputs.worker_inputs import WorkerInputs
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.embeddings import embedder_at
-from asyncrl.rollout.user_code.prompts import pictures_taken
 from asyncrl.rollout.user_code_pool.errors import failed_user_code
-from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
-from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 
 MEMBERSHIP_INTERVAL_S = 1.0
 """Interval in seconds of the check for changed training ranks."""
-_SHOWN_MODULES = 5
-_BACKOFF = Backoff(0.2, 5.0)
 
 
 class RolloutWorker(AsyncWorker):
@@ -53,10 +37,6 @@ class RolloutWorker(AsyncWorker):
 
     trains: ClassVar[bool] = True
     """True if the worker has training prompts; False if it only evaluates."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self._data_record = self.run_dir / DATA_RECORD_FILE
 
     async def main(self) -> None:
         """Find the others, then roll out until a stop is requested."""
@@ -66,16 +46,17 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped before the others were there")
 
     async def _main_until_stopped(self) -> None:
-        inputs = await self._have_inputs()
+        inputs = WorkerInputs(self, training=self.trains)
+        await inputs.arrive()
         observer.stage("loads data, agent and reward")
-        self._components = self._load_components()
-        if inputs is not None:
-            await self._check_same_inputs(inputs)
+        self._components = UserComponents(self.config, training=self.trains)
+        await inputs.check(self._components.prompts)
         self._loop_of_main = asyncio.get_running_loop()
         if self._components.conversations.format is not None:
             for line in self._components.conversations.format.findings.lines():
                 self.log.info("chat template: %s", line)
-        rollout, mode = self.config.rollout, self.config.manager.update_mode
+        rollout = self.config.rollout
+        can = capabilities_of(self.config, self._components.vocab_size, self._components.tokenizer.decode_all)
         url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(
@@ -88,18 +69,11 @@ class RolloutWorker(AsyncWorker):
                 embedder_at(self.resolver, self.config.rollout.encoder, self.http_security) as embedder,
                 RolloutClient(
                     manager,
+                    can,
                     security=self.http_security,
                     max_concurrent=rollout.max_concurrent + self._evaluations_at_a_time,
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
-                    vocab_size=self._components.vocab_size,
-                    decode=self._components.tokenizer.decode_all,
-                    servers_stop=finds_stop_strings(self.config.generation),
-                    frozen=[policy.name for policy in self.config.policies if policy.url is not None],
-                    servers_cache=wants_prefix_first(self.config.generation) and mode != UpdateMode.in_place,
-                    pictures=pictures_taken(self.config) is not None,
-                    inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
-                    routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):
                 self._components.embed_with(embedder)
@@ -107,86 +81,6 @@ class RolloutWorker(AsyncWorker):
         finally:
             await self._components.conversations.endpoint.close()
             await manager.close()
-
-    def _load_components(self) -> UserComponents:
-        components = UserComponents(self.config, training=self.trains)
-        if self.trains:
-            self._check_same_data(components)
-        return components
-
-    async def _have_inputs(self) -> Inputs | None:
-        """Wait until the host's staging server has this worker's input files; None if the worker reads them at their
-        own paths.
-
-        Raises:
-            ConfigError: a file is another one on this host.
-        """
-        if not brings_inputs(self.config):
-            return None
-        folder = Path(await self.registered(names.staged_key(INPUTS, self.config.system.host), names.STAGING_SERVER))
-        self._data_record = folder / DATA_RECORD_FILE
-        return await asyncio.to_thread(read_from, folder, self.config, training=self.trains)
-
-    async def _check_same_inputs(self, inputs: Inputs) -> None:
-        """Check that data and code are the same as on the launcher's host.
-
-        Raises:
-            ConfigError: they differ.
-        """
-        components, data = self._components, self.config.dataset
-        if self.trains:
-            await asyncio.to_thread(check_rows, inputs, "dataset", data.path, components.prompts.train_set)
-        for each, rows in components.prompts.eval_sets.values():
-            await asyncio.to_thread(check_rows, inputs, each.group, each.path or data.path, rows)
-        sums = loaded_sources(import_named(self.config, training=self.trains))
-        if differences := await self._code_differences(sums):
-            shown = list(differences.items())[:_SHOWN_MODULES]
-            told = "; ".join(f"{module} {why}{how_found(module)}" for module, why in shown)
-            raise ConfigError(
-                f"system.shared_filesystem=false: {len(differences)} module(s) of this host ({self.config.system.host})"
-                f" are not those of the launcher's: {told}; install the same here, or name code by its file, which is "
-                "brought"
-            )
-
-    async def _code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
-        """Ask the staging server on the launcher's host for the differences to this host's code; if that server died,
-        its successor.
-
-        Raises:
-            HttpError: none answers within `system.start_timeout_s`.
-            StopRequested: a stop was requested.
-        """
-        http, clock = JsonHttp(self.http_security), asyncio.get_running_loop().time
-        deadline, failures = clock() + self.config.system.start_timeout_s, 0
-        try:
-            while True:
-                url = await self.registered(names.staging_server_key(LAUNCHER_HOST), names.STAGING_SERVER)
-                try:
-                    return await StagingClient(http, url).code_differences(sums)
-                except HttpError as error:
-                    if clock() > deadline:
-                        raise
-                    self.log.warning("this host's code is not compared yet: %s", error)
-                failures += 1
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self.stop.wait(), _BACKOFF.delay(failures))
-                    raise StopRequested
-        finally:
-            await http.close()
-
-    def _check_same_data(self, components: UserComponents) -> None:
-        """Check that this process reads the same rows as the launcher did, because prompts name rows by number.
-
-        Raises:
-            ConfigError: the data changed since the launcher read it.
-        """
-        if not self._data_record.is_file():
-            return
-        path = self.config.dataset.path
-        if (
-            difference := DataRecord.read(self._data_record).difference(components.prompts.train_set, path)
-        ) is not None:
-            raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:
         return Evaluator(
@@ -228,7 +122,7 @@ class RolloutWorker(AsyncWorker):
             )
             self.ready()
             observer.stage("plays")
-            observer.gauges(loop.figures)
+            observer.gauges(loop.slots.figures)
             await self._until_stopped(loop, pusher)
         finally:
             server.close()
@@ -268,7 +162,7 @@ class RolloutWorker(AsyncWorker):
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.lease_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
-        self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+        self.resolver.add(names.worker_key(self.spec.kind, self.index), address, lease_s=lease_s, replace=True)
 
     def _register_pusher(self) -> None:
         lease_s = self.config.system.lease_s
@@ -288,7 +182,7 @@ class RolloutWorker(AsyncWorker):
             pullers, pushers = ranks.entries(), workers.entries()
             mine = group({*pushers, me}, pullers)[me]
             if self._has_joined and not known.issuperset(pullers.items()):
-                await asyncio.to_thread(self.exit_if_fenced)  # they may be of a run that began anew
+                await asyncio.to_thread(self.exit_if_fenced)  # they may be of a run that was started again
             if known and not pullers:
                 self.log.warning("no training rank is registered: complete trajectories wait here until one is")
             known = set(pullers.items())

@@ -1,7 +1,7 @@
 """Play one group of the training set against made-up answers, before any process of the run starts.
 
-`python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml`, builds the user's agent, environment, rewards,
-tools and filters as a RolloutWorker does, plays the first row with a valid prompt, and writes the result to
+`python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml` and builds the user's agent, environment,
+rewards, tools and filters as a RolloutWorker does. It plays the first row with a valid prompt and writes the result to
 `FOLDER/outcome.json`. It is a separate process, because user code may hang, crash or load what the launcher must not.
 
 An answer consists of the prompt's own tokens in random order, and the end token: any model may give such an answer
@@ -36,12 +36,11 @@ from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import RetryLimits, judge, shape
+from asyncrl.rollout.episode import GroupRules, RetryLimits
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, named_failure
@@ -130,10 +129,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     try:
         components = UserComponents(config)
         algorithm, rollout = config.algorithm, config.rollout
-        filters, shapings = (
-            [resolve(kind, choice.name, choice.params, algorithm.plugins) for choice in choices]
-            for kind, choices in (("filter", rollout.filters), ("shaping", rollout.shaping))
-        )
+        rules = GroupRules.of(rollout, algorithm.plugins)
         async with components.runner, components.tools:
             components.embed_with(_made_up_embeddings if rollout.encoder.servers else None)
             prompt = next(_prompts(components), None)
@@ -147,8 +143,8 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
                         samples, counted = await components.play_to_train(prompt, made_up, tries)
                     made_up.generated.check(samples)
                     if samples:
-                        judge(samples, filters)
-                        shape(samples, shapings)
+                        rules.judge(samples)
+                        rules.shape(samples)
                 failed = await _evaluations(components, config, made_up)
             finally:
                 await components.conversations.endpoint.close()

@@ -297,8 +297,8 @@ class SaveCheckpoint(Request[Done], frozen=True):
     It is complete once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
 
     `in_memory`, here and in the requests below: this is the in-memory checkpoint, from which restarted processes resume
-    (`asyncrl.runtime.memory_checkpoint`). A checkpoint on disk may be in progress at the same time. `path` is relative
-    to the folder that each rank knows. `master`: see `BeginStep`.
+    (`asyncrl.runtime.trials.memory_checkpoint`). A checkpoint on disk may be in progress at the same time. `path` is
+    relative to the folder that each rank knows. `master`: see `BeginStep`.
     """
 
     path: str

@@ -28,11 +28,11 @@ from asyncrl.config.run_dir import PROFILE_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.host_copies import copy_rate
 from asyncrl.observe import observer
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.layout_parity import layout_in_use
@@ -197,7 +197,7 @@ class ModelWorker(Worker):
         self._open.callback(self._receiver.inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.lease_s
-        self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+        self.resolver.add(names.worker_key(self.spec.kind, self.index), address, lease_s=lease_s, replace=True)
         if self._world.takes_trajectories:
             self.resolver.add(names.puller_key(head), puller.endpoint, lease_s=lease_s, replace=True)
 

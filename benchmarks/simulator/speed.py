@@ -27,7 +27,7 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from asyncrl.verify.simulator.servers.engine_model import EngineModel
@@ -102,6 +102,7 @@ def measure_engine(model_path: Path) -> EngineModel:
     engine = GenerationEngine(model, max_running_requests=ENGINE_ROWS, max_model_len=ENGINE_LENGTH)
     engine.eos_token_ids = ()
     batch = engine._batch
+    forward = batch.prefills.forward
 
     def submit(name: str, prompts: Iterable[tuple[int, ...]], tokens: int, alike: int = 1) -> Any:
         inputs = (
@@ -117,10 +118,10 @@ def measure_engine(model_path: Path) -> EngineModel:
             asked = [_prompt(number, length) for number in range(prompts) for _ in range(samples)]
             future = submit(f"{turn}-{load}", asked, STEPS, alike)
             for step in range(STEPS):
-                rows, prefilled, begun = batch.counts.decoded_rows, batch.runner.prefilled_tokens, time.process_time()
+                rows, prefilled, begun = batch.counts.decoded_rows, forward.computed_tokens, time.process_time()
                 engine.step()
                 seconds = time.process_time() - begun
-                rows, prefilled = batch.counts.decoded_rows - rows, batch.runner.prefilled_tokens - prefilled
+                rows, prefilled = batch.counts.decoded_rows - rows, forward.computed_tokens - prefilled
                 if not turn:  # warms up
                     continue
                 decode = [1.0, len(asked), rows, rows * (length + step)]
@@ -188,6 +189,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
     async with embedded_server(model_path, ENGINE_ROWS) as url:
         http = JsonHttp(None)
         client = GenerationServerClient(http, url)
+        updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=60.0, checks=(check,))
         *_, server = psutil.Process().children(recursive=True)  # below its supervisor
         threads = _Threads(server)
 
@@ -200,7 +202,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
 
         async def update(number: int) -> None:
             order = BeginUpdate(0, url, number, Target(1, str(version)), PauseMode.abort)
-            await update_server(order, client, DiskManagerEnd(), timeout_s=60.0, checks=(check,))
+            await updater.update(order)
 
         async def measured(work: Callable[[int], Awaitable[None]], times: int) -> tuple[float, float, float]:
             """CPU seconds per call of the server's main thread, its process and this one, after warm-up calls."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.commands.audit import audit
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 
 from .clusters import ssh_hosts
 from .hosts import assert_gone, over, processes_of, titled, with_python

@@ -18,7 +18,7 @@ from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.audit import audit
 from asyncrl.manager.messages import ServerStatus, StatusReply
 from asyncrl.observe.metrics.sinks import read_rows
-from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.trials.open_resolver import open_resolver
 
 from ..conftest import LIMIT_S, Gate
 from ..warm import Template

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 
 from ..conftest import LIMIT_S, Gate
 

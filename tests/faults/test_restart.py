@@ -14,7 +14,7 @@ from asyncrl.launch.commands.audit import audit
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 
 from ..conftest import LIMIT_S, SETTINGS, Gate

@@ -28,6 +28,7 @@ from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.servers import ServerCapabilities
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -93,7 +94,8 @@ async def policy_of(
     manager = cast(ManagerClient, OneServer(server.url))
     options = {"security": None, "max_concurrent": 8, "request_timeout_s": 60.0, **settings}
     try:
-        async with RolloutClient(manager, decode=tokenizer.decode_all, servers_stop=servers_stop, **options) as client:
+        can = ServerCapabilities(decode=tokenizer.decode_all, find_stops=servers_stop)
+        async with RolloutClient(manager, can, **options) as client:
             yield client
     finally:
         await server.close()
@@ -121,7 +123,7 @@ async def test_a_conversations_log_probabilities_are_those_of_its_sample(
     """Three turns, answers cut off among them: each sampled token was drawn after the tokens that stand before it."""
     prompt, chat = prompt_of(tokenizer)
     async with policy_of(model, tokenizer, new_tokens_per_chunk=7) as policy:
-        client = EpisodeClient(policy, prompt, 0, chat)
+        client = EpisodeClient(policy, prompt, chat)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "2+2?"}]
         for text in ("sure? <|im_end|>", "\u4f60\u597d", ""):
             reply = await client.chat(messages)

@@ -16,11 +16,12 @@ import pytest
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import CodecError, Frame
 from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, messages
 from asyncrl.comm.push_pull import puller as puller_module
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

@@ -387,7 +387,7 @@ async def test_an_unpaused_update_waits_for_what_is_in_flight(client: Client, tm
         client.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "v1"})
     )
     async with asyncio.timeout(LIMIT_S):
-        while not client.engine._drains:  # noqa: ASYNC110 - the engine's thread sets no event of this loop
+        while not client.engine._updates.waiting:  # noqa: ASYNC110 - the engine's thread sets no event of this loop
             await asyncio.sleep(0)
     assert (await client.get("/model_info"))[1]["weight_version"] == "default"
     client.held.clear()

@@ -37,14 +37,15 @@ from asyncrl.inference import client as inference_client
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, MemoryTag, PauseMode, UpdateFailed, wire_rid
 from asyncrl.inference.replies import parse_completion
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import rest_server, update_server
+from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.models.weights.transports.from_memory import ServerConnection
 from asyncrl.models.weights.transports.tensor import SharedMemoryConnection
-from asyncrl.rollout.generation.rollout_client import FORK_SAVES, RolloutClient
+from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.servers import FORK_SAVES, ServerCapabilities
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
@@ -312,6 +313,13 @@ async def server(backend: Backend) -> AsyncIterator[Server]:
 async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationServerClient]:
     http = JsonHttp(backend.security)
     yield GenerationServerClient(http, backend.url)
+    await http.close()
+
+
+@pytest_asyncio.fixture
+async def updater(backend: Backend) -> AsyncIterator[ServerUpdater]:
+    http = JsonHttp(backend.security)
+    yield ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S)
     await http.close()
 
 
@@ -595,7 +603,7 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
     sampling = SamplingParams(max_new_tokens=5)
     manager = cast("ManagerClient", OneServer(server.backend.url))
     settings: Json = {"security": server.backend.security, "max_concurrent": 1, "request_timeout_s": 600.0}
-    async with RolloutClient(manager, servers_cache=True, **settings) as client:
+    async with RolloutClient(manager, ServerCapabilities(cache=True), **settings) as client:
         result = await client.generate(GenerationRequest("q", prompt, RUNNING, sampling))
     first, *group = cached
     assert first < len(prompt) // 2
@@ -662,7 +670,8 @@ async def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(
     for chunk in (0, 3):
         manager = cast("ManagerClient", OneServer(server.backend.url))
         settings: Json = {"security": server.backend.security, "max_concurrent": 1, "request_timeout_s": 600.0}
-        async with RolloutClient(manager, decode=letters, new_tokens_per_chunk=chunk, **settings) as client:
+        can = ServerCapabilities(decode=letters)
+        async with RolloutClient(manager, can, new_tokens_per_chunk=chunk, **settings) as client:
             made[chunk] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
         for completion in made[chunk]:
             ids = completion.token_ids
@@ -926,7 +935,7 @@ async def test_versions_are_told_token_by_token_across_an_update(
 
 @pytest.mark.parametrize("mode", [PauseMode.retract, PauseMode.in_place])
 async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_their_order(
-    mode: PauseMode, server: Server, client: GenerationServerClient
+    mode: PauseMode, server: Server, updater: ServerUpdater
 ) -> None:
     """Twice as many as run together: the first half spans both versions, the second is of the new one alone."""
     running = await asyncio.gather(*(server.start(server.long) for _ in range(RUNNING)))
@@ -937,7 +946,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         for _ in range(RUNNING)
     ]
     order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause=mode)
-    await update_server(order, client, DiskManagerEnd(), timeout_s=LIMIT_S)
+    await updater.update(order)
     server.release()
     first, *others = running
     if server.backend.kind == "sglang":
@@ -953,12 +962,12 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
 
 
 async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
-    server: Server, client: GenerationServerClient, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
+    server: Server, updater: ServerUpdater, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
 ) -> None:
     greedy = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}
     expected = (await server.generate(sampling_params=greedy))["output_ids"]
     stream = await server.start()
-    await rest_server(client, timeout_s=LIMIT_S)
+    await updater.rest(Rest(0, server.backend.url, 1))
     begun = await stream.result()
     assert begun["meta_info"]["finish_reason"]["type"] == "abort"
     assert_close(logprobs_of(begun), reference(models, "base", begun["output_ids"]))
@@ -977,8 +986,7 @@ async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
         rested=True,
     )
     resumed: list[frozenset[MemoryTag]] = []
-    transport, note = DiskManagerEnd(), lambda tags: resumed.append(frozenset(tags))
-    await update_server(order, client, transport, timeout_s=LIMIT_S, resumed=note)
+    await updater.update(order, lambda tags: resumed.append(frozenset(tags)))
     assert resumed == [{MemoryTag.weights}, {MemoryTag.kv_cache, MemoryTag.cuda_graph}]
     assert (await held)["output_ids"] == expected
     output = await server.generate(sampling_params=greedy)
@@ -986,15 +994,15 @@ async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
 
 
 async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
-    server: Server, client: GenerationServerClient
+    server: Server, updater: ServerUpdater
 ) -> None:
     stream = await server.start(server.long)
     url = server.backend.url
     order = BeginUpdate(0, url, 1, Target(1, "/nowhere"), PauseMode.in_place)
     with pytest.raises(UpdateFailed):
-        await update_server(order, client, DiskManagerEnd(), timeout_s=LIMIT_S)
+        await updater.update(order)
     again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), PauseMode.abort, frozen=True)
-    await update_server(again, client, DiskManagerEnd(), timeout_s=LIMIT_S)
+    await updater.update(again)
     assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"
     server.release()
     output = await server.generate(sampling_params={"max_new_tokens": 5, "ignore_eos": True})

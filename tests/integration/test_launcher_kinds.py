@@ -55,10 +55,10 @@ LAUNCH = """
 import sys
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import make_display
-from asyncrl.runtime import launcher as module
 from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.trials import run_processes
 
-module.STOP_LIMIT_S = 60.0  # a machine may stand still for longer than the usual one
+run_processes.STOP_LIMIT_S = 60.0  # a machine may stand still for longer than the usual one
 launcher = Launcher(ExperimentConfig(fileroot=sys.argv[1]), make_display("plain", "", 1, 1))
 launcher.prepare()
 sys.exit(launcher.run())

@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError
 
 VERSION = names.PublishedVersion(7, "/weights/v7")

@@ -279,10 +279,10 @@ async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Ma
     client = manager.client()
     await client.schedule(request_of("q"), 5)
     client.release("q")
-    rightful, client._worker = client._worker, 7  # type: ignore[assignment]
+    rightful, client._session.worker = client._session.worker, 7  # type: ignore[assignment]
     with pytest.raises(HttpRefused, match=r"\$\.worker: expected str, got int"):
         await client.flush()
-    client._worker = rightful
+    client._session.worker = rightful
     assert manager.service.router.placed == 1
     await client.close()
     assert manager.service.router.placed == 0

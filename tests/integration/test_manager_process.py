@@ -368,7 +368,7 @@ async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run
     client = run.clients[0]
     await client.allocate(["a"], timeout_s=LIMIT_S)
     async with asyncio.timeout(LIMIT_S):
-        while not run.manager._workers:
+        while not run.manager._workers.present:
             await run.manager._service.progress.wait(0.05)
         run.resolver.delete(names.status_key("rollout_worker", 0))
         while run.books().running:
@@ -386,17 +386,17 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
     await run.clients[0].allocate(["a"], timeout_s=LIMIT_S)
     rollouts, progress = run.manager._service.rollouts, run.manager._service.progress
     async with asyncio.timeout(LIMIT_S):
-        while not run.manager._workers:
+        while not run.manager._workers.present:
             await progress.wait(0.05)
         run.resolver.add(names.incarnation_key("rollout_worker", 0), "1")  # the launcher's word
         while run.books().running:
             await progress.wait(0.05)
         run.resolver.delete(names.status_key("rollout_worker", 0))
-        while run.manager._workers:
+        while run.manager._workers.present:
             await progress.wait(0.05)
     run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("starting", 8, "", 1).encode())
     async with asyncio.timeout(LIMIT_S):
-        while not run.manager._workers:
+        while not run.manager._workers.present:
             await progress.wait(0.05)
     assert rollouts.incarnations == {"rollout_worker/0": 1}
     assert rollouts.suspects._against == {rollouts.prompt_id(0): 2}
@@ -770,7 +770,7 @@ async def test_the_gate_stays_shut_until_each_worker_that_is_ready_has_said_what
         assert not run.manager._service.begun
         assert not asking.done()
         worker = await run.client("rollout_worker/0")
-        worker._held.granted([GrantedRollout("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, 0, 0, 0)])
+        worker._session.granted([GrantedRollout("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, 0, 0, 0)])
         await worker.lost_servers(-1, 0.0)
         granted = (await asking).granted
         assert [grant.order for grant in granted] == [1], "the first prompt is played by the one that spoke last"

@@ -16,6 +16,7 @@ from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.manager.fleet.staging import Staging
+from asyncrl.manager.fleet.targets import Targets
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.weights.staging.messages import INPUTS, MODEL
 from asyncrl.models.weights.staging.service import StagingService
@@ -32,7 +33,7 @@ class Hosts:
         self.root, self.security = root, security
         self.services: dict[int, StagingService] = {}
         self.urls: dict[int, str] = {}
-        self.decisions = FleetDecisions(UpdateMode.interrupt, 10.0, staged=True)
+        self.decisions = FleetDecisions(UpdateMode.interrupt, 10.0, targets=Targets(staged=True))
         self.http = JsonHttp(security)
         self.has: dict[str, Target] = {}
         self._arrival = asyncio.Event()
@@ -50,7 +51,7 @@ class Hosts:
         return host == 0 or (folder == INPUTS) == (host in self.plays)
 
     def _arrived(self, host: str, target: Target) -> None:
-        self.decisions.arrived(host, target)
+        self.decisions.targets.arrived(host, target)
         self.has[host] = target
         self._arrival.set()
 
@@ -77,7 +78,7 @@ class Hosts:
         if damaged:
             (folder / "model.safetensors").write_bytes(b"WEIGHTS" * 1000 * version)
         target = Target(version, str(folder))
-        self.decisions.publish(target)
+        self.decisions.targets.publish(target)
         self.staging.publish(target)
         return folder
 

@@ -338,7 +338,7 @@ def test_a_process_that_is_asked_to_stop_ends_as_it_should_while_etcd_is_silent(
     finally:
         cluster.kill()
     assert worker.returncode == 0, log
-    assert "waits/3 ends as done, which could not be told" in log
+    assert "waits/3 ends as done, which could not be published" in log
 
 
 def test_who_stood_still_for_longer_than_a_lease_takes_others_to_have_done_so(etcd_address: str) -> None:
@@ -347,7 +347,7 @@ def test_who_stood_still_for_longer_than_a_lease_takes_others_to_have_done_so(et
         resolver.add("w/0", "a", lease_s=600.0)
         link, (lease,) = resolver._link, resolver._leases.values()  # type: ignore[attr-defined]
         assert resolver._renew("w/0")  # type: ignore[attr-defined]
-        await_that(lambda: not link.is_troubled)  # a call may have been slow
+        await_that(lambda: not link.troubles.now)  # a call may have been slow
         lease.looked_at -= 450.0
         assert resolver._renew("w/0")  # type: ignore[attr-defined]
-        assert link.is_troubled
+        assert link.troubles.now

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -23,9 +23,11 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving import server as serving
 from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import EngineStats, Finish, GenerationInput, GenerationOutput, Job, VersionSpan
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.rollout.generation.rollout_client import GenerationFailed, RolloutClient
+from asyncrl.rollout.generation.servers import ServerCapabilities
 from tests.tiny_vlm import picture, render
 
 PICTURES = [
@@ -121,15 +123,9 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def client_of(manager: InTurn, **settings: Any) -> AsyncIterator[RolloutClient]:
-    settings = {
-        "security": None,
-        "max_concurrent": 32,
-        "request_timeout_s": LIMIT_S,
-        "pictures": True,
-        **settings,
-    }
-    async with RolloutClient(manager, **settings) as client:  # type: ignore[arg-type]
+async def client_of(manager: InTurn, *, pictures: bool = True) -> AsyncIterator[RolloutClient]:
+    settings: Any = {"security": None, "max_concurrent": 32, "request_timeout_s": LIMIT_S}
+    async with RolloutClient(cast(ManagerClient, manager), ServerCapabilities(pictures=pictures), **settings) as client:
         yield client
 
 
@@ -143,10 +139,10 @@ async def test_concurrent_groups_over_one_picture_send_it_once(start: Any) -> No
     server = await start()
     async with client_of(InTurn(server)) as client:
         await asyncio.gather(*(client.generate(request_of(0, n=16)) for _ in range(8)))
-        assert client._sender.sent == server.received == 1
+        assert client._servers.pictures.sent == server.received == 1
         await client.generate(request_of(0, 1, 0))
-        assert client._sender.sent == server.received == 2
-        assert not client._sender._under_way
+        assert client._servers.pictures.sent == server.received == 2
+        assert not client._servers.pictures._under_way
     last = server.engine.inputs[-1]
     assert last.pictures == request_of(0, 1, 0).pictures
     assert [placed.picture.data for placed in last.pictures] == [PICTURES[i].data for i in (0, 1, 0)]
@@ -170,7 +166,7 @@ async def test_a_group_of_16_over_one_picture_sends_it_once_and_encodes_it_once(
         for _ in range(2):
             result = await client.generate(asked)
             assert len(result.completions) == 16
-        assert client._sender.sent == 1
+        assert client._servers.pictures.sent == 1
         http = JsonHttp(None)
         pieces = [piece async for piece in http.pieces(f"{server.url}/metrics", silence_s=LIMIT_S)]
         told = b"".join(pieces).decode()
@@ -190,7 +186,7 @@ async def test_another_worker_sends_nothing_that_the_server_has(start: Any) -> N
     for sent in (1, 0):
         async with client_of(InTurn(server)) as client:
             await client.generate(request_of(0))
-            assert client._sender.sent == sent
+            assert client._servers.pictures.sent == sent
 
 
 async def test_an_interrupted_answer_goes_on_at_a_server_that_lacks_the_picture(start: Any) -> None:
@@ -221,7 +217,7 @@ async def test_pictures_pushed_out_meanwhile_are_sent_again(start: Any) -> None:
     async with client_of(InTurn(server)) as client:
         for number in (0, 1, 2, 0):
             await client.generate(request_of(number))
-        assert client._sender.sent == 4
+        assert client._servers.pictures.sent == 4
         assert len(server.app._pictures) == 2
         with pytest.raises(GenerationFailed, match="409"):  # three at a time never fit
             await client.generate(request_of(0, 1, 2))

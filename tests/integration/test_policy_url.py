@@ -29,6 +29,7 @@ from asyncrl.manager.settings import PolicyConfig
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.servers import ServerCapabilities
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.settings import TeacherConfig
 
@@ -95,7 +96,7 @@ class InRun:
         """Wait until `condition` holds of the state of the policy's server."""
         runner = self.manager._policies._runners["judge"]
         async with asyncio.timeout(LIMIT_S):
-            while not condition(next((status.state for status in runner.status()), "")):
+            while not condition(next((status.state for status in runner.in_use.status()), "")):
                 await runner.changed.wait(0.2)
 
     async def close(self) -> None:
@@ -115,7 +116,7 @@ async def test_a_server_of_somebody_else_answers_as_version_0_is_never_updated_a
     run = InRun(tmp_path / "run", config_of(server.url, folder))
     client = await run.client()
     settings: dict[str, Any] = {"security": run.server.http_security, "max_concurrent": 2, "request_timeout_s": LIMIT_S}
-    async with RolloutClient(client, frozen=["judge"], **settings) as rollouts:
+    async with RolloutClient(client, ServerCapabilities(frozen=["judge"]), **settings) as rollouts:
         first = (await rollouts.generate(REQUEST)).completions
         assert [answer.versions for answer in first] == [[0] * 6] * 2
         assert {answer.policy for answer in first} == {"judge"}

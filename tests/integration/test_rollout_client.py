@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
-from asyncrl.rollout.generation import rollout_client as generation_client
+from asyncrl.rollout.generation import servers as generation_servers
 from asyncrl.rollout.generation.partial_answers import PartialAnswer
 from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, RolloutClient
 from asyncrl.rollout.generation.server_calls import ServerCalls
+from asyncrl.rollout.generation.servers import ServerCapabilities, prefix_request
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""
@@ -64,8 +65,11 @@ class FixedManager:
 
 @asynccontextmanager
 async def client_of(manager: FixedManager, **settings: Any) -> AsyncIterator[RolloutClient]:
+    """A client; `settings` are its own and those of `ServerCapabilities`."""
+    named = {field.name for field in fields(ServerCapabilities)} & settings.keys()
+    can = ServerCapabilities(**{name: settings.pop(name) for name in named})
     settings = {"security": None, "max_concurrent": 8, "request_timeout_s": LIMIT_S, **settings}
-    async with RolloutClient(manager, **settings) as client:
+    async with RolloutClient(manager, can, **settings) as client:
         yield client
 
 
@@ -124,7 +128,7 @@ async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versi
 @pytest.fixture
 def forks_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 6 tokens on, which is 2 prompts of `request_of`."""
-    monkeypatch.setattr(generation_client, "FORK_SAVES", 6)
+    monkeypatch.setattr(generation_servers, "FORK_SAVES", 6)
 
 
 async def test_what_a_group_shares_is_sent_before_it_where_servers_cache(
@@ -135,7 +139,7 @@ async def test_what_a_group_shares_is_sent_before_it_where_servers_cache(
     server.requests.clear()
     server.generated_tokens, server.hold_after = 0, 2
     manager = FixedManager(server)
-    async with client_of(manager, servers_cache=True) as client:
+    async with client_of(manager, cache=True) as client:
         call = asyncio.create_task(client.generate(request_of(n=3)))
         await server.until(lambda: server.generated_tokens == 1 + 6)
         await server.interrupt()
@@ -153,12 +157,9 @@ async def test_what_a_group_shares_is_sent_before_it_where_servers_cache(
     assert len(manager.scheduled) == 2, "the samples are routed with what they share"
 
 
-async def test_what_samples_have_answered_alike_is_shared_too(start_fake_server: Any, forks_pay: None) -> None:
-    server = await start_fake_server()
-    async with client_of(FixedManager(server), servers_cache=True) as client:
-        items = [GenerateItem(str(i), tokens, 9) for i, tokens in enumerate([(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3)])]
-        fork = client._prefix_request(items, "f")
-    assert fork == GenerateItem("f", [1, 2, 3], 1)
+def test_what_samples_have_answered_alike_is_shared_too(forks_pay: None) -> None:
+    items = [GenerateItem(str(i), tokens, 9) for i, tokens in enumerate([(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3)])]
+    assert prefix_request(items, "f") == GenerateItem("f", [1, 2, 3], 1)
 
 
 @pytest.mark.parametrize(("n", "caches"), [(1, True), (2, True), (3, False)])
@@ -166,7 +167,7 @@ async def test_nothing_is_sent_before_a_group_where_it_does_not_pay(
     start_fake_server: Any, forks_pay: None, n: int, caches: bool
 ) -> None:
     server = await start_fake_server()
-    async with client_of(FixedManager(server), servers_cache=caches) as client:
+    async with client_of(FixedManager(server), cache=caches) as client:
         await client.generate(request_of(n=n))
     assert [len(body["rid"]) for body in server.requests] == [n]
 
@@ -174,7 +175,7 @@ async def test_nothing_is_sent_before_a_group_where_it_does_not_pay(
 async def test_what_is_sent_before_a_group_ends_with_it(start_fake_server: Any, forks_pay: None) -> None:
     server = await start_fake_server()
     server.hold_after = 0
-    async with client_of(FixedManager(server), servers_cache=True) as client:
+    async with client_of(FixedManager(server), cache=True) as client:
         call = asyncio.create_task(client.generate(request_of(n=3)))
         await server.until(lambda: len(server.running) == 1)
         (rid,) = server.running
@@ -266,7 +267,7 @@ async def test_a_stop_string_is_found_across_rounds_and_interruptions(start_fake
     assert text.find(stop) == 7
     request = request_of(n=1, tokens=20)
     request = replace(request, sampling=replace(request.sampling, stop=("not this", stop)))
-    for settings in ({}, {"new_tokens_per_chunk": 1}, {"new_tokens_per_chunk": 8}, {"servers_stop": True}):
+    for settings in ({}, {"new_tokens_per_chunk": 1}, {"new_tokens_per_chunk": 8}, {"find_stops": True}):
         server.requests.clear()
         async with client_of(FixedManager(server), decode=letters, **settings) as client:
             (completion,) = (await client.generate(request)).completions
@@ -274,7 +275,7 @@ async def test_a_stop_string_is_found_across_rounds_and_interruptions(start_fake
         assert len(completion.logprobs) == len(completion.versions) == 10
         assert completion.finish_reason == "stop"
         told = [params.get("stop") for sent in server.requests for params in sent["sampling_params"]]
-        assert set(map(str, told)) == {str(["not this", stop] if settings.get("servers_stop") else None)}
+        assert set(map(str, told)) == {str(["not this", stop] if settings.get("find_stops") else None)}
     server.generated_tokens, server.hold_after = 0, 9  # within the string
     async with client_of(FixedManager(server), decode=letters) as client:
         call = asyncio.create_task(client.generate(request))
@@ -296,7 +297,7 @@ async def test_where_a_server_ends_at_a_stop_string_the_client_looks_itself(star
     stop = text[20:23]
     request = replace(request, sampling=replace(request.sampling, stop=(stop,)))
     kept = text.find(stop) + 3
-    async with client_of(FixedManager(server), decode=letters, servers_stop=True) as client:
+    async with client_of(FixedManager(server), decode=letters, find_stops=True) as client:
         (completion,) = (await client.generate(request)).completions
     assert (completion.token_ids, completion.finish_reason) == (expected[:kept], "stop")
     assert len(server.requests) == -(-kept // 5)

@@ -14,7 +14,7 @@ from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, J
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
 from asyncrl.inference.replies import MalformedReply, parse_completion, parse_version
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -211,13 +211,11 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
         if target.version == 2:
             raise UpdateFailed("log-probabilities differ")
 
-    client = GenerationServerClient(http, server.url)
+    updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, checks=[check])
     order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
-    await update_server(order, client, DiskManagerEnd(), timeout_s=LIMIT_S, checks=[check])
+    await updater.update(order)
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
-        await update_server(
-            replace(order, target=Target(2, "/w/v2")), client, DiskManagerEnd(), timeout_s=LIMIT_S, checks=[check]
-        )
+        await updater.update(replace(order, target=Target(2, "/w/v2")))
     assert seen == [1, 2]
     assert server.paused
 
@@ -228,11 +226,8 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
     server.update = "refuse"
     client = GenerationServerClient(http, server.url)
     with pytest.raises(UpdateFailed):
-        await update_server(
-            BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"),
-            client,
-            DiskManagerEnd(),
-            timeout_s=LIMIT_S,
+        await ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S).update(
+            BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
         )
     held = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))
     await server.until(lambda: bool(server.requests))

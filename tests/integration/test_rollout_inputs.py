@@ -16,6 +16,7 @@ from asyncrl.config.plugin_code.same_code import loaded_sources
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.models.weights.staging.messages import LAUNCHER_HOST
 from asyncrl.models.weights.staging.service import StagingService
+from asyncrl.rollout.inputs.worker_inputs import code_differences
 from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import WorkerSpec
@@ -43,7 +44,7 @@ async def test_a_staging_server_that_died_is_waited_for(worker: RolloutWorker, t
     failed = asyncio.Event()
     worker.log = logging.getLogger(f"{__name__}.{tmp_path.name}")
     worker.log.addFilter(lambda record: failed.set() or "not compared yet" in record.getMessage())
-    compared = asyncio.create_task(worker._code_differences(sums))
+    compared = asyncio.create_task(code_differences(worker, sums))
     await asyncio.wait_for(failed.wait(), 60)
     successor = StagingService(tmp_path / "staged", None, lambda *_: None)
     try:
@@ -58,9 +59,9 @@ async def test_none_that_answers_in_time_is_an_error_and_a_stop_ends_the_wait(wo
     worker.stop = asyncio.Event()
     worker.config.system.start_timeout_s = 0.0
     with pytest.raises(HttpError, match="cannot be reached"):
-        await worker._code_differences({})
+        await code_differences(worker, {})
     worker.config.system.start_timeout_s = 600.0
-    waiting = asyncio.create_task(worker._code_differences({}))
+    waiting = asyncio.create_task(code_differences(worker, {}))
     worker.stop.set()
     with pytest.raises(StopRequested):
         await asyncio.wait_for(waiting, 300)

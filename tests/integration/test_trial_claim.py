@@ -17,10 +17,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials import claim as claim_module
 from asyncrl.runtime.trials.claim import TrialClaim, read_holder
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.runtime.trials.trial import Trial
 

@@ -17,7 +17,7 @@ from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
 from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.trainer.client import PublisherClient
@@ -175,21 +175,21 @@ async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_se
     server = await start_fake_server()
     trainer = Trainer(server, tmp_path)
     publisher, http = PublisherClient(trainer.resolver, None, 0), JsonHttp(None)
-    client = GenerationServerClient(http, server.url)
+    updater = ServerUpdater(http, AskPublisher(publisher), timeout_s=LIMIT_S)
     order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="in_place")
-    await update_server(order, client, AskPublisher(publisher), timeout_s=LIMIT_S)
+    await updater.update(order)
     assert trainer.calls == [SendWeights(3, server.url, 1, keep_cache=True, timeout_s=LIMIT_S)]
     assert (server.version, server.paused) == ("1", False)
     assert "update_weights_from_disk" not in server.calls
 
     trainer.refuse = True
     with pytest.raises(UpdateFailed, match=r"could not send v1 .* NotHeld: v1 is not held"):
-        await update_server(order, client, AskPublisher(publisher), timeout_s=LIMIT_S)
+        await updater.update(order)
     assert server.paused, "its weights are unknown"
 
     trainer.resolver.delete(names.worker_key("model_worker", 0))
     with pytest.raises(UpdateFailed, match="did not send v1"):
-        await update_server(order, client, AskPublisher(publisher), timeout_s=LIMIT_S)
+        await updater.update(order)
     publisher.close()
     await http.close()
     trainer.close()

@@ -38,7 +38,6 @@ import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.ended_rollouts import ledger_lines as lines
 from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
 from asyncrl.comm.http.server import Refused
@@ -47,10 +46,11 @@ from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.serving import requests as embedded
 from asyncrl.inference.embedded.types import RequestError
-from asyncrl.inference.openai import anthropic, chat_completions, responses, token_calls
+from asyncrl.inference.openai import anthropic, chat_completions, chat_messages, responses, token_calls
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.manager import messages as m
 from asyncrl.manager.http_server import answering
@@ -523,7 +523,7 @@ def cases() -> Iterator[Case]:
     yield Case("/tokenize", token_calls.read_tokenize, [js({"messages": CHAT, "tools": [TOOL]})], (ApiError,))
     ids = token_calls.ChatFromTokens(lambda messages, *, tools=(): (1, 2))
     yield Case("/chat/completions/tokens", ids.read, [js(chat | {"tokens": [1, 2]})], (ApiError,))
-    schemas = chat_completions.tools_of([TOOL])
+    schemas = chat_messages.tools_of([TOOL])
     calls = [
         b'<think>a</think>b<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
         b"x<function=f><parameter=a>1</parameter><parameter=b>{}</parameter></function>",

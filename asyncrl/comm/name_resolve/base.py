@@ -43,7 +43,7 @@ from asyncrl.comm.name_resolve.errors import (
     NameResolveUnavailable,
     OwnerFenced,
 )
-from asyncrl.comm.name_resolve.lease_renewal import STOP_LIMIT_S, LeaseRenewer
+from asyncrl.comm.name_resolve.lease_renewal import LeaseRenewer
 from asyncrl.comm.name_resolve.patience import BACKOFF, Patience
 from asyncrl.comm.name_resolve.subtree import Subtree
 
@@ -85,29 +85,32 @@ class NameResolver(ABC):
     """A shared dictionary of names, with leases.
 
     Args:
-        root: what the names are relative to.
-        patience_s: how long the back end may be away.
+        root: folder or key prefix of the names.
+        patience_s: longest outage of the back end, in s.
     """
 
     def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
         self._patience = Patience(root, patience_s)
         self._renewer = LeaseRenewer(self._keep, self._patience, self._lost)
-        self._leased: dict[str, tuple[str, float]] = {}  # what was added with a lease: value and seconds
+        self._leased: dict[str, tuple[str, float]] = {}  # value and lease in s, by name
         self.on_lost: Callable[[str], None] = lambda name: None
-        """Called once, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
+        """Called once, in a thread of the resolver, with the name of a leased entry that this owner has lost."""
         self.on_fenced: Callable[[], None] = lambda: None
-        """Called, in the calling thread, if adding an entry or putting one back finds that this owner was replaced."""
+        """Called, in the calling thread, if adding or restoring an entry finds that this owner was replaced."""
         self.fences: dict[str, str] = {}
-        """Entries are added, and put back after their lease ran out, only while each of these names has this value or
-        none."""
+        """Entries are added, and restored after their lease ran out, only while each of these names has this value or
+        does not exist."""
         self._closing = threading.Event()
-        self._renewal_limit_s = STOP_LIMIT_S
         self._followed: dict[str, Subtree] = {}
         self._following = threading.Lock()
 
     def add(self, name: str, value: str, *, lease_s: float | None = None, replace: bool = False) -> None:
-        """Publish `value` under `name`; with `lease_s` (seconds) only for as long as this resolver's process lives.
+        """Publish `value` under `name`.
+
+        Args:
+            lease_s: seconds without renewal until the entry ends, so that it ends with this process; None: never.
+            replace: True to replace an entry of any owner.
 
         Raises:
             NameEntryExists: the name is taken by a living entry and `replace` is False.
@@ -211,7 +214,7 @@ class NameResolver(ABC):
             raise NameEntryNotFound(name, self.root)
 
     def withdraw(self, name: str) -> bool:
-        """Remove the entry if it is this resolver's own; return True if it was, and lived."""
+        """Remove the entry if it is this resolver's own; return True if a living entry was removed."""
         self._renewer.forget(check_name(name))
         return self._patiently("delete", self._remove, name, only_own=True)
 
@@ -235,7 +238,7 @@ class NameResolver(ABC):
     def end_soon(self) -> None:
         """Retry no call from now on: the process is about to end, and no other process waits for its entries."""
         self._patience.limit_s = 0.0
-        self._renewal_limit_s = _LAST_RENEWAL_S
+        self._renewer.stop_limit_s = _LAST_RENEWAL_S
 
     def close(self) -> None:
         """Stop renewing, and remove the leased entries of this resolver; entries without a lease stay.
@@ -246,7 +249,7 @@ class NameResolver(ABC):
             return
         self._closing.set()
         owned = self._renewer.names()
-        self._renewer.stop(self._renewal_limit_s)
+        self._renewer.stop()
         try:
             self._give_up(owned)
         except NameResolveUnavailable as error:
@@ -274,7 +277,7 @@ class NameResolver(ABC):
         return value
 
     def _keep_following(self, subtree: Subtree) -> None:
-        """Follow `subtree` through any outage, which may last for ever: no call waits for this thread."""
+        """Follow `subtree` through any outage. Runs in a thread."""
         failures = 0
         while not self._closing.is_set():
             began = time.monotonic()
@@ -285,7 +288,8 @@ class NameResolver(ABC):
                     return
                 subtree.trouble()
                 failures = 1 if time.monotonic() > began + _SETTLED_S else failures + 1
-                with contextlib.suppress(NameResolveUnavailable):  # it was for too long: nobody gives up for that
+                # No call waits for this thread, so an outage may last for ever.
+                with contextlib.suppress(NameResolveUnavailable):
                     self._patience.failed(_kind_of_following(subtree), error, failures)
                 self._closing.wait(BACKOFF.delay(failures))
             except NameResolveError as error:
@@ -302,7 +306,7 @@ class NameResolver(ABC):
         return any(value not in (None, self.fences[name]) for name, value in found.items())
 
     def _found(self, subtree: Subtree, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
-        """Store all entries of `subtree`; the back end works, if only since a moment ago (`in_trouble`)."""
+        """Store all entries of `subtree`; the back end works. `in_trouble`: it may not have worked until just now."""
         subtree.replace(found, in_trouble=in_trouble)
         self._patience.worked(_kind_of_following(subtree))
 
@@ -317,9 +321,10 @@ class NameResolver(ABC):
             self._closing.wait(FOLLOW_POLL_S)
 
     def _keep(self, name: str) -> bool:
-        """Renew the lease of the entry, or put the entry back if its name is free.
+        """Renew the lease of the entry, or restore the entry if its name is free.
 
-        False if another owner has the entry, or if it was deleted and there are no fences to tell if it may return.
+        Returns:
+            False if another owner has the entry, or if it was deleted and no fences say whether it may return.
 
         Raises:
             OwnerFenced: this owner was replaced.

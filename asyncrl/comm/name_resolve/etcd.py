@@ -238,7 +238,7 @@ class EtcdResolver(NameResolver):
         if began < lease.looked_at + lease.ttl_s / _LOOKS_PER_LEASE:
             return True
         if math.isfinite(lease.looked_at) and began > lease.looked_at + _STOOD_STILL * lease.ttl_s:
-            self._link.trouble()  # this process stood still, with its machine perhaps, and so all other owners
+            self._link.troubles.report()  # this process stood still, perhaps with its machine and all other owners
         keep = etcdrpc.LeaseKeepAliveRequest(ID=lease.id)
         look = etcdrpc.LeaseTimeToLiveRequest(ID=lease.id, keys=True)
         renewed = self._link.call(lambda to: next(iter(to.lease.LeaseKeepAlive(iter([keep]), **to.options)), None))
@@ -269,7 +269,7 @@ class EtcdResolver(NameResolver):
         start = self._prefix + subtree.root
         while not self._closing.is_set():
             reply = self._range(start)
-            self._found(subtree, self._entries(reply.kvs, subtree.root), in_trouble=self._link.is_troubled)
+            self._found(subtree, self._entries(reply.kvs, subtree.root), in_trouble=self._link.troubles.now)
             create = etcdrpc.WatchCreateRequest(
                 key=start.encode(), range_end=_end_of(start.encode()), start_revision=reply.header.revision + 1
             )

@@ -18,6 +18,7 @@ process of the run. For names the cost does not matter: 1,250 puts and 2,180 get
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -80,12 +81,12 @@ _WRONG_LOGINS = {
     "authentication is not enabled": f"{SETTINGS}.user={{user!r}}: etcd has authentication switched off; leave user "
     "and password_file empty, or switch it on (`etcdctl auth enable`)",
 }
-"""By what etcd says; none is a matter of time."""
+"""Errors that a retry cannot fix, by a part of etcd's message."""
 T = TypeVar("T")
 
 
 class LeaseGone(NameResolveUnavailable):
-    """The lease has run out; with another one the call works."""
+    """The lease has run out; with another lease the call works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,52 +107,87 @@ class Stubs:
         return {"timeout": self.limit_s(), "metadata": self.metadata}
 
 
+class Troubles:
+    """Signs that etcd hangs or fails, from the calls of this process. Any thread may call it.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._running: dict[int, float] = {}  # the begin of each running call
+        self._until = float("-inf")
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Report trouble if the block fails or is slow."""
+        number = next(self._numbers)
+        began = self._running[number] = self._clock()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            del self._running[number]
+            if failed or self._clock() > began + _SLOW_CALL_S:
+                self.report()
+
+    def report(self) -> None:
+        """Record that leases may have expired while this process did not call."""
+        self._until = self._clock() + GRACE_S
+
+    @property
+    def now(self) -> bool:
+        """True if etcd hangs, or did until a moment ago. An owner that could not renew its lease has then lost it.
+
+        A lease expires if its owner could not renew it for two thirds of it. Every process that has a lease renews it
+        each third. So by then a call of this process has been running or failing, or this process stood still itself.
+        """
+        now = self._clock()
+        return now < self._until or any(now > began + _SLOW_CALL_S for began in list(self._running.values()))
+
+
 class EtcdLink:
     """One connection to an etcd cluster. Any thread may call it.
 
     Args:
         access: how the cluster is reached.
-        prefix: of the keys, for messages.
+        prefix: prefix of the keys, for messages.
     """
 
     def __init__(self, access: EtcdAccess, prefix: str) -> None:
         self._access, self._prefix = access, prefix
         self._stubs: Stubs | None = None
         self._next = os.getpid()  # so that the processes of a run are spread over the members
-        self._member = self._access.members[0]  # that was tried last
+        self._member = self._access.members[0]  # the last one that was tried
         self._was_connected = False
         self._closed = False
         self._limit_s = CALL_LIMIT_S
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._under_way: dict[int, float] = {}  # when each call that is under way began
-        self._slow_until = float("-inf")
+        self.troubles = Troubles()
+        """Trouble with the calls so far."""
 
     def call(self, ask: Callable[[Stubs], T]) -> T:
         """Call `ask` with the connection and return its result.
 
         Raises:
-            LeaseGone: a lease that it names has run out.
-            NameResolveUnavailable: it failed; the next call uses another connection.
-            NameResolveError: etcd refuses it.
+            LeaseGone: a lease that the call names has run out.
+            NameResolveUnavailable: the call failed; the next one uses another connection.
+            NameResolveError: etcd refuses the call.
         """
-        number = next(self._numbers)
-        began = self._under_way[number] = time.monotonic()
-        failed = True
         stubs = None
-        try:
-            stubs = self._connected()
-            result = ask(stubs)
-            failed, self._was_connected = False, True
+        with self.troubles.observed():
+            try:
+                stubs = self._connected()
+                result = ask(stubs)
+            except (grpc.RpcError, ValueError) as error:
+                if isinstance(error, ValueError) and "channel" not in str(error).lower():
+                    raise  # not gRPC's error about a channel that was closed by a failed call of another thread
+                raise self.failed(stubs, error) from error
+            self._was_connected = True
             return result
-        except (grpc.RpcError, ValueError) as error:
-            if isinstance(error, ValueError) and "channel" not in str(error).lower():
-                raise  # not gRPC's about a channel that was closed, by a call of another thread that failed
-            raise self.failed(stubs, error) from error
-        finally:
-            del self._under_way[number]
-            if failed or time.monotonic() > began + _SLOW_CALL_S:
-                self.trouble()
 
     def wait_for_change(self, create: Any, limit_s: float) -> None:
         """Return if a key of the etcd watch `create` has changed, after `limit_s` seconds at the latest.
@@ -183,20 +219,6 @@ class EtcdLink:
                 )
         finally:
             done.set()
-
-    def trouble(self) -> None:
-        """Note that leases may have expired while this process did not call."""
-        self._slow_until = time.monotonic() + GRACE_S
-
-    @property
-    def is_troubled(self) -> bool:
-        """True if etcd hangs, or did until a moment ago. An owner that could not renew its lease has then lost it.
-
-        A lease expires if its owner could not renew it for two thirds of it. Every process that has a lease renews it
-        each third. So by then a call of this process has been running or failing, or this process stood still itself.
-        """
-        now = time.monotonic()
-        return now < self._slow_until or any(now > began + _SLOW_CALL_S for began in list(self._under_way.values()))
 
     def failed(self, stubs: Stubs | None, error: Exception) -> NameResolveError:
         """Translate the gRPC error `error`. Drop the connection `stubs` if another one may help."""

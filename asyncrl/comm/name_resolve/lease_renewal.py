@@ -40,10 +40,12 @@ class LeaseRenewer:
         self, renew: Callable[[str], bool], patience: Patience, lost: Callable[[str], bool] = lambda name: False
     ) -> None:
         self._renew, self._patience, self._lost = renew, patience, lost
-        self._leases: dict[str, tuple[float, float]] = {}  # when each is renewed next, and the time between renewals
-        self._missed: set[str] = set()  # those that are not this owner's now
+        self._leases: dict[str, tuple[float, float]] = {}  # time of the next renewal, and seconds between renewals
+        self._missed: set[str] = set()  # entries that another owner has, or nobody
         self._changed = threading.Condition()
         self._stopped = False
+        self.stop_limit_s = STOP_LIMIT_S
+        """Longest wait of `stop` for a running renewal, in s."""
         self._thread: threading.Thread | None = None
 
     def keep(self, name: str, lease_s: float) -> None:
@@ -69,13 +71,13 @@ class LeaseRenewer:
         with self._changed:
             return list(self._leases)
 
-    def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
-        """End the thread; wait up to `timeout_s` seconds for a running renewal."""
+    def stop(self) -> None:
+        """End the thread; wait up to `stop_limit_s` seconds for a running renewal."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(self.stop_limit_s)
 
     def _run(self) -> None:
         while (name := self._next_due()) is not None:
@@ -105,7 +107,7 @@ class LeaseRenewer:
             return lost
 
     def _again_soon(self, name: str, error: NameResolveError) -> None:
-        with contextlib.suppress(NameResolveUnavailable):  # look-ups give up at some time; others may need this entry
+        with contextlib.suppress(NameResolveUnavailable):  # other processes may need this entry however long it takes
             self._patience.failed(_kind(name), error, 1)
         with self._changed:
             if name in self._leases:

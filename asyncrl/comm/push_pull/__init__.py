@@ -11,7 +11,8 @@ consumer has no room stops reading, which fills libzmq's buffers (bounded too) a
 """
 
 from asyncrl.comm.push_pull.puller import InvalidTrajectory, PullerCounters, TrajectoryPuller
-from asyncrl.comm.push_pull.pusher import PushTimeout, TrajectoryPusher, TrajectoryRejected
+from asyncrl.comm.push_pull.pusher import TrajectoryPusher, TrajectoryRejected
+from asyncrl.comm.push_pull.pushes import PushTimeout
 
 __all__ = [
     "InvalidTrajectory",

@@ -15,9 +15,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from asyncrl.comm.codec import Frame, decode_typed
 from asyncrl.comm.push_pull.outbox import OutboxEntry
+from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
+from asyncrl.comm.trajectory_codec.array_messages import decode_typed
 from asyncrl.comm.typed import msgpack_decoder
 
 BATCH_BYTES = 1 << 20  # of arrays in one message: beyond it what is paid per message no longer shows

@@ -8,23 +8,24 @@ import socket as os_socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.ended_rollouts.recent_ids import AT_LEAST, RecentIds
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 
 _log = logging.getLogger(__name__)
 
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
 _REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
-_MESSAGES_PER_TURN = 64  # read at most so many before looking whether the puller was closed
+_MESSAGES_PER_TURN = 64  # read before the next check whether the puller was closed
 _CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just before `close`
 
 
@@ -48,12 +49,93 @@ class InvalidTrajectory(ValueError):
     """The consumer will never take this trajectory; the message says why."""
 
 
+class Deliveries:
+    """Decodes messages, drops duplicates, and hands each new trajectory to the consumer. No sockets.
+
+    Args:
+        on_message: the consumer, see `TrajectoryPuller`.
+        max_bytes: limit of one message.
+        remembered: number of ids that are kept to recognize duplicates.
+    """
+
+    def __init__(self, on_message: Callable[[Trajectory], None], max_bytes: int, remembered: int) -> None:
+        self._on_message, self._max_bytes = on_message, max_bytes
+        self._seen: RecentIds[bool] = RecentIds(remembered)
+        self.counters = PullerCounters()
+        self._log = SourceLog("trajectory")
+
+    def take(self, frames: list[zmq.Frame], reply: Callable[[messages.Reply], None]) -> None:
+        """Decode and deliver one message, which holds one or more trajectories.
+
+        Args:
+            frames: the message, without the name of its connection.
+            reply: sends an answer to the message's sender.
+        """
+        numbers: list[int] = []
+        try:
+            numbers = messages.decode_numbers(frames[0].buffer)
+            decoded = decode_each([frame.buffer for frame in frames[1:]], max_bytes=self._max_bytes)
+            if len(decoded) != len(numbers):
+                raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
+        except CodecError as error:
+            self._refuse(frames, numbers, error, reply)
+            return
+        accepted: list[int] = []
+        try:
+            for number, trajectory in zip(numbers, decoded, strict=True):
+                if isinstance(trajectory, CodecError):
+                    self._refuse(frames, [number], trajectory, reply)
+                    continue
+                try:
+                    if self._accept(trajectory):
+                        accepted.append(number)
+                except InvalidTrajectory as error:
+                    self._refuse(frames, [number], error, reply)
+        finally:
+            if accepted:
+                reply(messages.Accepted(accepted))
+
+    def _accept(self, trajectory: Trajectory) -> bool:
+        """Deliver the trajectory unless it is a duplicate; return True if it must be acknowledged.
+
+        Raises:
+            InvalidTrajectory: the consumer will never take it.
+        """
+        if trajectory.rollout_id in self._seen:
+            self.counters.duplicates += 1
+            return True
+        try:
+            self._on_message(trajectory)
+        except InvalidTrajectory:
+            raise
+        except Exception:
+            self.counters.refused += 1
+            _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
+            return False
+        self._seen.put(trajectory.rollout_id, True)
+        self.counters.received += 1
+        return True
+
+    def _refuse(
+        self,
+        frames: list[zmq.Frame],
+        numbers: list[int],
+        error: CodecError | InvalidTrajectory,
+        reply: Callable[[messages.Reply], None],
+    ) -> None:
+        """Count and log malformed trajectories; the reply makes their sender drop them."""
+        self.counters.malformed += 1
+        self._log.note(peer_address(frames), str(error))
+        if numbers:
+            reply(messages.Refused(numbers, str(error)[: messages.MAX_REASON]))
+
+
 class TrajectoryPuller:
     """Receives trajectories at `endpoint`, drops duplicates, acknowledges what its consumer has accepted.
 
     The consumer, `on_message(trajectory)`, is called in the puller's thread and accepts by returning; it may block for
-    a while, which holds back the senders. If it raises `InvalidTrajectory`, the trajectory is refused for good and its
-    sender is told why; if it raises anything else, the trajectory is sent again.
+    a while, which holds back the senders. If it raises `InvalidTrajectory`, the trajectory is refused for good, and
+    `push` raises the reason at its sender. If it raises anything else, the trajectory is sent again.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
@@ -75,17 +157,11 @@ class TrajectoryPuller:
             raise ValueError(
                 f"max_bytes={max_bytes} is less than a message of small ones: use at least {2 * messages.BATCH_BYTES}"
             )
-        self._max_bytes = max_bytes
-        self._on_message = on_message
-        self._sender = b""  # of the message in hand
-        self._unacknowledged: list[int] = []  # what of it is accepted
-        self._counters = PullerCounters()
-        self._seen: RecentIds[bool] = RecentIds(remembered)
-        self._log = SourceLog("trajectory")
+        self._deliveries = Deliveries(on_message, max_bytes, remembered)
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()
         self._context = Context()
-        # What is up to twice too large is still read, counted and refused by name; beyond, libzmq cuts the connection.
+        # A message of up to twice the limit is still read, counted and refused. libzmq cuts the connection of a larger.
         self._socket, self.endpoint, self._gate = bind(
             self._context,
             bind_host,
@@ -100,8 +176,9 @@ class TrajectoryPuller:
     @property
     def counters(self) -> PullerCounters:
         """Return the counts so far."""
-        self._counters.unauthenticated = self._gate.refused
-        return self._counters
+        counters = self._deliveries.counters
+        counters.unauthenticated = self._gate.refused
+        return counters
 
     def close(self) -> None:
         """Stop receiving. Accepted trajectories are acknowledged; the others stay with their senders."""
@@ -132,66 +209,9 @@ class TrajectoryPuller:
         for _ in range(_MESSAGES_PER_TURN):
             if (frames := receive(self._socket)) is None:
                 return
-            self._take(frames)
+            sender, *message = frames
+            self._deliveries.take(message, partial(self._reply, sender.bytes))
 
-    def _take(self, frames: list[zmq.Frame]) -> None:
-        """Decode and deliver one message, which holds one or more trajectories."""
-        self._sender = frames[0].bytes
-        numbers: list[int] = []
-        try:
-            numbers = messages.decode_numbers(frames[1].buffer)
-            decoded = decode_each([frame.buffer for frame in frames[2:]], max_bytes=self._max_bytes)
-            if len(decoded) != len(numbers):
-                raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
-        except CodecError as error:
-            self._refuse(frames, numbers, error)
-            return
-        try:
-            for number, trajectory in zip(numbers, decoded, strict=True):
-                if isinstance(trajectory, CodecError):
-                    self._refuse(frames, [number], trajectory)
-                    continue
-                try:
-                    if self._accept(trajectory):
-                        self._unacknowledged.append(number)
-                except InvalidTrajectory as error:
-                    self._refuse(frames, [number], error)
-        finally:
-            self._acknowledge()
-
-    def _accept(self, trajectory: Trajectory) -> bool:
-        """Deliver the trajectory unless it is a duplicate; return True if it is to be acknowledged.
-
-        Raises:
-            InvalidTrajectory: the consumer will never take it.
-        """
-        if trajectory.rollout_id in self._seen:
-            self._counters.duplicates += 1
-            return True
-        try:
-            self._on_message(trajectory)
-        except InvalidTrajectory:
-            raise
-        except Exception:
-            self._counters.refused += 1
-            _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
-            return False
-        self._seen.put(trajectory.rollout_id, True)
-        self._counters.received += 1
-        return True
-
-    def _refuse(self, frames: list[zmq.Frame], numbers: list[int], error: CodecError | InvalidTrajectory) -> None:
-        """Count and log malformed trajectories, and tell their sender not to send them again."""
-        self._counters.malformed += 1
-        self._log.note(peer_address(frames), str(error))
-        if numbers:
-            self._reply(messages.Refused(numbers, str(error)[: messages.MAX_REASON]))
-
-    def _acknowledge(self) -> None:
-        if self._unacknowledged:
-            self._reply(messages.Accepted(self._unacknowledged))
-            self._unacknowledged = []
-
-    def _reply(self, reply: messages.Reply) -> None:
-        if not send(self._socket, [self._sender, messages.encode(reply)]):
+    def _reply(self, sender: bytes, reply: messages.Reply) -> None:
+        if not send(self._socket, [sender, messages.encode(reply)]):
             _log.debug("a sender takes no acknowledgement now; it will send again and be answered then")

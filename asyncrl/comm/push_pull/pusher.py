@@ -6,26 +6,22 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
-from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
-from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.push_pull.outbox import Outbox
+from asyncrl.comm.push_pull.puller_links import PullerLinks
+from asyncrl.comm.push_pull.pushes import Push, Pushes, PushTimeout
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import Context, PeerLink
 from asyncrl.comm.trajectory_codec import Prepared, prepare
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_RESEND_AFTER_S = 10.0
-"""Longer than any pause of a healthy puller. It does not delay anything when a connection breaks: that is noticed at
-once."""
+"""Longer than any pause of a healthy puller. A broken connection is noticed at once, so this does not delay it."""
 DEFAULT_PUSH_TIMEOUT_S = 600.0
-_SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
 
 
 class TrajectoryRejected(Exception):
@@ -34,18 +30,33 @@ class TrajectoryRejected(Exception):
     """
 
 
-class PushTimeout(Exception):
-    """No acknowledgement came within the time limit; the trajectory is kept and will be sent again."""
+class _Alarm:
+    """One timer, which calls `act` at the earliest of the requested times: a timer per push would cost as much as
+    sending.
+    """
 
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf
 
-@dataclass(slots=True)
-class _Push:
-    """A call of `push` that waits until `deadline`, in seconds of the loop's clock."""
+    def by(self, due: float) -> None:
+        """Call `act` at `due` at the latest, in seconds of the loop's clock."""
+        if self._due > due:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._due = due
+            self._timer = asyncio.get_running_loop().call_at(due, self._fire)
 
-    rollout_id: str
-    content: Prepared
-    deadline: float
-    accepted: asyncio.Future[None]
+    def stop(self) -> None:
+        """Never call `act` again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = -math.inf
+
+    def _fire(self) -> None:
+        self._timer, self._due = None, math.inf
+        self._act()
 
 
 class TrajectoryPusher:
@@ -72,24 +83,18 @@ class TrajectoryPusher:
         high_water: int = 256,
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._context = Context()
-        self._security = security
         self._identity = identity
         self._max_bytes = max_bytes
         self._outbox: Outbox[Prepared] = Outbox((), high_water=high_water, resend_after_s=resend_after_s)
-        self._links: dict[str, PeerLink] = {}
-        self._writable: dict[str, PeerLink] = {}
-        self._pushes: dict[int, _Push] = {}  # those in the outbox, by its number
-        self._waiting: deque[_Push] = deque()  # those without a place in it
+        self._links = PullerLinks(security, on_writable=self._pump, on_reply=self._on_reply, on_lost=self._on_lost)
+        self._pushes = Pushes()
+        self._alarm = _Alarm(self._on_alarm)
         self._drained = asyncio.Event()
         self._drained.set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = math.inf
-        self._log = SourceLog("reply")
         self._closed = False
         self._pump_scheduled = False
         self.resent = 0
+        """Number of sends in addition to each trajectory's first."""
         self.set_addresses(addresses)
 
     @property
@@ -100,12 +105,7 @@ class TrajectoryPusher:
     def set_addresses(self, addresses: Iterable[str]) -> None:
         """Send to these pullers from now on; trajectories in flight to others are sent again to one of these."""
         addresses = list(dict.fromkeys(addresses))
-        for gone in [address for address in self._links if address not in addresses]:
-            self._writable.pop(gone, None)
-            self._links.pop(gone).close()
-        for address in addresses:
-            if address not in self._links:
-                self._links[address] = self._link(address)
+        self._links.set_addresses(addresses)
         self._outbox.set_peers(addresses)
         self._pump()
 
@@ -126,14 +126,13 @@ class TrajectoryPusher:
             )
         if self._closed:
             raise PushTimeout(f"{self._identity} was closed")
-        deadline = self._loop.time() + timeout_s
-        push = _Push(trajectory.rollout_id, prepared, deadline, self._loop.create_future())
-        if self._waiting or self._outbox.full:
-            self._waiting.append(push)
+        loop = asyncio.get_running_loop()
+        push = Push(trajectory.rollout_id, prepared, loop.time() + timeout_s, loop.create_future())
+        if self._pushes.any_queued or self._outbox.full:
+            self._pushes.queue(push)
         else:
             self._hold(push)
-        if self._timer_due > deadline:
-            self._set_timer(deadline)
+        self._alarm.by(push.deadline)
         await push.accepted
 
     async def close(self, timeout_s: float) -> list[str]:
@@ -143,69 +142,43 @@ class TrajectoryPusher:
         """
         if not self._closed:
             self._closed = True
-            self._fail(self._waiting)
-            self._waiting.clear()
-            if self._is_alone:
+            self._pushes.fail_queued(f"{self._identity} was closed")
+            if not self._links.any_connected:
                 self._drained.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._drained.wait()
             if self._outbox:
                 _log.warning("%s closes with %d trajectories unacknowledged", self._identity, len(self._outbox))
-            if self._timer is not None:
-                self._timer.cancel()
-            self._writable.clear()
-            for link in self._links.values():
-                link.close()
-            self._fail(self._pushes.values())
-            self._context.term()
+            self._alarm.stop()
+            self._pushes.fail_held(f"{self._identity} was closed")
+            self._links.close()
         return self._outbox.labels
 
-    @property
-    def _is_alone(self) -> bool:
-        return not any(link.connected for link in self._links.values())
-
-    def _fail(self, pushes: Iterable[_Push]) -> None:
-        """Tell these that the pusher was closed."""
-        for push in pushes:
-            if not push.accepted.done():
-                push.accepted.set_exception(PushTimeout(f"{self._identity} was closed"))
-
-    def _hold(self, push: _Push) -> None:
+    def _hold(self, push: Push) -> None:
         """Put the pushed trajectory in the outbox, which has room."""
-        self._pushes[self._outbox.add(push.rollout_id, push.content).seq] = push
+        self._pushes.hold(self._outbox.add(push.rollout_id, push.content).seq, push)
         self._drained.clear()
         self._pump_soon()
 
-    def _timeout(self, rollout_id: str, awaited: str) -> PushTimeout:
+    def _timeout(self, push: Push, awaited: str) -> PushTimeout:
         return PushTimeout(
-            f"trajectory {rollout_id!r} of {self._identity} waited too long for {awaited}: "
-            f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {list(self._writable)}"
-        )
-
-    def _link(self, address: str) -> PeerLink:
-        return PeerLink(
-            self._context,
-            address,
-            self._security,
-            high_water=_SOCKET_HIGH_WATER,
-            on_writable=self._on_writable,
-            on_message=self._on_reply,
-            on_lost=self._on_lost,
+            f"trajectory {push.rollout_id!r} of {self._identity} waited too long for {awaited}: "
+            f"{len(self._outbox)} are held, pullers {self._links.addresses}, connected {list(self._links.writable)}"
         )
 
     def _pump_soon(self) -> None:
         """Send in the loop's next round, together with what other tasks push until then."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
         """Send waiting trajectories for as long as the pullers' connections accept them."""
         self._pump_scheduled = False
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         filling: dict[str, messages.Batch] = {}  # by puller
-        while (taken := self._outbox.take(self._writable, now)) is not None:
+        while (taken := self._outbox.take(self._links.writable, now)) is not None:
             entry, address = taken
             batch = filling.get(address)
             if batch is None or not batch.add(entry):
@@ -215,90 +188,46 @@ class TrajectoryPusher:
                 batch.add(entry)
         for address, batch in filling.items():
             self._send(address, batch)
-        if (due := self._outbox.next_due()) is not None and self._timer_due > due:
-            self._set_timer(due)
+        if (due := self._outbox.next_due()) is not None:
+            self._alarm.by(due)
 
     def _send(self, address: str, batch: messages.Batch) -> None:
-        link = self._links[address]
-        if link.writable and link.send(messages.pack(batch.entries)):
+        if self._links.send(address, batch):
             self.resent += sum(entry.sends > 1 for entry in batch.entries)
         else:
             self._outbox.untake(batch.entries)
-        if not link.writable:
-            self._writable.pop(address, None)
-            if self._writable:
-                self._pump_soon()  # others may take what this one did not
+        if self._links.writable and address not in self._links.writable:
+            self._pump_soon()  # others may take what this one did not
 
-    def _set_timer(self, due: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due = due
-        self._timer = self._loop.call_at(due, self._on_timer)
-
-    def _on_timer(self) -> None:
-        """End expired pushes and send overdue trajectories again: one timer, as one per push would cost as much as
-        sending.
-        """
-        self._timer, self._timer_due = None, math.inf
-        now = self._loop.time()
-        due = self._give_up(self._pushes.values(), now, "an acknowledgement")
-        due = min(due, self._give_up(self._waiting, now, "a place among those held"))
-        self._waiting = deque(push for push in self._waiting if not push.accepted.done())
+    def _on_alarm(self) -> None:
+        """End expired pushes and send overdue trajectories again."""
+        now = asyncio.get_running_loop().time()
+        due = self._pushes.expire(now, self._timeout)
         if expired := self._outbox.expire(now):
             _log.warning(
                 "%s: %d trajectories without acknowledgement, sending them again; the first is %r, at %s",
                 self._identity, len(expired), expired[0].label, expired[0].peer,
             )  # fmt: skip
         self._pump()
-        if due < self._timer_due:
-            self._set_timer(due)
+        self._alarm.by(due)
 
-    def _give_up(self, pushes: Iterable[_Push], now: float, awaited: str) -> float:
-        """End the pushes past their deadline; return the earliest deadline of the others."""
-        due = math.inf
-        for push in pushes:
-            if push.accepted.done():
-                continue
-            if push.deadline <= now:
-                push.accepted.set_exception(self._timeout(push.rollout_id, awaited))
-            else:
-                due = min(due, push.deadline)
-        return due
-
-    def _on_writable(self, link: PeerLink) -> None:
-        self._writable[link.address] = link
-        self._pump()
-
-    def _on_lost(self, link: PeerLink) -> None:
-        self._writable.pop(link.address, None)
-        self._outbox.lost(link.address)
-        if self._closed and self._is_alone:
+    def _on_lost(self, address: str) -> None:
+        self._outbox.lost(address)
+        if self._closed and not self._links.any_connected:
             self._drained.set()
         self._pump()
 
-    def _on_reply(self, link: PeerLink, frames: list[memoryview]) -> None:
-        try:
-            reply = messages.decode_reply(b"".join(frames))
-        except CodecError as error:
-            self._log.note(link.address, str(error))
-            return
+    def _on_reply(self, reply: messages.Reply) -> None:
         for number in reply.numbers:
             if (entry := self._outbox.acked(number)) is not None:
-                self._settle(entry, reply)
-        while self._waiting and not self._outbox.full:
-            push = self._waiting.popleft()
-            if not push.accepted.done():
-                self._hold(push)
+                error = None
+                if isinstance(reply, messages.Refused):
+                    error = TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}")
+                self._pushes.settle(number, error)
+        while not self._outbox.full and (push := self._pushes.next()) is not None:
+            self._hold(push)
         if not self._outbox:
             self._drained.set()
-
-    def _settle(self, entry: OutboxEntry[Prepared], reply: messages.Reply) -> None:
-        accepted = self._pushes.pop(entry.seq).accepted
-        if not accepted.done():
-            if isinstance(reply, messages.Refused):
-                accepted.set_exception(TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}"))
-            else:
-                accepted.set_result(None)
 
 
 Groups = dict[str, tuple[str, ...]]

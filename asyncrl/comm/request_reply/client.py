@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, cast
 
 from asyncrl.comm.request_reply import messages
@@ -33,6 +34,22 @@ class PeerGone(Exception):
     """The connection broke or was never made; the call may or may not have been executed."""
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that has not returned."""
+
+    number: int
+    request: Request[Any]
+    timeout_s: float
+    answer: asyncio.Future[Reply]
+    timer: asyncio.TimerHandle | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` from the call, unless it has ended."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 class RequestClient:
     """Calls the server at `address`.
 
@@ -58,25 +75,25 @@ class RequestClient:
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
         router: CallRouter | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._peer = f"{name} ({address})" if name else address
         self._max_bytes = max_bytes
-        self._calls: dict[int, tuple[asyncio.Future[Reply], type[Request[Any]]]] = {}
-        self._unsent: deque[tuple[int, list[bytes]]] = deque()
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._calls: dict[int, _Call] = {}
+        self._unsent: deque[tuple[_Call, list[bytes]]] = deque()
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
         if router is not None and router.security != security:
             raise ValueError(f"the router to {self._peer} has other keys than this client: give both the run's")
-        self._router, self._shares_router = router or CallRouter(security), router is not None
+        self._own_router = None
+        if router is None:
+            router = self._own_router = CallRouter(security)
         try:
-            self._connection = self._router.connect(
+            self._connection = router.connect(
                 address, on_connected=self._flush, on_message=self._on_message, on_lost=self._on_lost
             )
         except ValueError:
-            if not self._shares_router:
-                self._router.close()
+            if self._own_router is not None:
+                self._own_router.close()
             raise
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
@@ -91,19 +108,20 @@ class RequestClient:
         """
         if self._closed:
             raise PeerGone(f"call of {request.verb} at {self._peer}: the client is closed")
-        call = self._next_call
-        self._unsent.append((call, messages.pack(call, request.verb, request)))
+        call = _Call(self._next_call, request, timeout_s, asyncio.get_running_loop().create_future())
+        self._unsent.append((call, messages.pack(call.number, request.verb, request)))
         self._next_call += 1
-        answer: asyncio.Future[Reply] = self._loop.create_future()
-        self._calls[call] = answer, type(request)
+        self._calls[call.number] = call
         self._flush()
-        self._set_timer(call, timeout_s, timeout_s)
+        self._set_timer(call, timeout_s)
         try:
-            return cast(R, await answer)
+            return cast(R, await call.answer)
         finally:
-            if (timer := self._timers.pop(call, None)) is not None:
-                timer.cancel()
-            self._forget(call)
+            if call.timer is not None:
+                call.timer.cancel()
+            del self._calls[call.number]
+            if self._is_unsent(call):
+                self._unsent = deque(item for item in self._unsent if item[0] is not call)
 
     def close(self) -> None:
         """Disconnect; outstanding calls raise PeerGone."""
@@ -111,8 +129,8 @@ class RequestClient:
             self._closed = True
             self._fail_all("the client was closed")
             self._connection.close()
-            if not self._shares_router:
-                self._router.close()
+            if self._own_router is not None:
+                self._own_router.close()
 
     def _flush(self) -> None:
         while self._unsent and self._connection.send(self._unsent[0][1]):
@@ -123,49 +141,46 @@ class RequestClient:
 
     def _on_message(self, frames: list[memoryview]) -> None:
         try:
-            call, verb, body = messages.unpack(frames)
+            number, verb, body = messages.unpack(frames)
         except MessageError as error:
             self._log.note(self._peer, str(error))
             return
-        answer, request = self._calls.get(call, (None, None))
-        if answer is None or request is None or answer.done():
-            return  # its caller has given up
+        call = self._calls.get(number)
+        if call is None or call.answer.done():
+            return  # the call has timed out or was cancelled
+        request = call.request
         try:
             reply = messages.decode(body, request.reply_type if verb else Failure, self._max_bytes)
         except MessageError as error:
-            answer.set_exception(MessageError(f"reply to {request.verb} from {self._peer}: {error}"))
+            call.fail(MessageError(f"reply to {request.verb} from {self._peer}: {error}"))
             return
         if isinstance(reply, Failure):
-            answer.set_exception(RemoteError(self._peer, request.verb, reply))
+            call.fail(RemoteError(self._peer, request.verb, reply))
         else:
-            answer.set_result(reply)
+            call.answer.set_result(reply)
 
-    def _set_timer(self, call: int, left_s: float, timeout_s: float) -> None:
+    def _set_timer(self, call: _Call, left_s: float) -> None:
         """Arm the timer in slices, so that a pause of this process does not look like silence of the server."""
         if left_s <= 0:
-            self._time_out(call, timeout_s)
+            self._time_out(call)
             return
         slice_s = min(left_s, running_time.SLICE_S)
-        self._timers[call] = self._loop.call_later(slice_s, self._set_timer, call, left_s - slice_s, timeout_s)
+        loop = asyncio.get_running_loop()
+        call.timer = loop.call_later(slice_s, self._set_timer, call, left_s - slice_s)
 
-    def _time_out(self, call: int, timeout_s: float) -> None:
-        answer, request = self._calls[call]
-        if answer.done():
-            return
-        what = f"call of {request.verb} at {self._peer}"
-        if any(unsent == call for unsent, _ in self._unsent):
-            answer.set_exception(PeerGone(f"{what}: no connection within {timeout_s:g} s"))
+    def _time_out(self, call: _Call) -> None:
+        what = f"call of {call.request.verb} at {self._peer}"
+        if self._is_unsent(call):
+            call.fail(PeerGone(f"{what}: no connection within {call.timeout_s:g} s"))
         else:
-            answer.set_exception(RequestTimeout(f"{what}: no answer within {timeout_s:g} s"))
+            call.fail(RequestTimeout(f"{what}: no answer within {call.timeout_s:g} s"))
 
     def _fail_all(self, reason: str) -> None:
-        sent = self._calls.keys() - {call for call, _ in self._unsent}
-        for call in self._calls if self._closed else sent:
-            answer, request = self._calls[call]
-            if not answer.done():
-                answer.set_exception(PeerGone(f"call of {request.verb} at {self._peer}: {reason}"))
+        """Raise PeerGone from the calls that were sent; from all calls once the client is closed."""
+        unsent = set() if self._closed else {call.number for call, _ in self._unsent}
+        for call in self._calls.values():
+            if call.number not in unsent:
+                call.fail(PeerGone(f"call of {call.request.verb} at {self._peer}: {reason}"))
 
-    def _forget(self, call: int) -> None:
-        del self._calls[call]
-        if any(unsent == call for unsent, _ in self._unsent):
-            self._unsent = deque(item for item in self._unsent if item[0] != call)
+    def _is_unsent(self, call: _Call) -> bool:
+        return any(unsent is call for unsent, _ in self._unsent)

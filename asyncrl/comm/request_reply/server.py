@@ -1,11 +1,10 @@
-"""The answering end of request-reply: I/O in a thread of its own, queued methods in the caller's."""
+"""The answering end of request-reply: I/O in a separate thread, queued handlers in the caller's."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import queue
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,19 +12,17 @@ from typing import Any, TypeAlias
 import zmq
 
 from asyncrl.comm.request_reply import messages
+from asyncrl.comm.request_reply.io_thread import IoThread
 from asyncrl.comm.request_reply.messages import Failure, MessageError, Reply, Request
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, peer_address, receive, send
+from asyncrl.comm.sockets import peer_address
 
 _log = logging.getLogger(__name__)
 
 ImmediateHandler: TypeAlias = Callable[[Any], Awaitable[Reply]]
 QueuedHandler: TypeAlias = Callable[[Any], Reply]
 """Takes a request of the type under which it is registered and returns that type's reply."""
-
-_SOCKET_HIGH_WATER = 1000  # requests, and replies, in libzmq's own buffer per client
-_CLOSE_LINGER_MS = 500  # for replies given just before `close`
 
 
 class UnknownCall(Exception):
@@ -51,8 +48,8 @@ class RequestServer:
         security: the run's keys, or None for plaintext.
         immediate: async handlers, run on the I/O thread's loop.
         queued: handlers that `serve_one` runs, in order of arrival.
-        inbox_capacity: queued calls waiting at most; more are answered with ServerBusy.
-        max_immediate: immediate calls outstanding at most; more are answered with ServerBusy.
+        inbox_capacity: largest number of waiting queued calls; more are answered with ServerBusy.
+        max_immediate: largest number of outstanding immediate calls; more are answered with ServerBusy.
         max_bytes: limit of one request.
 
     Raises:
@@ -80,31 +77,25 @@ class RequestServer:
         self._inbox: queue.Queue[_Call] = queue.Queue(inbox_capacity)
         self._max_immediate = max_immediate
         self._max_bytes = max_bytes
-        self._tasks: set[asyncio.Task[None]] = set()
         self._log = SourceLog("request")
         self.malformed = 0
-        self._context = Context()
-        self._socket, self.endpoint, self._gate = bind(
-            self._context,
-            bind_host,
-            security,
-            requests_high_water=_SOCKET_HIGH_WATER,
-            replies_high_water=_SOCKET_HIGH_WATER,
-            max_frame_bytes=2 * max_bytes,
-        )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="request-server", daemon=True)
-        self._thread.start()
+        self._io = IoThread(bind_host, security, self._on_request, max_frame_bytes=2 * max_bytes)
+        self._io.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Address for clients."""
+        return self._io.endpoint
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The I/O thread's loop: immediate handlers run here. Other threads reach it with `call_soon_threadsafe`."""
-        return self._loop
+        return self._io.loop
 
     @property
     def unauthenticated(self) -> int:
         """Connections that failed the handshake."""
-        return self._gate.refused
+        return self._io.unauthenticated
 
     def serve_one(self, timeout_s: float) -> bool:
         """Run the oldest queued call in this thread and answer it; False if none came within `timeout_s` seconds.
@@ -128,31 +119,7 @@ class RequestServer:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop serving. Replies given so far are sent; for outstanding calls the connection breaks."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._link = LoopSocket(self._socket, self._loop, self._on_ready)
-        try:
-            self._loop.run_forever()
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-            self._link.close(linger_ms=_CLOSE_LINGER_MS)
-            self._loop.close()
-            self._context.term()
-
-    def _on_ready(self, events: int) -> None:
-        if not events & zmq.POLLIN:
-            return
-        for _ in range(MESSAGES_PER_TURN):
-            if (frames := receive(self._socket)) is None:
-                return
-            self._on_request(frames)
-        self._link.recheck()
+        self._io.close(timeout_s)
 
     def _on_request(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
@@ -181,10 +148,8 @@ class RequestServer:
                 self._inbox.put_nowait(call)
             except queue.Full:
                 busy = f"{self._inbox.maxsize} calls wait in the inbox"
-        elif len(self._tasks) < self._max_immediate:
-            task = self._loop.create_task(self._run_immediate(call))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        elif len(self._io.tasks) < self._max_immediate:
+            self._io.run_task(self._run_immediate(call))
         else:
             busy = f"{self._max_immediate} immediate calls are outstanding"
         if busy:
@@ -196,30 +161,28 @@ class RequestServer:
         except Exception as error:
             _log.exception("%s failed", call.request.verb)
             reply = Failure.of(error)
-        self._send_frames(call.client, self._pack(call, reply))
+        self._io.send(self._pack(call, reply))
 
     def _answer_from_thread(self, call: _Call, reply: Reply) -> None:
         """Answer from the thread of `serve_one`, which also encodes the reply."""
         frames = self._pack(call, reply)
         try:
-            self._loop.call_soon_threadsafe(self._send_frames, call.client, frames)
+            self._io.loop.call_soon_threadsafe(self._io.send, frames)
         except RuntimeError:
             _log.warning("the server was closed while %s ran: its answer is lost", call.request.verb)
 
     def _fail(self, client: bytes, number: int, error: Exception) -> None:
-        self._send_frames(client, messages.pack(number, "", Failure.of(error)))
+        self._io.send([client, *messages.pack(number, "", Failure.of(error))])
 
     def _pack(self, call: _Call, reply: Reply) -> list[bytes]:
+        """Return the frames of the message that answers `call`."""
         verb = call.request.verb
         try:
-            return messages.pack(call.number, "" if isinstance(reply, Failure) else verb, reply)
+            frames = messages.pack(call.number, "" if isinstance(reply, Failure) else verb, reply)
         except MessageError as error:
             _log.error("the reply to %s cannot be encoded: %s", verb, error)
-            return messages.pack(call.number, "", Failure.of(error))
-
-    def _send_frames(self, client: bytes, frames: list[bytes]) -> None:
-        send(self._socket, [client, *frames])  # a ROUTER drops what is for a client that has gone
-        self._link.recheck()
+            frames = messages.pack(call.number, "", Failure.of(error))
+        return [call.client, *frames]
 
     def _count_malformed(self, frames: list[zmq.Frame], error: MessageError | UnknownCall) -> None:
         self.malformed += 1

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import MESSAGES_PER_TURN, RECONNECT_MS, Context, LoopSocket, connecting, receive, send
+from asyncrl.comm.sockets import MESSAGES_PER_TURN, RECONNECT_MS, Context, Frame, LoopSocket, connecting, receive, send
 
 DESCRIPTORS_PER_CONNECTION = 1
 _REPLIES_HIGH_WATER = 1000  # in libzmq's own buffer per connection

@@ -13,11 +13,11 @@ import numpy as np
 
 from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, check_group
-from asyncrl.comm.codec import (
+from asyncrl.comm.sockets import Frame
+from asyncrl.comm.trajectory_codec.array_messages import (
     DEFAULT_MAX_BYTES,
     Array,
     CodecError,
-    Frame,
     Header,
     decode_as,
     decode_typed,

@@ -26,12 +26,12 @@ from asyncrl.api.trajectory import (
     join_token_rewards,
     named_columns,
 )
-from asyncrl.comm.codec import (
+from asyncrl.comm.sockets import Frame
+from asyncrl.comm.trajectory_codec.array_messages import (
     DEFAULT_MAX_BYTES,
     Array,
     CodecError,
     Column,
-    Frame,
     encode_joined,
 )
 from asyncrl.comm.trajectory_codec.message_layout import (

@@ -1,4 +1,4 @@
-"""`python -m asyncrl.inference.embedded --model-path DIR`: the embedded engine as a server of its own."""
+"""`python -m asyncrl.inference.embedded --model-path DIR`: the embedded engine as a separate server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
-from asyncrl.inference.embedded.host import load_model
+from asyncrl.inference.embedded.load_engine import load_model
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError

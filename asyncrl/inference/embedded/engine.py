@@ -1,4 +1,4 @@
-"""The engine: a batch on a thread of its own, and the requests of other threads to it.
+"""The engine: a batch on its own thread, and the requests of other threads to it.
 
 Every request is a command that the engine's thread runs between two steps, so nothing in the batch needs a lock.
 Without commands and runnable samples the thread sleeps on a condition.
@@ -19,24 +19,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
-from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import EngineLimits, longest_sequence, shown_prompts
+from asyncrl.inference.embedded.memory import EngineMemory
 from asyncrl.inference.embedded.model.engine_parity import check_parity
-from asyncrl.inference.embedded.model.memory import EngineMemory
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.inference.embedded.model.served_weights import ServedWeights
-from asyncrl.inference.embedded.serving.commands import Command, Mailbox
+from asyncrl.inference.embedded.serving.commands import Mailbox
+from asyncrl.inference.embedded.serving.jobs import JobTable
 from asyncrl.inference.embedded.statistics import Statistics
 from asyncrl.inference.embedded.types import (
     EngineStats,
@@ -45,6 +43,7 @@ from asyncrl.inference.embedded.types import (
     Job,
     MemoryStateError,
 )
+from asyncrl.inference.embedded.weight_updates import WeightUpdates
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures.picture_rows import Pictures
@@ -58,14 +57,6 @@ CHUNKED_PREFILL_SIZE = 512
 """Default of `generation.chunked_prefill_size`."""
 COMMAND_TIMEOUT_S = 60.0
 """Longest time in seconds that a caller waits for a command to be run between two steps."""
-
-
-@dataclass(slots=True)
-class _Drain:
-    """A change that waits for the samples that arrived before it."""
-
-    barrier: int
-    change: Command[Any]
 
 
 class GenerationEngine:
@@ -88,7 +79,7 @@ class GenerationEngine:
         int8: linear layers are served with the values of int8.
 
     Raises:
-        UnsupportedModelError: the engine would not compute what transformers does; the message says what to use.
+        UnsupportedModelError: the engine would not compute what transformers does; the message names what to use.
         ValueError: a limit is out of range.
 
     Attributes:
@@ -126,11 +117,12 @@ class GenerationEngine:
         room = full if max_total_tokens is None else max_total_tokens
         running = min(room, full)
         self.model, self._pictures = model, pictures
-        self._weights = ServedWeights(model, model_path, int8=int8)
+        weights = ServedWeights(model, model_path, int8=int8)
         if model.device.type != "cpu":
             fuse_norms(model, gradients=False)
         runner = ModelRunner(model, running, record_routing=record_routing, pictures=pictures)
-        check_parity(runner, longest)
+        forward = PrefixForward(runner)
+        check_parity(forward, longest)
         if pictures is not None:
             pictures.tower.encoded = 0  # without those of the check
         self.limits = EngineLimits(
@@ -144,19 +136,18 @@ class GenerationEngine:
         self.eos_token_ids = eos_token_ids(model)
         self._jobs = JobTable()
         queue = AdmissionQueue(max_running_requests, running)
-        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
+        self._batch = DecodeBatch(forward, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
-        self._memory = EngineMemory(runner, may_release=saves_memory)
-        self._threads = torch.get_num_threads()
+        self._memory = EngineMemory(runner, weights, may_release=saves_memory)
+        self._updates = WeightUpdates(self._batch, weights)
         self._mailbox = Mailbox()
-        self._thread: threading.Thread | None = None
+        threads = torch.get_num_threads()  # a new thread would have its own number
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="engine", daemon=True)
         self._paused: PauseMode | None = None
-        self._drains: deque[_Drain] = deque()
         self._statistics = Statistics(self._batch, self._jobs, self.limits, pictures)
 
     def start(self) -> None:
         """Run the engine on its own thread until `close`."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -166,7 +157,7 @@ class GenerationEngine:
             TimeoutError: a step takes longer than `timeout_s`.
         """
         self._mailbox.close()
-        if self._thread is None:
+        if self._thread.ident is None:  # it was never started
             self._fail_all(EngineStoppedError("the engine was closed"))
             return
         self._thread.join(timeout_s)
@@ -186,7 +177,7 @@ class GenerationEngine:
     @property
     def model_path(self) -> str:
         """Folder of the weights in force."""
-        return self._weights.path
+        return self._updates.weights.path
 
     @property
     def weight_version(self) -> str:
@@ -262,8 +253,6 @@ class GenerationEngine:
             raise MemoryStateError("this server keeps its memory; start it as a guest (generation.guests)")
         if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
             raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
-        if MemoryTag.weights in tags:
-            self._weights.lose()
         if MemoryTag.kv_cache in tags:
             self._batch.prefills.forget()
         freed = self._memory.release(tags)
@@ -285,29 +274,12 @@ class GenerationEngine:
         """
         if MemoryTag.weights in self._memory.released:
             raise WeightUpdateError("the weights' memory is released; resume it first. The weights were not changed.")
-        staged = self._weights.read(path)
-
-        def apply() -> int:
-            self._weights.check_current(staged)
-            frozen = len(self._batch.samples.running)
-            if frozen and flush_cache:
-                raise WeightUpdateError(
-                    f"Flush cache failed: {frozen} requests are frozen by pause mode 'in_place'; pass "
-                    "flush_cache=false to keep their cache. The weights were not changed."
-                )
-            self._weights.apply(staged)
-            self._memory.has_values = True
-            self._batch.weights_changed(keep_cache=not flush_cache)
-            if version is not None:
-                self._batch.relabel(version)
-            return frozen
-
-        change = Command(apply)
+        change = self._updates.read(path, version, flush_cache=flush_cache)
 
         def request() -> None:
             if abort_all:
                 self._batch.abort(lambda _: True)
-            self._drains.append(_Drain(self._jobs.arrivals, change))
+            self._updates.queue(change, self._jobs.arrivals)
 
         self._mailbox.post(request)
         return change.future
@@ -319,7 +291,7 @@ class GenerationEngine:
             False if nothing could run.
         """
         self._run_commands()
-        self._apply_drains()
+        self._updates.apply(self._runnable)
         if not self._runnable():
             self._take_statistics()
             return False
@@ -329,8 +301,8 @@ class GenerationEngine:
         self._statistics.worked(begin, time.perf_counter())
         return True
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
         failure: BaseException = EngineStoppedError("the engine was closed")
         try:
             while self._wait_for_work():
@@ -343,7 +315,7 @@ class GenerationEngine:
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; return False if the engine is to stop."""
-        if not (self._drains or self._runnable()):
+        if not (self._updates.waiting or self._runnable()):
             self._take_statistics()
             self._mailbox.wait()
         return not self._mailbox.closed
@@ -358,20 +330,6 @@ class GenerationEngine:
         if self._paused is not None:
             return False
         return self._batch.runnable
-
-    def _apply_drains(self) -> None:
-        """Apply changes whose earlier samples have all finished, or are frozen. Hold what arrived after the first
-        change that waits.
-        """
-        queue = self._batch.queue
-        while self._drains:
-            drain = self._drains[0]
-            queue.barrier = drain.barrier
-            if self._runnable():
-                return
-            self._drains.popleft()
-            queue.barrier = None
-            drain.change.run()
 
     def _set_paused(self, mode: PauseMode | None) -> None:
         """Stop in this mode; None continues, which needs all memory."""
@@ -393,8 +351,7 @@ class GenerationEngine:
         """Fail all jobs, changes and commands, so that no caller waits for ever."""
         self._mailbox.close()
         self._jobs.fail(error)
-        for drain in self._drains:
-            drain.change.fail(error)
+        self._updates.fail(error)
         while (command := self._mailbox.take()) is not None:
             command.fail(error)
 

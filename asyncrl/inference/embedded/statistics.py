@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch
-from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import EngineLimits
+from asyncrl.inference.embedded.serving.jobs import JobTable
 from asyncrl.inference.embedded.types import EngineStats
 from asyncrl.models.pictures.picture_rows import Pictures
 
@@ -49,7 +49,7 @@ class Statistics:
 
     def __init__(self, batch: DecodeBatch, jobs: JobTable, limits: EngineLimits, pictures: Pictures | None) -> None:
         self._batch, self._jobs, self._limits, self._pictures = batch, jobs, limits, pictures
-        self._prefilled_before = batch.runner.prefilled_tokens  # by the check of the model
+        self._prefilled_before = batch.prefills.forward.computed_tokens  # by the check of the model
         self._meter = WorkMeter()
         self.latest = EngineStats()
         self.due = True
@@ -74,7 +74,7 @@ class Statistics:
             prompt_tokens=batch.counts.prompt,
             cached_tokens=batch.counts.cached,
             generated_tokens=batch.counts.generated,
-            prefilled_tokens=batch.runner.prefilled_tokens - self._prefilled_before,
+            prefilled_tokens=batch.prefills.forward.computed_tokens - self._prefilled_before,
             kept_tokens=batch.prefills.kept_tokens,
             finished_requests=self._jobs.finished,
             aborted_requests=self._jobs.aborted,

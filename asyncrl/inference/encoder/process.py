@@ -40,7 +40,7 @@ class EncoderServer(AsyncWorker):
             observer.gauges(
                 lambda: {
                     "encoded_total": service.encoded,
-                    "encoder_hits_total": service.hits,
+                    "encoder_hits_total": service.cache.hits,
                     "encoder_waiting": service.waiting,
                 }
             )

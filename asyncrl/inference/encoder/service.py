@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -37,6 +37,36 @@ class EncoderFailed(RuntimeError):
     """The encoder raised, or returned something other than finite numbers `[N, D]`."""
 
 
+class EmbeddingCache:
+    """Embeddings by clip; the least recently used ones are dropped.
+
+    Args:
+        most: embeddings that are kept.
+
+    Attributes:
+        hits: number of embeddings that were found so far.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._vectors: OrderedDict[str, list[float]] = OrderedDict()
+        self.hits = 0
+
+    def get(self, key: str) -> list[float] | None:
+        """Return the embedding of the clip `key`; None if it is not kept."""
+        vector = self._vectors.get(key)
+        if vector is not None:
+            self.hits += 1
+            self._vectors.move_to_end(key)
+        return vector
+
+    def put(self, vectors: Mapping[str, list[float]]) -> None:
+        """Keep embeddings by clip."""
+        self._vectors |= vectors
+        while len(self._vectors) > self._most:
+            self._vectors.popitem(last=False)
+
+
 class EncoderService:
     """Serves `encode`, for one running loop.
 
@@ -44,25 +74,25 @@ class EncoderService:
         encode: embeds clips; called in a thread, one call at a time.
         label: name of the encoder in errors.
         batch: most clips in one call.
-        cached: embeddings that are kept.
+        cached: number of embeddings that are kept.
         security: the run's token and certificate; None if the run has no secret.
 
     Attributes:
         http: the server; start it.
-        encoded: clips that were embedded so far.
-        hits: clips of requests that were answered from the cache so far.
+        cache: embeddings that are kept.
+        encoded: number of clips that were embedded so far.
     """
 
     def __init__(
         self, encode: Encode, *, label: str, batch: int, cached: int, security: HttpSecurity | None = None
     ) -> None:
         token, tls = (None, None) if security is None else (security.token, security.server_context())
-        self._encode, self._label, self._batch, self._most_cached = encode, label, batch, cached
-        self._cached: OrderedDict[str, list[float]] = OrderedDict()
+        self._encode, self._label, self._batch = encode, label, batch
+        self.cache = EmbeddingCache(cached)
         self._waiting: dict[str, tuple[Clip, asyncio.Future[list[float]]]] = {}
         self._work = asyncio.Event()
         self._working = asyncio.create_task(self._encode_waiting())
-        self.encoded = self.hits = 0
+        self.encoded = 0
         self.http = HttpServer({"/embed": HttpRoute(self._embed, "POST", MAX_BODY_BYTES)}, token=token, tls=tls)
 
     @property
@@ -91,10 +121,8 @@ class EncoderService:
     def _wanted(self, clip: list[str], known: dict[str, Picture]) -> asyncio.Future[list[float]] | list[float] | None:
         """Return the cached embedding, or the future one; None if its frames are lacking."""
         key = clip_key(clip)
-        if key in self._cached:
-            self.hits += 1
-            self._cached.move_to_end(key)
-            return self._cached[key]
+        if (vector := self.cache.get(key)) is not None:
+            return vector
         if key not in self._waiting:
             if not known.keys() >= set(clip):
                 return None
@@ -123,11 +151,10 @@ class EncoderService:
                 coming.exception()  # its callers may be gone
             return
         self.encoded += len(keys)
-        for key, vector in zip(keys, vectors, strict=True):
-            self._cached[key] = vector
+        made = dict(zip(keys, vectors, strict=True))
+        self.cache.put(made)
+        for key, vector in made.items():
             self._waiting.pop(key)[1].set_result(vector)
-        while len(self._cached) > self._most_cached:
-            self._cached.popitem(last=False)
 
     def _vectors(self, clips: Sequence[Clip]) -> list[list[float]]:
         try:

@@ -134,3 +134,13 @@ def one_call_at_a_time(param: str, value: object) -> ApiError:
 def forced_call(param: str, value: object) -> ApiError:
     """Return the refusal of a parameter that would force a call."""
     return refused(param, value, "the policy cannot be forced to call a tool; use auto or none")
+
+
+def answer_format(param: str, wanted: Json) -> None:
+    """Check the wanted form of the answer: text, or JSON, which is not enforced.
+
+    Raises:
+        ApiError: the form is neither.
+    """
+    if wanted and wanted.get("type") not in ("text", "json_object", "json_schema"):
+        raise refused(param, wanted, "text, json_object and json_schema are known")

@@ -195,7 +195,7 @@ class Endpoint:
         wanted = token_calls.read_generate(body, session.sampling)
         result = session.delivered(key) if _is_repeat(request) else None
         if result is None:
-            work = session.begin(lambda: session.client.generate(wanted))
+            work = session.calls.begin(lambda: session.client.generate(wanted))
             try:
                 result = await work
             finally:

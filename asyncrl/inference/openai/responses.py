@@ -18,13 +18,13 @@ from asyncrl.api.chat import ChatReply, Message, ToolSchema
 from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
+    answer_format,
     forced_call,
     function_tool,
     one_call_at_a_time,
     sampling_of,
 )
-from asyncrl.inference.openai.chat_completions import (
-    answer_format,
+from asyncrl.inference.openai.chat_messages import (
     arguments_of,
     assistant_call,
     finished_at_length,

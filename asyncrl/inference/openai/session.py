@@ -48,14 +48,63 @@ class RecordingClient(ChatClient, Protocol):
         ...
 
 
+class PolicyCalls:
+    """The session's calls to the policy. After `close` they end, and further ones are refused.
+
+    Attributes:
+        failure: the policy's error, if it failed.
+        are_open: False after `close`.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self.failure: Exception | None = None
+        self.are_open = True
+
+    def begin(self, work: Callable[[], Awaitable[_T]]) -> asyncio.Task[_T]:
+        """Start the coroutine that `work` returns, which asks the policy."""
+        task: asyncio.Task[_T] = asyncio.create_task(self._checked(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def close(self) -> None:
+        """Cancel running calls."""
+        self.are_open = False
+        for call in self._running:
+            call.cancel()
+
+    async def _checked(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Await what `work` returns; raise its failures in the form in which the caller gets them."""
+        try:
+            return await work()
+        except ApiError:
+            raise
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_request") from error
+        except ConversationEnded as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except asyncio.CancelledError as error:
+            if not self.are_open:
+                raise session_is_over() from None
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the caller has gone
+                raise
+            failure: Exception = RuntimeError("the policy's answer was cancelled from within")
+            failure.__cause__ = error
+        except Exception as error:  # whatever keeps the policy from answering
+            failure = error
+        self.failure = failure
+        raise ApiError(500, f"the policy cannot answer: {failure}", code="policy_failed") from failure
+
+
 class Session:
     """Address of the policy and the key to it, for an agent. Made by `Endpoint.open`.
 
     Attributes:
-        base_url: for OpenAI's clients: `http://127.0.0.1:<port>/s/<session>/v1`.
-        root_url: the same without `/v1`, for Anthropic's clients.
+        root_url: address for Anthropic's clients: `http://127.0.0.1:<port>/s/<session>`.
         api_key: the key of this session only.
-        failure: the policy's error, if it failed, which makes the episode invalid.
+        calls: calls to the policy; their failure makes the episode invalid.
         conversation: returns the session of the calls whose header `X-Session-ID` has this value; None: all calls are
             of this one.
     """
@@ -66,10 +115,9 @@ class Session:
         self.id = secrets.token_hex(16)
         self.api_key = f"sk-{secrets.token_urlsafe(24)}"
         self.root_url = f"{server_url}/s/{self.id}"
-        self.base_url = f"{self.root_url}/v1"
         self.client = client
         self.sampling = sampling
-        self.failure: Exception | None = None
+        self.calls = PolicyCalls()
         self.conversation: Callable[[str], Awaitable[Session]] | None = None
         self.apis: dict[str, Api] = {
             "/chat/completions": ChatCompletions(),
@@ -78,17 +126,18 @@ class Session:
             "/chat/completions/tokens": ChatFromTokens(client.prompt_ids),
         }
         self._delivered: dict[bytes, Any] = {}
-        self._asking: set[asyncio.Task[Any]] = set()
         self._closed = closed
-        self.is_open = True
+
+    @property
+    def base_url(self) -> str:
+        """Return the address for OpenAI's clients."""
+        return f"{self.root_url}/v1"
 
     def close(self) -> None:
-        """End the calls under way and refuse further ones. Idempotent."""
-        if self.is_open:
-            self.is_open = False
+        """End running calls and refuse further ones. Idempotent."""
+        if self.calls.are_open:
+            self.calls.close()
             self._closed(self.id)
-            for work in self._asking:
-                work.cancel()
             self._delivered.clear()
 
     def accepts(self, key: str) -> bool:
@@ -97,22 +146,15 @@ class Session:
 
     def ask(self, call: ApiCall) -> asyncio.Task[Sequence[ChatReply]]:
         """Have the policy answer `call`."""
-        return self.begin(lambda: self._replies(call))
-
-    def begin(self, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
-        """Await what `work` makes, which asks the policy, until the session is closed."""
-        task: asyncio.Task[Any] = asyncio.create_task(self._checked(work))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-        return task
+        return self.calls.begin(lambda: self._replies(call))
 
     def delivered(self, key: bytes) -> Any:
         """Return the answer that the request `key` got before; None if it got none."""
         return self._delivered.get(key)
 
     def deliver(self, key: bytes, answer: Any) -> None:
-        """Note that `answer` was sent to the request `key`."""
-        if self.is_open:
+        """Record that `answer` was sent to the request `key`."""
+        if self.calls.are_open:
             self._delivered[key] = answer
 
     def forget(self, answer: Sequence[ChatReply] | GenerationResult) -> None:
@@ -127,29 +169,6 @@ class Session:
             call.messages, tools=call.tools, sampling=sampling, tool_choice=call.tool_choice, n=call.n
         )
         return (reply, *reply.alternatives)
-
-    async def _checked(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Await what `work` makes; raise its failures in the form in which the caller gets them."""
-        try:
-            return await work()
-        except ApiError:
-            raise
-        except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_request") from error
-        except ConversationEnded as error:
-            raise ApiError(400, str(error), code="context_length_exceeded") from error
-        except asyncio.CancelledError as error:
-            if not self.is_open:
-                raise session_is_over() from None
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the caller has gone
-                raise
-            failure: Exception = RuntimeError("the policy's answer was cancelled from within")
-            failure.__cause__ = error
-        except Exception as error:  # whatever keeps the policy from answering
-            failure = error
-        self.failure = failure
-        raise ApiError(500, f"the policy cannot answer: {failure}", code="policy_failed") from failure
 
 
 def session_is_over() -> ApiError:

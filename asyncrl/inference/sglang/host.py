@@ -24,7 +24,7 @@ from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
-from asyncrl.inference.sglang.process import ProcessTree
+from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree
 from asyncrl.runtime.process.starting import LONGEST_STARTS, Effort
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
@@ -54,7 +54,7 @@ class SGLangHost:
         config: the experiment, `model.path` resolved.
         scratch: name of its scratch folder, which no other server of the run has.
         run_dir: the run's folder.
-        device: what it runs on.
+        device: device on which it computes.
         security: the token that it asks for, and TLS; None if the run has no secret.
         log: where its output goes.
         guest: see `build_command`.
@@ -107,7 +107,8 @@ class SGLangHost:
             guest=self._guest,
         )
         token = None if self._security is None else self._security.token
-        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, log=self._log, redact=token)
+        output = ForwardedOutput(self._log, redact=token)
+        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, output=output)
         await self._tree.start()
         try:
             await self._await_ready(command.url)
@@ -132,16 +133,16 @@ class SGLangHost:
                 reason = str(ready.exception())
             if reason:
                 await tree.stop()  # its last lines are complete only then
-                raise EngineStartError(explained(reason, tree.last_lines, tree.first_error))
+                raise EngineStartError(explained(reason, tree.output.last_lines, tree.output.first_error))
         finally:
             for task in (death, ready):
                 task.cancel()
 
     async def failed(self) -> str:
-        """Wait until one of the server's processes ends; returns which and the end of its log."""
+        """Wait until one of the server's processes ends; return which one, and the end of its log."""
         assert self._tree is not None, "not started"
         reason = await self._tree.died()
-        return explained(f"SGLang: {reason}", self._tree.last_lines, self._tree.first_error)
+        return explained(f"SGLang: {reason}", self._tree.output.last_lines, self._tree.output.first_error)
 
     async def stop(self) -> None:
         """End the server's processes, give its ports back and remove its files."""
@@ -197,12 +198,12 @@ class AdoptedHost:
         return ServedEngine(self._url, None)
 
     async def failed(self) -> str:
-        """Never returns: the GserverManager watches its health, and takes it back when it answers again."""
+        """Never return: the GserverManager watches its health, and takes it back when it answers again."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Nothing: the server is not ours."""
+        """Do nothing: the server is not the run's."""
 
 
 async def wait_ready(
@@ -211,7 +212,7 @@ async def wait_ready(
     """Wait until the server at `url` takes requests.
 
     Args:
-        grew: whether it has made progress since the last call.
+        grew: returns True if it has made progress since the last call.
 
     Raises:
         EngineStartError: it did not within `timeout_s` seconds after its last progress, or `LONGEST_STARTS` times as
@@ -237,7 +238,7 @@ async def wait_ready(
 
 
 def _make_scratch(preferred: Path) -> Path:
-    """An empty folder for Unix sockets: in the run's folder where its path is short enough for them."""
+    """Return an empty folder for Unix sockets: in the run's folder if its path is short enough for them."""
     if len(str(preferred)) > _MAX_SOCKET_FOLDER:
         return Path(tempfile.mkdtemp(prefix="asyncrl-"))
     shutil.rmtree(preferred, ignore_errors=True)  # of a server that was killed
@@ -246,7 +247,9 @@ def _make_scratch(preferred: Path) -> Path:
 
 
 def _write_secrets(scratch: Path, security: HttpSecurity | None) -> Path | None:
-    """API key and TLS as a config file for SGLang that only this user can read: a command line everybody can."""
+    """Write API key and TLS as a config file for SGLang, and return it. Only this user can read it; all users can read
+    a command line.
+    """
     if security is None:
         return None
     file = scratch / "secrets.yaml"

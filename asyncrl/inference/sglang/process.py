@@ -1,10 +1,10 @@
-"""A server's process tree: a session of its own, its log forwarded, its death noticed at once, its end complete.
+"""A server's process tree: its own session, its log forwarded, its death noticed at once, its end complete.
 
 SGLang is three or more processes: the HTTP server that we start, a detokenizer, and a scheduler per GPU. They run below
 a reaper (`asyncrl.inference.sglang.reaper`), our child, that ends all of them when its standard input, a pipe
 from here, is closed: by `stop`, or by the kernel when this process dies. Any of SGLang's processes may die by itself.
-The kernel tells the event loop of each: of the HTTP server's end through the reaper's exit, of the others' through
-pidfds, which become readable when their process ends. Nothing polls.
+The event loop is notified of each: of the HTTP server's end by the reaper's exit, of the others' by pidfds, which
+become readable when their process ends. Nothing polls.
 """
 
 from __future__ import annotations
@@ -31,6 +31,41 @@ _LOG_DRAIN_S: Final = 0.5
 _STOP_MARGIN_S: Final = 8.0  # what the reaper may take beyond the grace that it gives
 
 
+class ForwardedOutput:
+    """Output of a command, on its way to `log` line by line, and the lines that explain its end.
+
+    Args:
+        redact: a secret that is cut out of the lines; None if there is none.
+
+    Attributes:
+        last_lines: the newest lines.
+        first_error: first line that names an error; `ProcessTree.watch` clears it.
+    """
+
+    def __init__(self, log: logging.Logger, redact: str | None = None) -> None:
+        self.log, self._redact = log, redact
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.first_error = ""
+
+    async def forward(self, output: asyncio.StreamReader | None) -> None:
+        """Forward `output` until it ends."""
+        assert output is not None
+        while True:
+            try:
+                raw = await output.readline()
+            except ValueError:  # longer than _MAX_LINE_BYTES; the reader dropped it
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            if self._redact is not None:
+                line = line.replace(self._redact, "***")
+            self.last_lines.append(line)
+            if not self.first_error and _ERROR.search(line):
+                self.first_error = line
+            self.log.info("%s", line)
+
+
 class ProcessTree:
     """A command with everything it starts. Use it within one event loop.
 
@@ -38,28 +73,16 @@ class ProcessTree:
         argv: the command.
         env: added to this process's environment.
         grace_s: time that the command gets to end after SIGTERM, before everything is killed.
-        log: where its output goes, line by line.
-        redact: a secret that is cut out of its output.
+        output: where its output goes.
     """
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        grace_s: float,
-        log: logging.Logger,
-        redact: str | None,
-    ) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, grace_s: float, output: ForwardedOutput) -> None:
         self._argv, self._env, self._grace_s = tuple(argv), dict(env), grace_s
-        self._log, self._redact = log, redact
+        self.output = output
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._died: asyncio.Future[str] | None = None
         self._pidfds: list[int] = []
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.first_error = ""
-        """First line of its output that names an error, since the start or the last call of `watch`."""
 
     async def start(self) -> None:
         """Start the command."""
@@ -76,7 +99,7 @@ class ProcessTree:
             start_new_session=True,
             limit=_MAX_LINE_BYTES,
         )
-        forwarding = asyncio.create_task(self._forward(self._process.stdout))
+        forwarding = asyncio.create_task(self.output.forward(self._process.stdout))
         self._tasks = [forwarding, asyncio.create_task(self._reap(self._process, forwarding))]
 
     @property
@@ -100,10 +123,10 @@ class ProcessTree:
         raise ProcessLookupError("the command has ended")
 
     def watch(self, title_prefix: str) -> int:
-        """From now on the death of a descendant whose title begins so counts as the tree's; returns their number."""
+        """Count the death of a descendant whose title begins so as the tree's; return the number of them."""
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
-        self.first_error = ""
+        self.output.first_error = ""
         with contextlib.suppress(psutil.NoSuchProcess):
             segments = reaper.shared_memory(psutil.Process(self._process.pid))
             self._process.stdin.write(b"".join(os.fsencode(segment) + b"\n" for segment in segments))
@@ -121,12 +144,12 @@ class ProcessTree:
         return len(watched)
 
     async def died(self) -> str:
-        """Wait until the command or a watched descendant ends; returns what ended."""
+        """Wait until the command or a watched descendant ends; return what ended."""
         assert self._died is not None, "not started"
         return await asyncio.shield(self._died)
 
     async def stop(self) -> None:
-        """End the whole tree; returns once all of it has ended. Idempotent."""
+        """End the whole tree; return once all of it has ended. Idempotent."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -134,7 +157,7 @@ class ProcessTree:
         try:
             await asyncio.wait_for(self._process.wait(), self._grace_s + _STOP_MARGIN_S)
         except TimeoutError:
-            self._log.error("the reaper (pid %d) did not end; killing its process group", self._process.pid)
+            self.output.log.error("the reaper (pid %d) did not end; killing its process group", self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         for pidfd in self._pidfds:
@@ -142,23 +165,6 @@ class ProcessTree:
             os.close(pidfd)
         self._pidfds.clear()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _forward(self, output: asyncio.StreamReader | None) -> None:
-        assert output is not None
-        while True:
-            try:
-                raw = await output.readline()
-            except ValueError:  # longer than _MAX_LINE_BYTES; the reader dropped it
-                continue
-            if not raw:
-                return
-            line = raw.decode(errors="replace").rstrip()
-            if self._redact is not None:
-                line = line.replace(self._redact, "***")
-            self.last_lines.append(line)
-            if not self.first_error and _ERROR.search(line):
-                self.first_error = line
-            self._log.info("%s", line)
 
     async def _reap(self, process: asyncio.subprocess.Process, forwarding: asyncio.Task[None]) -> None:
         code = await process.wait()

@@ -1,45 +1,24 @@
-"""Checks of a run's inputs before anything is trained or started: its graph, its data, its base model's recipe."""
+"""Checks of a run's inputs before anything is trained or started: its length, its graph, its data."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from asyncrl.config.context import context_length, turns
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import Config, load_supervised
-from asyncrl.config.plugin_code.import_paths import PluginError
+from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.base_model import base_model_faults
+from asyncrl.launch.before_start.same_data import not_found_elsewhere
+from asyncrl.launch.before_start.supervised_rows import wrong_rows
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.master.metrics.evaluation_statistics import ALWAYS
-from asyncrl.plugins.datasets import Placed
-from asyncrl.plugins.datasets.prompt_format import PicturesRefused
-from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
-from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.supervised.demonstration_rows import load_demonstrations
-from asyncrl.plugins.datasets.supervised.demonstrations import conversation_of, wrong_conversation
-from asyncrl.plugins.datasets.supervised.preferences import judged_answers
-from asyncrl.rollout.inputs import named as named_inputs
-from asyncrl.rollout.user_code.agents import offered_tools, offers_tools
-from asyncrl.rollout.user_code.conversations import load_chat_format
-from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
-from asyncrl.rollout.user_code.tools import check_format
-from asyncrl.runtime.planning.staging_hosts import brings_inputs
-from asyncrl.trainer.parallel.checks import base_model_problems
-from asyncrl.trainer.parallel.model_shape import ModelShape
-from asyncrl.trainer.supervised.base_model import described, existing_base_model
-from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
-from asyncrl.trainer.supervised.settings import SFTConfig
 
 
 def resolve_length(config: Config) -> None:
@@ -83,167 +62,32 @@ def check_data(config: Config, folder: Path | None) -> None:
         raise ConfigError("\n".join(messages))
 
 
-ROWS_LOOKED_AT = 1000
-"""Number of rows checked of a dataset class, whose rows may take time to make."""
-FILE_ROWS_LOOKED_AT = 200_000
-"""Number of rows checked of files, about a minute of work. The others are checked when they are used, except that all
-are checked if prompts that are too long are refused.
-"""
-
-
-def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, PromptStats]:
-    """Make the prompts of the training set and of the evaluation sets, with the tokenizer in `model.path`.
-
-    Args:
-        of_evaluation_alone: skip the training set.
-
-    Returns:
-        The statistics by the name of the setting's group: `dataset`, and for each evaluation set `eval`,
-        `eval.sets[0]` and so on.
-
-    Raises:
-        ConfigError: a set has no row that makes a prompt, one has pictures where the run takes none, or
-            `dataset.overlong=refuse` and a prompt is too long.
-    """
-    if messages := list(_not_found_elsewhere(config)):
-        raise ConfigError("\n".join(messages))
-    prompt_format = load_prompt_format(config)
-    check_format(config, prompt_format.chat.source_with_tools if prompt_format.chat else None)
-    due = [each for each in evaluation_sets(config) if each.interval]
-    sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
-    if not of_evaluation_alone:
-        sets = {"dataset": (config, load_train_set(config)), **sets}
-    found = {}
-    for group, (played, rows) in sets.items():
-        limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
-        of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
-        form = replace(prompt_format, tools=offered_tools(played))
-        try:
-            seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
-        except PicturesRefused as error:
-            raise ConfigError(f"{group}: {error}") from None
-        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))
-        if seen.overlong and overlong is Overlong.refuse:
-            raise ConfigError(
-                f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "
-                f"({seen.first_overlong}, the longest {seen.longest}); raise it, or set dataset.overlong=filter"
-            )
-        left_out = seen.bad + (seen.overlong if overlong is Overlong.filter else 0)
-        if left_out == seen.looked_at:
-            why = seen.first_bad or f"{seen.first_overlong}, and dataset.max_prompt_tokens={limit}"
-            raise ConfigError(f"{group}: none of {seen.looked_at} rows makes a prompt; {why}")
-    answers = {"dataset": ("rollout.sampling.max_new_tokens", config.rollout.sampling.max_new_tokens)}
-    for each in evaluation_sets(config):
-        answers[each.group] = f"{each.group}.sampling.max_new_tokens", each.max_new_tokens
-    if messages := list(_too_few_positions(config, found, answers)):
-        raise ConfigError("\n".join(messages))
-    return found
-
-
-def _too_few_positions(
-    config: ExperimentConfig, found: Mapping[str, PromptStats], answers: Mapping[str, tuple[str, int]]
-) -> Iterator[str]:
-    """Yield an error message for each set whose longest prompt leaves the model too few positions for an answer.
-
-    Args:
-        answers: setting and value of the longest answer, by the name of the set's group.
-    """
-    path = config.model.path
-    assert path is not None, "prompts are made with the model's tokenizer"
-    described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    limit = context_length(config, described)
-    for group, seen in found.items():
-        setting, answer = answers[group]
-        if seen.longest_used + answer > limit:
-            yield (
-                f"{setting}={answer}: model.path={path!r} has {limit} positions (max_position_embeddings), and the "
-                f"longest prompt of {group} takes {seen.longest_used}; use {setting}="
-                f"{max(limit - seen.longest_used, 1)} or less, dataset.max_prompt_tokens={max(limit - answer, 1)} or "
-                "less, or a model with more positions"
-            )
-
-
-def chat_notes(config: ExperimentConfig) -> list[str]:
-    """Describe what the chat template does in conversations of several turns, if the settings allow them."""
-    if turns(config) == 1:
-        return []
-    prompts = load_prompt_format(config)
-    chat = load_chat_format(config, prompts)
-    return [] if chat is None else chat.findings.lines()
-
-
-def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfig:
-    """Return the experiment that makes the base model of `config`; `folder` has the user's experiments.
-
-    Raises:
-        ConfigError: there is no such experiment, or one of its settings is wrong.
-    """
-    name = config.model.base_experiment
-    try:
-        base = replace(load_supervised(name, folder), fileroot=config.fileroot)
-        validate(base)
-    except ConfigError as error:
-        lines = (f"model.base_experiment={name!r}: {line}" for line in str(error).splitlines())
-        raise ConfigError("\n".join(lines)) from error
-    return base
-
-
 def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
-    prefix = ""
-    if isinstance(config, ExperimentConfig):
-        prefix = f"model.base_experiment={config.model.base_experiment!r}: "
-        loads: list[Callable[[], object]] = [partial(load_train_set, config)]
-        loads += [partial(load_eval_set, config, each) for each in evaluation_sets(config) if each.interval]
-        for load in loads:
-            try:
-                load()
-            except ConfigError as error:
-                yield str(error)
-        if config.dataset.curriculum.path:
-            try:
-                OwnCurriculum(config.dataset.curriculum.path, config.dataset.curriculum.args).check()
-            except ConfigError as error:
-                yield str(error)
-        yield from _no_verdict(config)
-        kept = config.samples.replay
-        if kept and not any(Path(kept).expanduser().glob("*.parquet")):
-            yield (
-                f"samples.replay={kept!r}: no folder of kept samples (*.parquet); give samples/ of a run, as `replay "
-                "EXPERIMENT samples=RUN` does"
-            )
-        yield from _not_found_elsewhere(config)
-        if config.model.path is not None:
-            return
-        base = base_model_config(config, folder)
-        yield from base_model_problems(config, load_graph(config), ModelShape.of(described(base)))
-        config = base
-        if existing_base_model(config) is not None:
-            return
-    data = config.dataset
-    for phase in config.phases:
-        try:
-            _check_rows(config, data.path, {**data.args, **phase.args}, data.fields, "train")
-        except ValueError as error:
-            yield f"{prefix}dataset.path={error}"
-    held_out = config.eval
-    if held_out.interval and held_out.path is not None:
-        fields = data.fields if held_out.fields is None else held_out.fields
-        try:
-            _check_rows(config, held_out.path, held_out.args, fields, "held_out")
-        except ValueError as error:
-            yield f"{prefix}eval.path={error}"
-
-
-def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
-    if not brings_inputs(config):
+    if not isinstance(config, ExperimentConfig):
+        yield from wrong_rows(config)
         return
-    yield from named_inputs.check(config)
-    if config.samples.eval_every:
+    loads: list[Callable[[], object]] = [partial(load_train_set, config)]
+    loads += [partial(load_eval_set, config, each) for each in evaluation_sets(config) if each.interval]
+    for load in loads:
+        try:
+            load()
+        except ConfigError as error:
+            yield str(error)
+    if config.dataset.curriculum.path:
+        try:
+            OwnCurriculum(config.dataset.curriculum.path, config.dataset.curriculum.args).check()
+        except ConfigError as error:
+            yield str(error)
+    yield from _no_verdict(config)
+    kept = config.samples.replay
+    if kept and not any(Path(kept).expanduser().glob("*.parquet")):
         yield (
-            f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
-            "which those on other hosts do not share (system.shared_filesystem=false); share it, or set "
-            "samples.eval_every=0"
+            f"samples.replay={kept!r}: no folder of kept samples (*.parquet); give samples/ of a run, as `replay "
+            "EXPERIMENT samples=RUN` does"
         )
+    yield from not_found_elsewhere(config)
+    if config.model.path is None:
+        yield from base_model_faults(config, folder)
 
 
 def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
@@ -264,28 +108,3 @@ def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
             f"checkpoint.keep_best={metric!r}: no reward is a verdict, so evaluations measure means alone; name "
             f"{metric.rpartition('/')[0]}/reward_mean, or mark the reward (asyncrl.api.verdict, or reward.verdict=true)"
         )
-
-
-def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str) -> None:
-    """Load the rows of supervised training: all rows of a file, one row of a class.
-
-    Raises:
-        ValueError: they cannot be loaded, or have nothing to train on; the message names file and line.
-    """
-    try:
-        kind = loss_kind(config.loss)
-    except PluginError:  # said where settings are checked
-        return
-    dataset = load_demonstrations(path, args, fields, split, config.seed, judged=kind is not None)
-    for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        place, row = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}", dataset.row(index)
-        wrong = None
-        try:
-            if kind is None:
-                wrong = wrong_conversation(conversation_of(dataset, row))
-            else:
-                judged_answers(row, labelled=kind == LABEL_LOSS)
-        except ValueError as error:
-            wrong = str(error)
-        if wrong is not None:
-            raise ValueError(f"{place}: {wrong}")

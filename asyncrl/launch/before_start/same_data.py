@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.rollout.inputs import named as named_inputs
 from asyncrl.rollout.inputs.copied import bring_inputs
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.planning.staging_hosts import brings_inputs
@@ -40,3 +43,16 @@ def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:
     """Keep a copy of the RolloutWorkers' present inputs, if these are brought to hosts that share no folder."""
     if brings_inputs(config):
         bring_inputs(config, run_dir_of(config), training=training)
+
+
+def not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each input or output of RolloutWorkers that is not shared with their hosts."""
+    if not brings_inputs(config):
+        return
+    yield from named_inputs.check(config)
+    if config.samples.eval_every:
+        yield (
+            f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
+            "which those on other hosts do not share (system.shared_filesystem=false); share it, or set "
+            "samples.eval_every=0"
+        )

@@ -19,10 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.comm.files.private_files import make_private_folder, open_private_file
-from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOG
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOG, run_dir_of
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.supervisor import identity_of
 from asyncrl.runtime.trials.claim import detached_holder
+from asyncrl.runtime.trials.resume import TrialError, changed_settings
 
 START_LIMIT_S = 600.0
 """Longest time, in s, to watch a run that starts in the background until its processes have started."""
@@ -102,6 +105,32 @@ def attach(run_dir: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int((run_dir / EXIT_FILE).read_text())
     return EXIT_FAILED  # it was killed
+
+
+def attach_again(config: ExperimentConfig) -> int | None:
+    """Show the trial's detached run until it ends; return its exit code, None if there is no such run.
+
+    Raises:
+        TrialError: the run has other settings than `config`.
+    """
+    run_dir = run_dir_of(config)
+    if detached_holder(run_dir) is None:
+        return None
+    _check_same_run(run_dir, config)
+    return attach(run_dir)
+
+
+def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
+    """Check that the run in the background has the requested settings.
+
+    Raises:
+        TrialError: it has other settings.
+    """
+    if config.resume != Resume.auto:
+        raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
+    if changes := changed_settings(run_dir, config):
+        listed = "; ".join(map(str, changes))
+        raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
 
 
 def _follow(launcher: int, log: _Log) -> None:

@@ -26,9 +26,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.experiment_args import RL_ONLY
 from asyncrl.launch.before_start.input_checks import resolve_length
 from asyncrl.launch.commands.audit import Audit, audit
+from asyncrl.launch.experiment_args import RL_ONLY
 from asyncrl.launch.refusal import refuse
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers

@@ -33,7 +33,7 @@ from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.inference.settings import NO_GUESTS
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.launch.before_start.hub import is_hub_name, resolve_hub_names
-from asyncrl.launch.before_start.input_checks import check_prompts
+from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.same_data import keep_inputs
 from asyncrl.launch.before_start.served_policies import check_served_policies
 from asyncrl.launch.refusal import refuse

@@ -37,8 +37,8 @@ from asyncrl.runtime.launchers import WorkerHandle, open_backend
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Share
 from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
-from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.trials.claim import read_holder
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.process_exit import was_killed
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 

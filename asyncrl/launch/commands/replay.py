@@ -15,8 +15,8 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.checks import validate
-from asyncrl.launch.before_start.experiment_args import RL_ONLY, parse
 from asyncrl.launch.before_start.input_checks import check_data, check_graph, resolve_length
+from asyncrl.launch.experiment_args import RL_ONLY, parse
 from asyncrl.launch.refusal import refuse
 from asyncrl.launch.train import train
 from asyncrl.master.offline.replay import summary_of

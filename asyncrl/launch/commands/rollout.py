@@ -19,14 +19,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.base_model import with_model
 from asyncrl.launch.before_start.checks import validate
-from asyncrl.launch.before_start.experiment_args import RL_ONLY, parse
-from asyncrl.launch.before_start.input_checks import check_prompts, resolve_length
+from asyncrl.launch.before_start.input_checks import resolve_length
+from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.same_data import keep_data_record, keep_inputs
+from asyncrl.launch.experiment_args import RL_ONLY, parse
 from asyncrl.launch.refusal import refuse
-from asyncrl.launch.train import with_model
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.launcher import Launcher

@@ -22,7 +22,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
 from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
-from asyncrl.launch.before_start.input_checks import base_model_config
+from asyncrl.launch.before_start.base_model import base_model_config
 from asyncrl.launch.previews.guest_memory import SharedDevice, problems, shared_devices
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph

@@ -19,7 +19,7 @@ States of a server::
 - At most `update_fraction` of all servers are out of service for an update at a time, at least one. The others serve
   the version before, and the gate stays at it until the last has left it. A server that failed serves nothing anyway
   and does not count, so it delays no other.
-- If hosts share no folder (`staged`), a server is updated to the newest version that its host has, once there is one.
+- If hosts share no folder (`Targets`), a server is updated to the newest version that its host has, once there is one.
 - A server that found the files damaged before it changed its weights (the embedded engine verifies checksums as it
   reads) still has its old weights. It serves them again, and gets the next published version. If it was in quarantine,
   its weights are unknown, and it stays there.
@@ -37,7 +37,7 @@ States of a server::
 - Every update pauses the server, a drained one too: requests that arrive nevertheless are held, and never run while
   weights are replaced. A quarantined server has unknown weights, so its requests are always interrupted.
 
-Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.turns`).
+Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.guests.turns`).
 
 Every order carries its `attempt`; outcomes of cancelled attempts are ignored.
 """
@@ -50,6 +50,7 @@ from dataclasses import dataclass
 from asyncrl.comm.names import GuestMemory
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.inference.client import MemoryTag, PauseMode
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import (
     BeginUpdate,
     CancelUpdate,
@@ -58,10 +59,9 @@ from asyncrl.manager.fleet.servers import (
     Rest,
     ServerLife,
     ServerState,
-    Target,
     host_of,
 )
-from asyncrl.manager.fleet.turns import GuestTurns
+from asyncrl.manager.fleet.targets import Targets
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {
@@ -108,7 +108,7 @@ class FleetDecisions:
         mode: what an update does to running requests.
         update_timeout_s: an update that takes longer has failed.
         update_fraction: share of the servers that may be out of service for an update at a time; above 0, at most 1.
-        staged: hosts share no folder, so that a server can only have weights that `arrived` on its host.
+        targets: weights that the servers are to have; None: from a folder that all hosts share.
         guests: servers that take turns with the trainer; None in a run without guests.
     """
 
@@ -118,9 +118,10 @@ class FleetDecisions:
         update_timeout_s: float,
         update_fraction: float = 1.0,
         *,
-        staged: bool = False,
+        targets: Targets | None = None,
         guests: GuestTurns | None = None,
     ) -> None:
+        self.targets = targets or Targets()
         self.guests = guests or GuestTurns()
         self._mode = mode
         self._fraction = update_fraction
@@ -128,10 +129,6 @@ class FleetDecisions:
         self._servers: dict[int, ServerLife] = {}
         self._attempts = 0
         self._cancelled: list[CancelUpdate] = []
-        self._there: dict[str, Target] | None = {} if staged else None
-        self.target: Target | None = None
-        self._before: Target | None = None
-        self._targets: dict[int, Target] = {}
 
     @property
     def servers(self) -> list[ServerLife]:
@@ -148,33 +145,10 @@ class FleetDecisions:
         goals = {life.goal.version for life in self.servers if life.goal is not None}
         return goals | {life.version for life in self.servers if life.version is not None}
 
-    def publish(self, target: Target) -> None:
-        """Set the newest weights. An older target than the present one is ignored."""
-        if self.target is None or target.version > self.target.version:
-            self._before, self.target = self.target, target
-
-    def assign(self, server: int, target: Target) -> None:
-        """Bring this server to `target`, even if that is older than its weights; published targets are not for it."""
-        self._targets[server] = target
-
-    def arrived(self, host: str, target: Target) -> None:
-        """Note that the host at this address has these weights. Ignored if it has newer ones."""
-        assert self._there is not None, "hosts share a folder"
-        present = self._there.get(host)
-        if present is None or target.version >= present.version:
-            self._there[host] = target
-
-    def lost(self, host: str) -> None:
-        """Note that the host has no weights any more."""
-        assert self._there is not None, "hosts share a folder"
-        self._there.pop(host, None)
-
     def read_on(self, host: str | None = None) -> set[int]:
         """Return versions that servers on this host read, or are about to read; without a host those on any host."""
-        there = (self._there or {}).items()
-        about_to = {target.version for where, target in there if host in (None, where)}
         reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
-        return about_to | {life.goal.version for life in reading if life.goal is not None}
+        return self.targets.on_host(host) | {life.goal.version for life in reading if life.goal is not None}
 
     def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
         """Note that the server at `url` is there with `version`. Its earlier processes are over.
@@ -189,7 +163,7 @@ class FleetDecisions:
         if known is not None and known.url == url:
             return False
         self.deregister(index)
-        target = self._wanted(index)
+        target = self.targets.wanted(index)
         current = target is None or version == target.version
         life = ServerLife(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
         if not current:
@@ -234,7 +208,7 @@ class FleetDecisions:
                     else:
                         orders.append(self._begin(life, now))
                 case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
-                    orders.append(self._check(life) if self._goal_of(life) is None else self._begin(life, now))
+                    orders.append(self._check(life) if self.targets.goal(life) is None else self._begin(life, now))
         for life in self.servers:
             if life.state is ServerState.DRAINING and not running.get(life.index):
                 orders.append(self._begin(life, now))
@@ -354,7 +328,7 @@ class FleetDecisions:
         if not life.checking:
             return False
         life.checking = False
-        if self._wanted(life.index) is not None:  # published meanwhile: `poll` brings it there
+        if self.targets.wanted(life.index) is not None:  # published meanwhile: `poll` brings it there
             return False
         life.state = ServerState.SERVING
         life.failures = 0
@@ -385,33 +359,16 @@ class FleetDecisions:
         return [life for life in self._servers.values() if life.state is ServerState.SERVING]
 
     def _outdated(self, life: ServerLife) -> bool:
-        target = self._target_of(life)
+        target = self.targets.available(life)
         return target is not None and target.version not in (life.version, life.damaged)
-
-    def _wanted(self, server: int) -> Target | None:
-        """Return the weights that the server should have; None if it keeps those that it began with."""
-        return self._targets.get(server, self.target)
-
-    def _target_of(self, life: ServerLife) -> Target | None:
-        """Return the newest weights that the server can have now."""
-        return self._wanted(life.index) if self._there is None else self._there.get(host_of(life.url))
-
-    def _goal_of(self, life: ServerLife) -> Target | None:
-        """Return the weights that the next update loads.
-
-        A server that has released its memory gets the initial model if no version is there, and the version before if
-        it found the newest one's files damaged.
-        """
-        target = self._target_of(life)
-        if not life.released:
-            return target
-        if target is not None and target.version == life.damaged:
-            target = self._before
-        return target or Target(0, self.guests.base)
 
     def _waits(self, life: ServerLife) -> bool:
         """True if the server is quarantined until its host has weights."""
-        return life.state is ServerState.QUARANTINED and self.target is not None and self._target_of(life) is None
+        return (
+            life.state is ServerState.QUARANTINED
+            and self.targets.newest is not None
+            and self.targets.available(life) is None
+        )
 
     def _leaving(self) -> _Leaving:
         lives = self._servers.values()
@@ -421,7 +378,7 @@ class FleetDecisions:
         return _Leaving(places, len(self._serving()), len(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
-        target = self._goal_of(life)
+        target = self.targets.goal(life)
         assert target is not None
         quarantined = life.state in (ServerState.QUARANTINED, ServerState.RESTING)
         pause = PauseMode.abort if quarantined else _PAUSES[self._mode]

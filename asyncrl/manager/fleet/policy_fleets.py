@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.names import WinRatesOfPools
+from asyncrl.comm.names import POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import Target
+from asyncrl.manager.fleet.servers_in_use import ServersInUse
+from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode
@@ -70,16 +72,22 @@ class PolicyFleets:
             mode, share = (updates.update_mode, updates.update_fraction) if policy.trained else (UpdateMode.finish, 1.0)
             decisions = FleetDecisions(mode, updates.update_timeout_s, share)
             own_log = _PolicyLog(log, {"policy": policy.name})
-            checks = [LogprobCheck(tolerance, config.manager.update_timeout_s, log)] if tolerance else []
+            checks = [LogprobCheck(tolerance, updates.update_timeout_s, log)] if tolerance else []
             self._decisions[policy.name] = decisions
             self._runners[policy.name] = FleetRunner(
-                *(decisions, service, http, DiskManagerEnd()),
-                config=config.manager,
-                checks=checks,
-                policy=policy.name,
-                served_version=self.served_version if policy.trained else None,
+                decisions,
+                ServersInUse(decisions, service, policy.name, self.served_version if policy.trained else None),
+                ServerUpdater(
+                    http,
+                    DiskManagerEnd(),
+                    timeout_s=updates.update_timeout_s,
+                    checks=checks,
+                    inline_pictures=config.generation.backend == GenerationBackend.sglang,
+                ),
+                http,
+                health_interval_s=updates.health_interval_s,
+                kind=POLICY_SERVER,
                 frozen=policy.url is not None,
-                inline_pictures=config.generation.backend == GenerationBackend.sglang,
                 log=own_log,
                 clock=clock,
             )
@@ -131,7 +139,7 @@ class PolicyFleets:
 
     def status(self) -> list[ServerStatus]:
         """Return the state of each server."""
-        return [status for runner in self._runners.values() for status in runner.status()]
+        return [status for runner in self._runners.values() for status in runner.in_use.status()]
 
     def _servers_of(self, name: str) -> Collection[int]:
         return [index for index, policy in enumerate(self._of_server) if policy.name == name]

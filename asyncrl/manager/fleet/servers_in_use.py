@@ -22,15 +22,16 @@ class ServersInUse:
         decisions: state of the servers.
         service: its router and gate are kept up to date.
         policy: name in `policies` of the servers' policy; empty: the run's own.
-        served_version: returns the version by which the gate counts; see `FleetRunner`.
+        served_version: returns the version by which the gate counts. None: the least version of these servers if they
+            serve the run's own policy; else the gate does not depend on them.
     """
 
     def __init__(
         self,
         decisions: FleetDecisions,
         service: ManagerService,
-        policy: str,
-        served_version: Callable[[], int | None] | None,
+        policy: str = "",
+        served_version: Callable[[], int | None] | None = None,
     ) -> None:
         self._decisions, self._service, self._policy = decisions, service, policy
         self._router = service.routes.router_of(policy)

@@ -12,14 +12,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
+from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.waits.notifier import Notifier
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import INPUTS_DIR
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.models.weights.staging.client import StagingClient, reason_of, source_failed
-from asyncrl.models.weights.staging.messages import StageRequest, version_folder
+from asyncrl.models.weights.staging.messages import INPUTS, MODEL, StageRequest, version_folder
+from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
+from asyncrl.runtime.process.remarks import remark
 
 _LONGEST_IDLE_S = 5.0
 
@@ -34,6 +41,29 @@ class _Folder:
     target: Target | None = None
     at_origin: str = ""
     manifest_sum: str = ""
+
+
+def staging_of(
+    config: ExperimentConfig,
+    run_dir: Path,
+    http: JsonHttp,
+    decisions: FleetDecisions,
+    arrived: Callable[[str, Target], None],
+    *,
+    log: logging.Logger,
+    clock: Callable[[], float],
+) -> Staging:
+    """Build the staging of a run: RolloutWorkers need its inputs, generation servers its model and versions."""
+    hosts = staging_hosts(config)
+
+    def needs(host: int, folder: str) -> bool:
+        kind = names.ROLLOUT_WORKER if folder == INPUTS else names.GENERATION_SERVER
+        return host == ORIGIN or kind in hosts[host].runs
+
+    inputs = {INPUTS: str(run_dir / INPUTS_DIR)} if brings_inputs(config) else {}
+    folders = {**inputs, MODEL: str(config.model.path)}
+    tell = partial(remark, run_dir)
+    return Staging(http, folders, decisions, arrived, needs=needs, tell=tell, log=log, clock=clock)
 
 
 class Staging:
@@ -63,8 +93,7 @@ class Staging:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._http, self._decisions, self._arrived, self._log, self._clock = http, decisions, arrived, log, clock
-        self._launch_folders = {name: _Folder(path) for name, path in launch_folders.items()}
-        self._wanted = dict(self._launch_folders)
+        self._wanted = {name: _Folder(path) for name, path in launch_folders.items()}
         self._fan_out = FanOut(needs)
         self._fan_out.want(*self._wanted)
         self._urls: dict[int, str] = {}
@@ -87,9 +116,9 @@ class Staging:
                 self._changed.notify()
 
     def publish(self, target: Target) -> None:
-        """Note that newer weights are at `target.path` on the publisher's host."""
-        name = version_folder(target.version)
-        self._wanted = {**self._launch_folders, name: _Folder(target.path, target)}
+        """Record that newer weights are at `target.path` on the publisher's host."""
+        of_launch = {name: folder for name, folder in self._wanted.items() if folder.target is None}
+        self._wanted = of_launch | {version_folder(target.version): _Folder(target.path, target)}
         self._fan_out.want(*self._wanted)
         self._changed.notify()
 
@@ -110,7 +139,7 @@ class Staging:
     def _leave(self, host: int) -> None:
         url = self._urls.pop(host, None)
         if url is not None:
-            self._decisions.lost(host_of(url))
+            self._decisions.targets.lost(host_of(url))
 
     def _spawn(self, order: Fetch) -> None:
         folder, url = self._wanted[order.folder], self._urls[order.host]

@@ -6,93 +6,129 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from asyncrl.comm.http.calls import HttpError
-from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode
-from asyncrl.manager.fleet.servers import BeginUpdate, Target
+from asyncrl.comm.http.calls import HttpError, JsonHttp
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode, PictureSender
+from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
 from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.trainer.messages import SendWeights
 
 UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
-"""Checks the server with this index, which has the target's weights and gets no requests yet. Raises `HttpError` if the
-weights are not the target's.
-"""
+"""Checks that the server with this index has the target's weights. Raises `HttpError` if it has others."""
 
 
-async def update_server(
-    order: BeginUpdate,
-    client: GenerationServerClient,
-    transport: ManagerEnd,
-    *,
-    timeout_s: float,
-    checks: Sequence[UpdateCheck] = (),
-    resumed: Callable[[Collection[MemoryTag]], None] = lambda _: None,
-) -> None:
-    """Bring the server to the order's target, then let it generate again.
+class ServerUpdater:
+    """Makes the calls of one order to one server. Different servers' orders may run at the same time.
 
-    A rested server is paused. It allocates the memory of its weights first, and the rest only after the update: reading
-    the weights may need room meanwhile. `resumed` is called with the kinds that are allocated.
-
-    Running requests are answered or kept, as the order says. New ones wait until the server has its weights. If a step
-    or a check fails the server stays paused: its weights are unknown, so it must not generate. A server that refuses
-    damaged files continues with its own weights, which the order names.
-
-    Raises:
-        DamagedVersion: the server continues with the version that it had.
-        HttpError: a step or a check failed.
+    Args:
+        http: connections to the servers.
+        transport: brings weights to the servers.
+        timeout_s: time limit of each call to a server.
+        checks: checks that a server must pass after each update.
+        inline_pictures: see `PictureSender`.
     """
-    if not order.rested:
-        await _pause(order, client, timeout_s)
-    await _resume_memory(order.released & {MemoryTag.weights}, client, resumed, timeout_s)
-    await _load(order, client, transport, timeout_s)
-    await _resume_memory(order.released - {MemoryTag.weights}, client, resumed, timeout_s)
-    await client.resume()
-    await _check(order, client, checks, timeout_s)  # after it: a paused server answers nothing
 
+    def __init__(
+        self,
+        http: JsonHttp,
+        transport: ManagerEnd,
+        *,
+        timeout_s: float,
+        checks: Sequence[UpdateCheck] = (),
+        inline_pictures: bool = False,
+    ) -> None:
+        self._http, self._sender = http, PictureSender(http, inline=inline_pictures)
+        self._transport, self._timeout_s, self._checks = transport, timeout_s, checks
 
-async def rest_server(client: GenerationServerClient, *, timeout_s: float) -> None:
-    """Have the server answer running requests with what they have, and release its memory. It stays paused.
+    async def update(
+        self, order: BeginUpdate, resumed: Callable[[Collection[MemoryTag]], None] = lambda _: None
+    ) -> None:
+        """Bring the server to the order's target, then let it generate again.
 
-    Raises:
-        HttpError: a call failed; the state of its memory is unknown.
-    """
-    await client.pause(PauseMode.abort, timeout_s=timeout_s)
-    await client.release_memory([*MemoryTag], timeout_s=timeout_s)
+        A rested server is paused. It allocates the memory of its weights first, and the rest only after the update:
+        reading the weights may need room meanwhile. `resumed` is called with the kinds that are allocated.
 
+        Running requests are answered or kept, as the order says. New ones wait until the server has its weights. If a
+        step or a check fails the server stays paused: its weights are unknown, so it must not generate. A server that
+        refuses damaged files continues with its own weights, which the order names.
 
-async def _resume_memory(
-    tags: Collection[MemoryTag],
-    client: GenerationServerClient,
-    resumed: Callable[[Collection[MemoryTag]], None],
-    timeout_s: float,
-) -> None:
-    if tags:
-        await client.resume_memory(sorted(tags), timeout_s=timeout_s)
-        resumed(tags)
+        A server whose requests were kept answers a check only after those in its queue. So it is not checked here, but
+        by `check` while it serves already. Otherwise its version, and with it the gate, would wait for the queue.
 
+        Raises:
+            DamagedVersion: the server continues with the version that it had.
+            HttpError: a step or a check failed.
+        """
+        client = self._client(order.url)
+        if not order.rested:
+            await self._pause(order, client)
+        await self._resume_memory(order.released & {MemoryTag.weights}, client, resumed)
+        await self._load(order, client)
+        await self._resume_memory(order.released - {MemoryTag.weights}, client, resumed)
+        await client.resume()
+        if not order.keeps_requests:
+            await self._check_or_pause(order, client)  # after it: a paused server answers nothing
 
-async def _pause(order: BeginUpdate, client: GenerationServerClient, timeout_s: float) -> None:
-    if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
-        await client.pause(PauseMode.retract, timeout_s=timeout_s)
-    await client.pause(order.pause, timeout_s=timeout_s)
+    async def check(self, order: BeginUpdate) -> None:
+        """Check a server that has the order's target.
 
+        Raises:
+            HttpError: a check failed.
+        """
+        await self._run_checks(order, self._client(order.url))
 
-async def _load(order: BeginUpdate, client: GenerationServerClient, transport: ManagerEnd, timeout_s: float) -> None:
-    """Have the server load the order's version. If it refuses damaged files, it continues with its own weights."""
-    wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, timeout_s)
-    try:
-        await transport.bring(client, wanted, order.target.read_at)
-    except DamagedVersion:
-        if order.had is not None:
-            await client.resume()
-        raise
+    async def hold(self, url: str) -> None:
+        """Pause the server with its requests, so that nothing of its weights is returned.
 
+        Raises:
+            HttpError: the call failed.
+        """
+        await self._client(url).pause(PauseMode.retract, timeout_s=self._timeout_s)
 
-async def _check(
-    order: BeginUpdate, client: GenerationServerClient, checks: Sequence[UpdateCheck], timeout_s: float
-) -> None:
-    try:
-        for check in checks:
+    async def rest(self, order: Rest) -> None:
+        """Have the server answer running requests with what they have, and release its memory. It stays paused.
+
+        Raises:
+            HttpError: a call failed; the state of its memory is unknown.
+        """
+        client = self._client(order.url)
+        await client.pause(PauseMode.abort, timeout_s=self._timeout_s)
+        await client.release_memory([*MemoryTag], timeout_s=self._timeout_s)
+
+    def _client(self, url: str) -> GenerationServerClient:
+        return GenerationServerClient(self._http, url, self._sender)
+
+    async def _pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
+            await client.pause(PauseMode.retract, timeout_s=self._timeout_s)
+        await client.pause(order.pause, timeout_s=self._timeout_s)
+
+    async def _resume_memory(
+        self,
+        tags: Collection[MemoryTag],
+        client: GenerationServerClient,
+        resumed: Callable[[Collection[MemoryTag]], None],
+    ) -> None:
+        if tags:
+            await client.resume_memory(sorted(tags), timeout_s=self._timeout_s)
+            resumed(tags)
+
+    async def _load(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        """Have the server load the order's version. If it refuses damaged files, it continues with its own weights."""
+        wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
+        try:
+            await self._transport.bring(client, wanted, order.target.read_at)
+        except DamagedVersion:
+            if order.had is not None:
+                await client.resume()
+            raise
+
+    async def _check_or_pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        try:
+            await self._run_checks(order, client)
+        except HttpError:
+            await client.pause(PauseMode.retract, timeout_s=self._timeout_s)  # nothing of these weights is handed out
+            raise
+
+    async def _run_checks(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        for check in self._checks:
             await check(order.server, client, order.target)
-    except HttpError:
-        await client.pause(PauseMode.retract, timeout_s=timeout_s)  # nothing of these weights is handed out
-        raise

@@ -117,8 +117,8 @@ class Admission:
             if waiting.gone:
                 waiting.changed.notify()
         if self._pacing is not None:  # when they began is not known; as of now they are young
-            for owner in self._gate.owners:
-                for rollout_id in self._gate.running_of(owner):
+            for owner in self._gate.live.owners:
+                for rollout_id in self._gate.live.running_of(owner):
                     self._pacing.started(rollout_id, self._clock())
 
     async def answer(self, request: m.AllocateRequest, deadline: float) -> m.AllocateReply:
@@ -129,9 +129,9 @@ class Admission:
         gone = [rollout_id for rollout_id in request.rollouts if self.is_gone(rollout_id)]
         waiting = WaitingCall(request.worker, [], gone=gone)
         for rollout_id in request.rollouts:
-            if self._gate.running(rollout_id) is not None:
+            if self._gate.live.running(rollout_id) is not None:
                 self._grant(waiting, rollout_id)  # the reply to this call was lost once
-            elif rollout_id not in gone and not self._gate.is_live(rollout_id):
+            elif rollout_id not in gone and rollout_id not in self._gate.live:
                 waiting.ids.append(rollout_id)
         self.calls.add(waiting)
         closed_before = self._gate.closed
@@ -164,7 +164,7 @@ class Admission:
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
         if self.calls and self._begun and not unmeasured:
             self.calls.serve(self._start, self._capacity)
-        idle = not self._gate.running_count and self._capacity() == 0
+        idle = not self._gate.live.running_count and self._capacity() == 0
         if idle and self._idle_since is None:
             self._idle_since = self._clock()
         elif not idle and self._idle_since is not None:
@@ -207,7 +207,7 @@ class Admission:
         if not waiting.ids:
             return False
         rollout_id, worker = waiting.ids[0], waiting.worker
-        if not self._gate.is_live(rollout_id):
+        if rollout_id not in self._gate.live:
             turn = self._rollouts.next_for(worker)
             if turn is None:
                 return False
@@ -221,7 +221,7 @@ class Admission:
 
     def _grant(self, waiting: WaitingCall, rollout_id: str) -> None:
         """Add the grant of a running rollout to the call's answer."""
-        ticket, version = self._gate.running(rollout_id), self._gate.admitted_at(rollout_id)
+        ticket, version = self._gate.live.running(rollout_id), self._gate.admitted_at(rollout_id)
         if ticket is None or version is None:
             return
         ref = self._rollouts.order.ref(ticket.order)

@@ -59,6 +59,80 @@ REFRESHES = 64
 """The sum over running rollouts is recomputed this often per horizon or step (the shorter one), not at each event."""
 
 
+class RecentRollouts:
+    """The most recent rollouts: the distribution of D with its median h, and q. `learn` updates the distribution."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch = batch_size
+        self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT * batch_size)
+        self._sorted: NDArray[np.float64] = np.zeros(0)
+        self._kept: deque[bool] = deque()
+        self._kept_sum = 0
+
+    def __len__(self) -> int:
+        """Number of durations in the distribution."""
+        return len(self._sorted)
+
+    def ended(self, duration: float, *, kept: bool) -> None:
+        """Record a rollout that finished, or was dropped (not `kept`)."""
+        self._kept.append(kept)
+        self._kept_sum += kept
+        if len(self._kept) > DURATIONS_KEPT * self._batch:
+            self._kept_sum -= self._kept.popleft()
+        if kept:
+            self._durations.append(duration)
+
+    def learn(self) -> None:
+        """Make the recorded durations the distribution."""
+        self._sorted = np.sort(np.array(self._durations))
+
+    @property
+    def horizon(self) -> float:
+        """h in seconds; the distribution must not be empty."""
+        return float(self._sorted[(len(self._sorted) - 1) // 2])
+
+    @property
+    def share_kept(self) -> float:
+        """q, at least one in a batch: if all were rejected so far, the number of rollouts to start must stay finite."""
+        return max(self._kept_sum / len(self._kept), 1.0 / self._batch) if self._kept else 1.0
+
+    @property
+    def share_in_time(self) -> float:
+        """Share of rollouts starting now that are kept and finished at the horizon: q P(D <= h)."""
+        return self.share_kept * float(self._share_by(self.horizon)) if len(self) else self.share_kept
+
+    def finish_in_time(self, ages: NDArray[np.float64]) -> float:
+        """Return the number of running rollouts of these ages that are kept and finish in time: q sum p(age)."""
+        before, by = self._share_by(ages), self._share_by(ages + self.horizon)
+        expected = ((by - before) / np.maximum(1.0 - before, 1.0 / len(self))).sum()
+        return self.share_kept * float(expected)
+
+    def _share_by(self, durations: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        return np.searchsorted(self._sorted, durations, side="right") / len(self._sorted)
+
+
+class Margin:
+    """m, the batches to spare at the horizon: `value`, learned from the waits and the rollouts left of each step."""
+
+    def __init__(self, batch_size: int, max_staleness: int) -> None:
+        self._batch = batch_size
+        self._most = max(float(max_staleness), LEAST_MARGIN)
+        self._standing: deque[int] = deque(maxlen=STANDING_STEPS)
+        self.value = min(START_MARGIN, self._most)
+
+    def left(self, rollouts: int) -> None:
+        """Record the number of rollouts that a step left beyond a batch."""
+        self._standing.append(rollouts)
+
+    def waited(self, share: float) -> None:
+        """Adapt to a step that waited for data for this share of its time."""
+        standing = 0
+        if len(self._standing) == STANDING_STEPS and (standing := min(self._standing)):
+            self._standing.clear()
+        fall = max(DECAY, DRAIN * standing / self._batch)
+        self.value = min(max(self.value + min(LARGEST_RISE, share) - fall, LEAST_MARGIN), self._most)
+
+
 class DeadlinePacing:
     """Limits how many rollouts start. Pure state: times are the caller's, in seconds of one clock.
 
@@ -69,15 +143,10 @@ class DeadlinePacing:
 
     def __init__(self, batch_size: int, max_staleness: int) -> None:
         self._batch = batch_size
-        self._most = max(float(max_staleness), LEAST_MARGIN)
-        self.margin = min(START_MARGIN, self._most)
+        self.margin = Margin(batch_size, max_staleness)
+        self._recent = RecentRollouts(batch_size)
         self._started: dict[str, float] = {}
-        self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT * batch_size)
-        self._sorted: NDArray[np.float64] = np.zeros(0)
-        self._kept: deque[bool] = deque()
-        self._kept_sum = 0
         self._training: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._standing: deque[int] = deque(maxlen=STANDING_STEPS)
         self._asked_at: float | None = -math.inf
         self._begun_at: float | None = None
         self._wanted = 0.0
@@ -92,20 +161,15 @@ class DeadlinePacing:
         """Note that the rollout was admitted; a repeated call changes nothing."""
         if rollout_id not in self._started:
             self._started[rollout_id] = now
-            self._wanted -= self._share_in_time()
+            self._wanted -= self._recent.share_in_time
 
     def ended(self, rollout_id: str, now: float, *, kept: bool) -> None:
         """Note that the rollout finished, or was dropped (not `kept`)."""
         begun = self._started.pop(rollout_id, None)
         if begun is None:
             return
-        self._kept.append(kept)
-        self._kept_sum += kept
-        if len(self._kept) > DURATIONS_KEPT * self._batch:
-            self._kept_sum -= self._kept.popleft()
-        if kept:
-            self._durations.append(now - begun)
-        else:
+        self._recent.ended(now - begun, kept=kept)
+        if not kept:
             self._refresh_at = -math.inf
 
     def asked(self, finished: int, now: float) -> None:
@@ -113,7 +177,7 @@ class DeadlinePacing:
         ones.
         """
         self._asked_at = now
-        self._standing.append(max(0, finished - self._batch))
+        self.margin.left(max(0, finished - self._batch))
         self._refresh_at = -math.inf
         self.observe(finished, now)
 
@@ -125,9 +189,9 @@ class DeadlinePacing:
             step = max(now - self._begun_at, 1e-9)
             wait = min(now - self._asked_at, step)
             self._training.append(max(step - wait, 1e-9))
-            self._learn(wait / step)
+            self.margin.waited(wait / step)
         self._asked_at, self._begun_at = None, now
-        self._sorted = np.sort(np.array(self._durations))
+        self._recent.learn()
         self._refresh_at = -math.inf
 
     def room(self, finished: int, now: float) -> int:
@@ -135,51 +199,18 @@ class DeadlinePacing:
         running, batch = len(self._started), self._batch
         spare = finished - batch if self.training else finished
         least = 0 if self.training else batch - running - finished
-        if len(self._sorted) < batch or not self._training:
+        if len(self._recent) < batch or not self._training:
             return max(0, least, 2 * batch - running - spare)
         if now >= self._refresh_at:
             self._refresh(now)
         missing = self._wanted - spare
-        return max(0, least, math.ceil(missing / self._share_in_time()))
-
-    def _learn(self, waited: float) -> None:
-        standing = 0
-        if len(self._standing) == STANDING_STEPS and (standing := min(self._standing)):
-            self._standing.clear()
-        fall = max(DECAY, DRAIN * standing / self._batch)
-        self.margin = min(max(self.margin + min(LARGEST_RISE, waited) - fall, LEAST_MARGIN), self._most)
+        return max(0, least, math.ceil(missing / self._recent.share_in_time))
 
     def _refresh(self, now: float) -> None:
         """Recompute the number of rollouts wanted at the horizon beyond the running ones, before subtracting finished
         ones.
         """
-        known, horizon, step = self._sorted, self._horizon, self._step_s
+        horizon, step = self._recent.horizon, sum(self._training) / len(self._training)
         ages = now - np.fromiter(self._started.values(), np.float64, len(self._started))
-        before, by = self._share_by(ages), self._share_by(ages + horizon)
-        expected = ((by - before) / np.maximum(1.0 - before, 1.0 / len(known))).sum()
-        self._wanted = self._batch * (horizon / step + self.margin) - self._share_kept * expected
+        self._wanted = self._batch * (horizon / step + self.margin.value) - self._recent.finish_in_time(ages)
         self._refresh_at = now + min(horizon, step) / REFRESHES
-
-    def _share_by(self, durations: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        return np.searchsorted(self._sorted, durations, side="right") / len(self._sorted)
-
-    def _share_in_time(self) -> float:
-        """Return the share of rollouts starting now that are kept and finished at the horizon."""
-        if not len(self._sorted):
-            return self._share_kept
-        return self._share_kept * float(self._share_by(self._horizon))
-
-    @property
-    def _horizon(self) -> float:
-        return float(self._sorted[(len(self._sorted) - 1) // 2])
-
-    @property
-    def _step_s(self) -> float:
-        return sum(self._training) / len(self._training)
-
-    @property
-    def _share_kept(self) -> float:
-        """Return the share of rollouts that filters keep, at least one in a batch: if all were rejected so far, the
-        number of rollouts to start must stay finite.
-        """
-        return max(self._kept_sum / len(self._kept), 1.0 / self._batch) if self._kept else 1.0

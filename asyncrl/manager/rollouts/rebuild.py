@@ -50,8 +50,8 @@ from msgspec import structs
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
@@ -99,9 +99,9 @@ def rebuild(
             books.finish(each.end)
 
     spoke = {report.worker for report in reports}
-    for worker in sorted(books.gate.owners - spoke):
+    for worker in sorted(books.gate.live.owners - spoke):
         books.died(worker)
-    for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.running_of(worker)]:
+    for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.live.running_of(worker)]:
         if rollout not in held:
             books.end_unclaimed(rollout)
     books.await_ends_of(held)
@@ -129,6 +129,9 @@ class Replaced:
 class RollCall:
     """The reports to a manager that is not rebuilt yet. Pure state.
 
+    Args:
+        until: time from which no worker is awaited, in seconds of the caller's clock.
+
     Attributes:
         run: the master's report.
         awaited: processes of workers, by incarnation, that must report; None until they are known.
@@ -136,7 +139,8 @@ class RollCall:
         replaced: by worker, the incarnation that replaced the one before meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = 0.0) -> None:
+        self._until = until
         self.run: RunReport | None = None
         self.awaited: Mapping[str, int] | None = None
         self.ended: list[str | Replaced] = []
@@ -158,6 +162,10 @@ class RollCall:
         if self.run is None or self.awaited is None:
             return False
         return all(self._has_spoken(worker, incarnation) for worker, incarnation in self.awaited.items())
+
+    def await_workers(self, ready: Mapping[str, int], now: float) -> None:
+        """Await the reports of these workers' processes, by incarnation; of no worker once the leases are over."""
+        self.awaited = ready if now < self._until else {}
 
     def take(self, report: HeldReport) -> None:
         """Take in what a worker's process holds. The first report of the newest process counts."""

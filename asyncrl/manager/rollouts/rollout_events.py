@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 
 T = TypeVar("T")
 

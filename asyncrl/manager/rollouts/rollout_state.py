@@ -15,8 +15,9 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.manager.rollouts.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
@@ -51,7 +52,7 @@ class RolloutState:
         self.queue = PromptQueue(order.num_rows, used, retries)
         self.measured = NumberedLog[tuple[str, float]](after=time.time_ns() // 1_000_000)  # above an earlier manager's
         self.events = RolloutEvents(now=now)
-        self.suspects = Suspects(self.gate.prompts_of)
+        self.suspects = Suspects(self.gate.live.prompts_of)
         self.incarnations: dict[str, int] = {}
         self.tokens_finished = 0
         self._heard: dict[str, int] = {}
@@ -101,7 +102,7 @@ class RolloutState:
         self.incarnations[report.worker] = max(report.incarnation, self.incarnations.get(report.worker, 0))
         for held in report.held:
             granted, rollout_id = held.granted, held.granted.rollout_id
-            if not self.gate.is_live(rollout_id) and self.gate.outcome(rollout_id) is None:
+            if rollout_id not in self.gate.live and self.gate.outcome(rollout_id) is None:
                 tries = granted.order, granted.attempt, granted.failures
                 self.enter(RolloutTicket(rollout_id, report.worker, granted.prompt_id, *tries), granted.version)
 
@@ -132,7 +133,7 @@ class RolloutState:
                 self._enter_received(each)
         for rollout_id in report.trained:
             self._came(rollout_id)
-            live, lost = self.gate.ticket(rollout_id), self.gate.lost(rollout_id)
+            live, lost = self.gate.live.ticket(rollout_id), self.gate.lost(rollout_id)
             if (ticket := live or lost) is not None:
                 self.queue.use(ticket.order)
             if live is not None:
@@ -146,12 +147,12 @@ class RolloutState:
     def receive(self, received: ReceivedRollout) -> None:
         """Enter a rollout that waits at the trainer, and that no worker holds any more."""
         self._enter_received(received)
-        if self.gate.is_live(received.rollout_id):
+        if received.rollout_id in self.gate.live:
             self._finish(FinishedRollout(received.rollout_id, accepted=True, tokens=received.tokens))
 
     def _enter_received(self, received: ReceivedRollout) -> None:
         """Enter a rollout if only the trainer knows it."""
-        if self.gate.is_live(received.rollout_id) or self.gate.outcome(received.rollout_id) is not None:
+        if received.rollout_id in self.gate.live or self.gate.outcome(received.rollout_id) is not None:
             return
         order, tries = received.order, self.queue.waiting(received.order) or NextTry(received.order)
         self.enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
@@ -199,7 +200,7 @@ class RolloutState:
 
     def _finish(self, finished: FinishedRollout) -> None:
         """Note that the trainer has the rollout, even if it was lost."""
-        was_live = self.gate.is_live(finished.rollout_id)
+        was_live = finished.rollout_id in self.gate.live
         ticket = self.gate.finish(finished.rollout_id)
         if ticket is not None:
             if not was_live:
@@ -246,14 +247,14 @@ class RolloutState:
 
     def _came(self, rollout_id: str) -> None:
         """Note that the trainer has the rollout, so it has ended, though its worker may not have reported the end."""
-        ticket = self.gate.running(rollout_id)
+        ticket = self.gate.live.running(rollout_id)
         if ticket is not None and ticket.owner != NOBODY:
             self.suspects.ended(ticket.owner, ticket.prompt_id)
             self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
 
     def _lose_running(self, worker: str) -> list[str]:
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
-        running = self.gate.running_of(worker)
+        running = self.gate.live.running_of(worker)
         for rollout_id in running:
             if (ticket := self.gate.lose(rollout_id)) is not None:
                 self._dropped(ticket, WORKER_LOST, _as_before(ticket))
@@ -261,8 +262,8 @@ class RolloutState:
 
     def _drop_crashing(self, worker: str, *, killed: bool) -> None:
         """Drop for good the prompt that has crashed too many workers, if this worker ran it."""
-        running = self.gate.running_of(worker)
-        tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
+        running = self.gate.live.running_of(worker)
+        tickets = [ticket for rollout_id in running if (ticket := self.gate.live.running(rollout_id)) is not None]
         crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets], killed=killed)
         for ticket in tickets:
             if ticket.prompt_id == crashing:

@@ -79,40 +79,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import Books
+from asyncrl.manager.rollouts.live_rollouts import LiveRollout, LiveRollouts, RolloutTicket
 
 TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
 """Reason of a rollout that was given up, which its own late report undoes."""
-_Key = TypeVar("_Key", int, str)
-
-
-class RolloutTicket(NamedTuple):
-    """One rollout. `owner` is the worker that runs it; the other fields name its prompt and try."""
-
-    rollout_id: str
-    owner: str
-    prompt_id: str = ""
-    order: int = 0
-    attempt: int = 0
-    failures: int = 0
-
-
-@dataclass(slots=True)
-class _Live:
-    ticket: RolloutTicket
-    version: int
-    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Retired:
     outcome: str
-    lost: _Live | None = None
+    lost: LiveRollout | None = None
 
 
 _TRAINED = _Retired(TRAINED)
@@ -132,6 +113,9 @@ class StalenessGate:
         retired_kept: rollouts remembered after they left the count, so that a late or repeated message about them
             changes nothing; about 100 bytes each. A message about a forgotten one is ignored like one about an unknown
             rollout. None: `ids_remembered`.
+
+    Attributes:
+        live: the rollouts that run, or are finished and not trained yet.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int | None = None) -> None:
@@ -140,10 +124,7 @@ class StalenessGate:
         self.version = 0
         self.trained_version = 0
         self.closed = False
-        self._live: dict[str, _Live] = {}
-        self._live_of_owner: dict[str, dict[str, _Live]] = {}
-        self._running_at: Counter[int] = Counter()  # by the version of admission
-        self._finished_at: Counter[int] = Counter()
+        self.live = LiveRollouts()
         self._retired: RecentIds[_Retired] = RecentIds(
             ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
         )
@@ -151,7 +132,6 @@ class StalenessGate:
         self._trained = 0
         self._abandoned = 0
         self._dropped: Counter[str] = Counter()
-        self._running = 0
 
     @property
     def limit(self) -> int:
@@ -161,17 +141,12 @@ class StalenessGate:
     @property
     def counted(self) -> int:
         """`trained + finished + running`."""
-        return self._trained + len(self._live)
-
-    @property
-    def running_count(self) -> int:
-        """Number of running rollouts."""
-        return self._running
+        return self._trained + len(self.live)
 
     @property
     def finished(self) -> int:
         """Number of rollouts that finished and are not trained yet; those of a running step are among them."""
-        return len(self._live) - self._running
+        return len(self.live) - self.live.running_count
 
     @property
     def capacity(self) -> int:
@@ -200,11 +175,11 @@ class StalenessGate:
             lost: ticket and version of admission, if it may come back.
         """
         known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}.get(outcome)
-        self._retired.put(rollout_id, known or _Retired(outcome, None if lost is None else _Live(*lost)))
+        self._retired.put(rollout_id, known or _Retired(outcome, None if lost is None else LiveRollout(*lost)))
 
     def enter(self, ticket: RolloutTicket, version: int) -> None:
         """Enter a running rollout that an earlier gate admitted at `version`. It counts, whatever the limit is."""
-        self._join(_Live(ticket, version))
+        self.live.join(LiveRollout(ticket, version))
         self._submitted += 1
 
     def start(self, ticket: RolloutTicket) -> int | None:
@@ -215,7 +190,7 @@ class StalenessGate:
         Raises:
             ValueError: a rollout of this id has left the count; each attempt needs an id of its own.
         """
-        live = self._live.get(ticket.rollout_id)
+        live = self.live.get(ticket.rollout_id)
         if live is not None:
             return live.version
         if (outcome := self.outcome(ticket.rollout_id)) is not None:
@@ -224,13 +199,13 @@ class StalenessGate:
             )
         if self.capacity == 0:
             return None
-        self._join(_Live(ticket, self.version))
+        self.live.join(LiveRollout(ticket, self.version))
         self._submitted += 1
         return self.version
 
     def finish(self, rollout_id: str) -> RolloutTicket | None:
         """Note that the trainer has the rollout; return its ticket if that was not known yet, else None."""
-        live = self._live.get(rollout_id)
+        live = self.live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)
             if retired is None or retired.lost is None:
@@ -238,9 +213,7 @@ class StalenessGate:
             live = self._recall(rollout_id, retired)
         elif live.finished:
             return None
-        self._uncount(live)
-        live.finished = True
-        self._count(live)
+        self.live.finish(live)
         return live.ticket
 
     def drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
@@ -248,7 +221,7 @@ class StalenessGate:
 
         A lost rollout does not come back any more, and `reason` replaces the reason for which it was lost.
         """
-        live = self._live.get(rollout_id)
+        live = self.live.get(rollout_id)
         if live is not None:
             return self._drop(live, _Retired(reason))
         retired = self._retired.get(rollout_id)
@@ -264,7 +237,7 @@ class StalenessGate:
         Returns:
             Its ticket; None if it does not run.
         """
-        live = self._live.get(rollout_id)
+        live = self.live.get(rollout_id)
         return None if live is None or live.finished else self._drop(live, _Retired(reason, live))
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
@@ -275,7 +248,7 @@ class StalenessGate:
         """
         repeated = version <= self.trained_version
         for rollout_id in rollout_ids:
-            if self._part(rollout_id) is None and not self._undo_outcome(rollout_id, repeated):
+            if self.live.part(rollout_id) is None and not self._undo_outcome(rollout_id, repeated):
                 continue
             self._trained += 1
             self._retired.put(rollout_id, _TRAINED)
@@ -301,13 +274,11 @@ class StalenessGate:
 
         Looks at all live rollouts.
         """
-        versions = set(self._blocking_versions(step))
-        found = [live for live in self._live.values() if not live.finished and live.version in versions]
-        return [live.ticket.rollout_id for live in sorted(found, key=lambda live: live.version)]
+        return self.live.running_at(set(self._blocking_versions(step)))
 
     def admitted_at(self, rollout_id: str) -> int | None:
         """Return the version that a rollout was admitted at, if it runs or may come back; else None."""
-        live = self._live.get(rollout_id)
+        live = self.live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)
             live = None if retired is None else retired.lost
@@ -322,48 +293,16 @@ class StalenessGate:
 
     def has_ended(self, rollout_id: str) -> bool:
         """True if the rollout finished or left the count, and will not come back."""
-        live = self._live.get(rollout_id)
+        live = self.live.get(rollout_id)
         if live is not None:
             return live.finished
         retired = self._retired.get(rollout_id)
         return retired is not None and retired.lost is None
 
-    def running(self, rollout_id: str) -> RolloutTicket | None:
-        """Return the ticket of a running rollout; None for any other."""
-        live = self._live.get(rollout_id)
-        return None if live is None or live.finished else live.ticket
-
     def lost(self, rollout_id: str) -> RolloutTicket | None:
         """Return the ticket of a rollout that is lost and may come back; None for any other."""
         retired = self._retired.get(rollout_id)
         return None if retired is None or retired.lost is None else retired.lost.ticket
-
-    def is_live(self, rollout_id: str) -> bool:
-        """True if the rollout runs, or is finished and not yet trained."""
-        return rollout_id in self._live
-
-    @property
-    def owners(self) -> set[str]:
-        """Workers that have live rollouts."""
-        return set(self._live_of_owner)
-
-    def running_of(self, owner: str) -> list[str]:
-        """Return the rollouts that run on worker `owner`."""
-        return [key for key, live in self._live_of_owner.get(owner, {}).items() if not live.finished]
-
-    def prompts_of(self, owner: str) -> list[str]:
-        """Return the prompts of the rollouts that run on worker `owner`."""
-        return [live.ticket.prompt_id for live in self._live_of_owner.get(owner, {}).values() if not live.finished]
-
-    @property
-    def live_ids(self) -> list[str]:
-        """Ids of all live rollouts."""
-        return list(self._live)
-
-    def ticket(self, rollout_id: str) -> RolloutTicket | None:
-        """Return the ticket of a live rollout; None for any other."""
-        live = self._live.get(rollout_id)
-        return None if live is None else live.ticket
 
     def close(self) -> None:
         """Start no rollout from now on."""
@@ -372,9 +311,9 @@ class StalenessGate:
     def abandon(self) -> list[str]:
         """Close, and count every live rollout as abandoned at exit; return these."""
         self.close()
-        abandoned = list(self._live)
+        abandoned = list(self.live)
         for rollout_id in abandoned:
-            self._part(rollout_id)
+            self.live.part(rollout_id)
             self._abandoned += 1
             self._retired.put(rollout_id, _ABANDONED)
         return abandoned
@@ -386,7 +325,7 @@ class StalenessGate:
             trained=self._trained,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             abandoned=self._abandoned,
-            running=self._running,
+            running=self.live.running_count,
             finished_untrained=self.finished,
             version=self.version,
             trained_version=self.trained_version,
@@ -394,61 +333,30 @@ class StalenessGate:
 
     def _blocking_versions(self, step: int) -> list[int]:
         """Return the versions of admission whose running rollouts `step` has to wait for, ascending."""
-        finished = live = 0
+        count = finished = 0  # N(version) and F(version) of (H)
         blocked_to: int | None = None
-        for version in sorted(self._running_at.keys() | self._finished_at.keys()):
-            finished += self._finished_at[version]
-            live += self._finished_at[version] + self._running_at[version]
-            if live - min(finished, self.batch_size) > max(0, version + self.max_staleness - step) * self.batch_size:
+        by_version = self.live.by_version()
+        for version, now_running, now_finished in by_version:
+            finished += now_finished
+            count += now_running + now_finished
+            if count - min(finished, self.batch_size) > max(0, version + self.max_staleness - step) * self.batch_size:
                 blocked_to = version
-        return [] if blocked_to is None else sorted(version for version in self._running_at if version <= blocked_to)
+        if blocked_to is None:
+            return []
+        return [version for version, now_running, _ in by_version if now_running and version <= blocked_to]
 
-    def _join(self, live: _Live) -> None:
-        """Add a rollout to the live ones."""
-        ticket = live.ticket
-        self._live[ticket.rollout_id] = live
-        self._live_of_owner.setdefault(ticket.owner, {})[ticket.rollout_id] = live
-        self._count(live)
-
-    def _part(self, rollout_id: str) -> _Live | None:
-        """Remove a rollout from the live ones, if it is one of them."""
-        live = self._live.pop(rollout_id, None)
-        if live is None:
-            return None
-        ticket = live.ticket
-        of_owner = self._live_of_owner[ticket.owner]
-        del of_owner[rollout_id]
-        if not of_owner:
-            del self._live_of_owner[ticket.owner]
-        self._uncount(live)
-        return live
-
-    def _count(self, live: _Live) -> None:
-        """Count a live rollout in its state."""
-        self._counts_of(live)[live.version] += 1
-        self._running += not live.finished
-
-    def _uncount(self, live: _Live) -> None:
-        """Remove a live rollout from the count of its state."""
-        _take_one(self._counts_of(live), live.version)
-        self._running -= not live.finished
-
-    def _counts_of(self, live: _Live) -> Counter[int]:
-        """Return the counts, by version of admission, that a live rollout of this state belongs to."""
-        return self._finished_at if live.finished else self._running_at
-
-    def _drop(self, live: _Live, retired: _Retired) -> RolloutTicket:
-        self._part(live.ticket.rollout_id)
+    def _drop(self, live: LiveRollout, retired: _Retired) -> RolloutTicket:
+        self.live.part(live.ticket.rollout_id)
         self._dropped[retired.outcome] += 1
         self._retired.put(live.ticket.rollout_id, retired)
         return live.ticket
 
-    def _recall(self, rollout_id: str, retired: _Retired) -> _Live:
+    def _recall(self, rollout_id: str, retired: _Retired) -> LiveRollout:
         live = retired.lost
         assert live is not None
         self._retired.pop(rollout_id)
         self._dropped[retired.outcome] -= 1
-        self._join(live)
+        self.live.join(live)
         return live
 
     def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
@@ -463,10 +371,3 @@ class StalenessGate:
         else:
             self._dropped[retired.outcome] -= 1
         return True
-
-
-def _take_one(counts: Counter[_Key], key: _Key) -> None:
-    """Decrease the count of `key` by one, and remove it at zero."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

@@ -1,27 +1,16 @@
 """The run's ledger on disk: how every rollout ended (`asyncrl.comm.ended_rollouts.ledger_lines`, `docs/ledger.md`).
 
-Lines are handed to the kernel as they come, so they outlive the process. They are synced after each step, before each
-checkpoint (which names the line it belongs to) and at the end. A thread syncs the lines of a step while the next one
-begins; a checkpoint waits for that, so the disk never has a checkpoint whose history the ledger lacks. A new file
-begins once the current one has `FILE_BYTES`, always after a seal. A line that a kill cut off is removed when the next
-launch begins. Complete lines stay, even those of steps later than the checkpoint; the `begin` line says which of them
-no longer count.
-
-If the disk refuses writes for a while, they are retried (`asyncrl.comm.files.retry_write`). Data that was written but
-could not be synced is written again in the same place: after a failed sync the kernel may have dropped it, and would
-report the next sync as a success.
+Lines are written by `LedgerFiles`. A line that a kill cut off is removed when the next launch begins. Complete lines
+stay, even those of steps later than the checkpoint; the `begin` line says which of them no longer count.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,19 +34,22 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Step,
     Trained,
 )
-from asyncrl.comm.files.appended_file import AppendedFile
-from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import json_decoder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateBooks
+from asyncrl.master.books.ledger_files import (
+    FILE_BYTES,
+    LedgerFiles,
+    cut_incomplete_step,
+    cut_torn_line,
+    ledger_files,
+    lines_in,
+)
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.trainer.messages import RolloutRecord
-
-FILE_BYTES = 16 << 20
-"""About 50,000 rollouts."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -84,17 +76,12 @@ class Ledger:
         file_bytes: int = FILE_BYTES,
     ) -> None:
         self.lineage = 0
-        self._folder, self._settings, self._now, self._file_bytes = folder, settings, now, file_bytes
-        self._number = 1
+        self._folder, self._settings, self._now = folder, settings, now
+        self._files = LedgerFiles(folder, file_bytes)
         self._lines = 0
         self._unsealed = hashlib.sha256()
-        self._unwritten = bytearray()
-        self._unsynced = bytearray()
         self.recorded = Recorded()
         """The state that all lines add up to, except those that a later launch ruled out."""
-        self._file: AppendedFile | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
-        self._syncing: Future[None] | None = None
 
     @classmethod
     def of_run(cls, run_dir: Path, config: ExperimentConfig) -> Ledger:
@@ -119,7 +106,7 @@ class Ledger:
             self.recorded = Recorded()
         if version and not known:
             _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
-        self._file = AppendedFile(self._path)
+        self._files.open()
         self._seal(
             Begin(
                 lineage=self.lineage,
@@ -132,38 +119,38 @@ class Ledger:
                 seal="",
             )
         )
-        self.write()
+        self._files.sync()
 
     def go_on(self, lines: int) -> bool:
         """Continue the launch after its first `lines` lines; return True if a step is among the lines after these.
 
         Only an incomplete step is removed, as a checkpoint may name any of the lines.
         """
-        has_step = self._has_step_after(lines)
+        has_step = cut_incomplete_step(self._folder, lines)
         if not self._take_up():
             raise ValueError(
                 f"the ledger in {self._folder} is damaged; start the run again, it continues from its newest checkpoint"
             )
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
-        self._file = AppendedFile(self._path)
+        self._files.open()
         return has_step
 
     def lines_written(self) -> int:
         """Sync all lines so far to the disk; return their number."""
-        self.write()
+        self._files.sync()
         return self._lines
 
     def begin_manager(self, number: int) -> None:
         """Note that lines about rollouts come from the GserverManager with this number from here on."""
         if number != self.recorded.manager:
             self._add(Manager(number, self._at()))
-            self._hand_over()
+            self._files.hand_over()
 
     def take(self, lines: Iterable[RolloutLine]) -> None:
         """Add the manager's lines about rollouts; from now on a MasterWorker that takes over has them too."""
         for line in lines:
             self._add(line)
-        self._hand_over()
+        self._files.hand_over()
 
     def step(self, batch: TrainBatch, books: GateBooks | None) -> None:
         """Add the complete step of `batch`; `books` include it, None if the manager did not answer."""
@@ -176,63 +163,24 @@ class Ledger:
             self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward, *of_policies))
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Step(line=line, at=at, lineage=self.lineage, step=step, books=plain, seal=""))
-        self._write()
+        self._files.begin_sync()
 
     def saved(self, version: int, books: GateBooks | None) -> dict[str, Any]:
         """Note that a checkpoint of `version` is about to be written; return the ledger's part of it."""
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=plain, seal=""))
-        self.write()
+        self._files.sync()
         return {"line": self._lines, "lineage": self.lineage}
 
     def end(self, version: int, books: GateBooks) -> None:
         """Write the last line: the launch ends by itself."""
         line, at = self._lines + 1, self._at()
         self._seal(End(line=line, at=at, lineage=self.lineage, version=version, books=_plain(books), seal=""))
-        self.write()
-
-    def write(self) -> None:
-        """Sync all lines so far to the disk.
-
-        Raises:
-            OSError: it refused them for longer than writes are retried, or had refused those of an earlier step.
-        """
-        self._write()
-        self._synced()
+        self._files.sync()
 
     def close(self) -> None:
         """Write the remaining lines."""
-        if self._file is not None:
-            self.write()
-            self._file.close()
-            self._file = None
-        self._thread.shutdown()
-
-    def _write(self) -> None:
-        """Hand all lines so far to the kernel, and have them synced."""
-        self._synced()
-        self._hand_over()
-        if self._file is not None and self._unsynced:
-            data = bytes(self._unsynced)
-            self._unsynced.clear()
-            self._syncing = self._thread.submit(self._file.sync, data, self._file.size - len(data))
-
-    def _hand_over(self) -> None:
-        """Hand all lines so far to the kernel."""
-        if self._file is not None and self._unwritten:
-            self._file.write(bytes(self._unwritten))
-            self._unsynced += self._unwritten
-            self._unwritten.clear()
-
-    def _synced(self) -> None:
-        """Wait until what was written is on the disk."""
-        syncing, self._syncing = self._syncing, None
-        if syncing is not None:
-            syncing.result()
-
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"{self._number:06d}.jsonl"
+        self._files.close()
 
     def _at(self) -> float:
         return round(self._now(), 3)
@@ -241,7 +189,7 @@ class Ledger:
         encoded = _encode(line) + b"\n"
         self._lines += 1
         self._unsealed.update(encoded)
-        self._unwritten += encoded
+        self._files.append(encoded)
         self.recorded.take(line)
 
     def _seal(self, line: SealedLine) -> None:
@@ -251,29 +199,9 @@ class Ledger:
         seal = self._unsealed.hexdigest().encode()
         self._lines += 1
         self.recorded.take(line)
-        self._unwritten += open_line + seal + SEAL_END
+        self._files.append(open_line + seal + SEAL_END)
         self._unsealed = hashlib.sha256(seal)
-        if self._file is not None and self._file.size + len(self._unwritten) >= self._file_bytes:
-            self.write()
-            self._file.close()
-            self._number += 1
-            self._file = AppendedFile(self._path)
-
-    def _has_step_after(self, lines: int) -> bool:
-        """Return True if a step comes after the first `lines` lines; a step without its last line is removed."""
-        step, number = False, 0
-        for file in sorted(self._folder.glob("*.jsonl")):
-            whole = size = 0
-            with file.open("rb") as content:
-                for line in content:
-                    number, size = number + 1, size + len(line)
-                    if not line.endswith(b"\n") or line.startswith(b'{"kind":"trained"'):
-                        continue
-                    whole = size
-                    step |= number > lines and line.startswith(b'{"kind":"step"')
-            if whole != size:
-                retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
-        return step
+        self._files.next_if_full()
 
     def _take_up(self, to: int | None = None) -> bool:
         """Continue after the existing lines: repair the end, count them, hash those after the last seal, add up the
@@ -285,13 +213,11 @@ class Ledger:
         Returns:
             False if the ledger has fewer lines, or cannot be read.
         """
-        files = sorted(self._folder.glob("*.jsonl"))
-        if not files:
+        if not ledger_files(self._folder):
             return not to
-        _cut_torn_line(files[-1])
-        self._number = int(files[-1].stem)
+        cut_torn_line(self._folder)
         begins: list[tuple[int, int]] = []
-        for line in _lines_of(files):
+        for line in lines_in(self._folder):
             self._lines += 1
             if not line.endswith(SEAL_END) or b'"seal":"' not in line[-SEAL_BYTES - 12 :]:
                 self._unsealed.update(line)
@@ -301,11 +227,11 @@ class Ledger:
                 begins.append((self._lines, _after(line)))
             self._unsealed = hashlib.sha256(line[-SEAL_BYTES - len(SEAL_END) : -len(SEAL_END)])
         end = self._lines if to is None else to
-        return end <= self._lines and self._add_up(files, _surviving(begins, end))
+        return end <= self._lines and self._add_up(_surviving(begins, end))
 
-    def _add_up(self, files: Sequence[Path], ranges: Sequence[range]) -> bool:
+    def _add_up(self, ranges: Sequence[range]) -> bool:
         """Add the lines in these `ranges` of numbers to `recorded`; return False if one cannot be read."""
-        lines, number = _lines_of(files), 0
+        lines, number = lines_in(self._folder), 0
         for surviving in ranges:
             for line in islice(lines, surviving.start - 1 - number, surviving.stop - 1 - number):
                 try:
@@ -315,12 +241,6 @@ class Ledger:
                     return False
             number = surviving.stop - 1
         return True
-
-
-def _lines_of(files: Sequence[Path]) -> Iterator[bytes]:
-    for file in files:
-        with file.open("rb") as lines:
-            yield from lines
 
 
 def _after(begin: bytes) -> int:
@@ -343,15 +263,6 @@ def _surviving(begins: Sequence[tuple[int, int]], end: int) -> list[range]:
             ranges.append(range(number, end + 1))
             end = after
     return ranges[::-1]
-
-
-def _cut_torn_line(file: Path) -> None:
-    """Remove an incomplete last line, which a kill left."""
-    data = file.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole != len(data):
-        _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
-        retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
 
 
 def _opponents(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from msgspec import structs
 
@@ -123,6 +123,10 @@ class ReportState:
     def reported_books(self) -> GateBooks | None:
         """Return the books; None while a trained rollout has not been reported."""
         return None if self.due.trained else self.told.books
+
+    def saved(self, version: int) -> dict[str, Any]:
+        """Write the ledger's line of a checkpoint of `version`; return the ledger's part of the checkpoint."""
+        return self._ledger.saved(version, self.reported_books)
 
     def take_drops(self) -> list[Drop]:
         """Add the rollouts that the buffer dropped to the next report; return all drops in it."""

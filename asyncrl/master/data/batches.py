@@ -16,8 +16,8 @@ from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.score_ahead import AheadScorer
 from asyncrl.master.data.stall import StallWatch
-from asyncrl.master.guest_turns import DeviceTurns
 from asyncrl.master.offline.replay import OfflineGate
+from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.settings import OnStale
 
 _log = logging.getLogger(__name__)
@@ -36,12 +36,13 @@ async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None
 
 
 class Batches:
-    """Takes each step's batch from `buffer` once it is complete, in the user's `order` if there is one.
+    """Takes each step's batch from `buffer` once the batch is complete.
 
     Args:
-        report: reports to the manager what expired, at the version given.
-        turns: has the devices given to servers on them before it waits for rollouts.
-        ahead: scores what came, while the step waits for the rest.
+        report: reports expired rollouts to the manager, at the version given.
+        turns: gives the devices to servers on them before a step waits for rollouts.
+        order: the user's order, if there is one.
+        ahead: scores received rollouts while the step waits for the rest.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class Batches:
         stall: StallWatch,
         report: Callable[[int], Awaitable[None]],
         turns: DeviceTurns,
+        order: ConfiguredOrder,
         ahead: AheadScorer,
     ) -> None:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
-        self._stall, self._report, self._turns, self.ahead = stall, report, turns, ahead
-        self.order = ConfiguredOrder(config.buffer.order)
+        self._stall, self._report, self._turns, self._order, self._ahead = stall, report, turns, order, ahead
 
     async def next(self, version: int) -> TrainBatch:
         """Wait for the batch of the step from `version` and return it.
@@ -70,11 +71,15 @@ class Batches:
             await self._enough_rollouts(version)
             if self._on_stale == OnStale.wait:
                 await self._nothing_would_expire(version)
-            ranks = await self.order.ranks(self._buffer.live(), version)
+            ranks = await self._order.ranks(self._buffer.live(), version)
             batch = self._buffer.take(version, ranks)
             if batch is not None:
-                await self.order.trained(batch.records, version)
+                await self._order.trained(batch.records, version)
                 return batch
+
+    def pop_metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """Return the metrics of the user's order and of the scores ahead, for the step of `batch`."""
+        return self._order.metrics() | self._ahead.pop_metrics(batch)
 
     async def _enough_rollouts(self, version: int) -> None:
         while True:
@@ -87,7 +92,7 @@ class Batches:
             if missing <= 0:
                 return
             lent = await self._turns.lend(missing)
-            if await self.ahead.piece(version):
+            if await self._ahead.piece(version):
                 continue
             began, before = time.monotonic(), self._buffer.received
             more = self._collector.changed(missing)

@@ -40,6 +40,7 @@ from typing import Any
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
+from asyncrl.master.data.live_records import LiveRecords
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
@@ -90,20 +91,18 @@ class SampleBuffer:
         used: UsedPrompts | None = None,
         remembered: int | None = None,
     ) -> None:
-        self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
+        self.batch_size = batch_size
         self.used = used if used is not None else UsedPrompts()
         self.received = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
-        self._live: dict[str, RolloutRecord] = {}
-        self._live_by_age: dict[int, dict[str, RolloutRecord]] = {}  # by the version that decides when they expire
+        self._live = LiveRecords(eta, on_stale)
         self._taken: dict[str, RolloutRecord] = {}
         self._prompts: dict[str, str] = {}  # of live and taken records, with their rollouts
         self._finished: RecentIds[bool] = RecentIds(
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
         self._drops: list[Drop] = []
-        self._version = 0  # of the policy, as far as is known
 
     def __len__(self) -> int:
         """Live records."""
@@ -121,26 +120,17 @@ class SampleBuffer:
             self.received += 1
             if record.prompt_id in self._prompts or record.prompt_id in self.used:
                 self._drop(record, DropReason.duplicate_prompt)
-            elif self._expired(record, self._version):  # a next attempt, which comes with it, must not be its duplicate
-                self._drop(record, DropReason.stale)
-            else:
-                self._live[record.rollout_id] = record
+            elif self._live.add(record):
                 self._prompts[record.prompt_id] = record.rollout_id
-                if record.generated_tokens:
-                    self._live_by_age.setdefault(self._decisive(record), {})[record.rollout_id] = record
+            else:  # a next attempt, which comes with it, must not be its duplicate
+                self._drop(record, DropReason.stale)
         return copies
 
     def expire(self, version: int) -> None:
-        """Drop the live records that neither the step at `version` nor a later one may train.
-
-        The cost of a call grows with the number of dropped records, not with the number of live ones.
-        """
-        self._version = max(self._version, version)
-        while self._live_by_age and version - (oldest := min(self._live_by_age)) > self.eta:
-            for record in self._live_by_age.pop(oldest).values():
-                del self._live[record.rollout_id]
-                del self._prompts[record.prompt_id]
-                self._drop(record, DropReason.stale)
+        """Drop the live records that neither the step at `version` nor a later one may train."""
+        for record in self._live.expire(version):
+            del self._prompts[record.prompt_id]
+            self._drop(record, DropReason.stale)
 
     def drop_for_good(self, prompt_id: str) -> bool:
         """Drop a prompt for good, with its live record; return False if it is used already, or taken for a step."""
@@ -150,18 +140,17 @@ class SampleBuffer:
         self.used.add(prompt_id)
         if received is not None:
             record = self._live.pop(received)
-            self._forget_age(record)
             del self._prompts[prompt_id]
             self._drop(record, DropReason.duplicate_prompt)
         return True
 
     def live(self) -> list[RolloutRecord]:
-        """The live records."""
-        return list(self._live.values())
+        """Return the live records."""
+        return list(self._live)
 
     def untrained(self) -> list[RolloutRecord]:
         """Return the live records and those taken for a step."""
-        return [*self._live.values(), *self._taken.values()]
+        return [*self._live, *self._taken.values()]
 
     def take(self, version: int, ranks: Mapping[str, float] | None = None) -> TrainBatch | None:
         """Take the batch of the step at `version`; None while fewer than B live records are left after the expiry
@@ -175,13 +164,12 @@ class SampleBuffer:
         known = ranks or {}
 
         def turn(record: RolloutRecord) -> tuple[bool, float, tuple[int, int, str]]:
-            return not self._expired(record, version + 1), known.get(record.rollout_id, inf), _oldest_first(record)
+            return not self._live.expires(record, version + 1), known.get(record.rollout_id, inf), _oldest_first(record)
 
-        chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
+        chosen = sorted(self._live, key=turn)[: self.batch_size]
         for record in chosen:
             self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
-            self._forget_age(record)
-        return TrainBatch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))
+        return TrainBatch(version, max(0, version - self._live.eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
         """Note that the step of `batch` is complete: its prompts are used.
@@ -230,21 +218,6 @@ class SampleBuffer:
         self.used = UsedPrompts.from_json(state["used_prompts"])
         self.trained = state["trained"]
         self.dropped = Counter(state["dropped"])
-
-    def _expired(self, record: RolloutRecord, version: int) -> bool:
-        return bool(record.generated_tokens) and version - self._decisive(record) > self.eta
-
-    def _decisive(self, record: RolloutRecord) -> int:
-        """Return the version of the token whose age decides when the record expires."""
-        return record.newest_version if self.on_stale == OnStale.mask else record.oldest_version
-
-    def _forget_age(self, record: RolloutRecord) -> None:
-        """Stop tracking the record's age: it does not expire any more."""
-        if record.generated_tokens:
-            same_age = self._live_by_age[self._decisive(record)]
-            del same_age[record.rollout_id]
-            if not same_age:
-                del self._live_by_age[self._decisive(record)]
 
     def _drop(self, record: RolloutRecord, reason: str) -> None:
         self.dropped[reason] += 1

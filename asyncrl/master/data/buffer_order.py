@@ -49,6 +49,10 @@ class ConfiguredOrder:
         self._state: Any = self._new_state() if self._own else None
         self.failures = 0
 
+    def metrics(self) -> dict[str, float]:
+        """Return the number of failures so far; empty if the settings name no order."""
+        return {"rollout/order_failed": float(self.failures)} if self._path else {}
+
     async def ranks(self, records: Iterable[RolloutRecord], version: int) -> dict[str, float]:
         """Return ranks, by rollout id, of the `records` that wait for the step at `version`; empty: the buffer's own
         order.

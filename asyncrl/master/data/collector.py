@@ -41,6 +41,68 @@ REPLY_LIMIT_S = 20.0
 it: when a worker dies, its connection breaks."""
 
 
+class _Head:
+    """Calls to one head, each repeated until it is answered.
+
+    Attributes:
+        silent: True if the head has not answered for `REPLY_LIMIT_S`.
+    """
+
+    def __init__(self, client: RequestClient) -> None:
+        self.client = client
+        self.silent = False
+        self._refreshing: list[asyncio.Future[None]] = []
+        self._kick = asyncio.Event()
+
+    def refresh(self) -> asyncio.Future[None]:
+        """Have the next poll begin now; return what its answer completes."""
+        answer = asyncio.get_running_loop().create_future()
+        self._refreshing.append(answer)
+        self._kick.set()
+        return answer
+
+    def take_refreshes(self) -> list[asyncio.Future[None]]:
+        """Return the calls of `refresh` that a poll which begins now answers."""
+        self._kick.clear()
+        refreshing, self._refreshing = self._refreshing, []
+        return refreshing
+
+    async def poll(self, request: PollBuffer) -> PolledBuffer | None:
+        """Make one poll; None if `refresh` was called meanwhile. An abandoned poll loses nothing, as it is not
+        acknowledged.
+        """
+        call = self.call(request, request.timeout_s)
+        if not request.timeout_s:
+            return await call
+        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self._kick.wait())
+        try:
+            await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
+            return poll.result() if poll.done() else None
+        finally:
+            await cancel(poll, kick)
+
+    async def pace(self, awaited: asyncio.Event) -> None:
+        """Wait for a burst to gather, unless a step waits (`awaited`) or a refresh is requested."""
+        urgent = [asyncio.ensure_future(event.wait()) for event in (awaited, self._kick)]
+        try:
+            await asyncio.sleep(PACE_AWAITED_S)
+            await asyncio.wait(urgent, timeout=PACE_S - PACE_AWAITED_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(*urgent)
+
+    async def call(self, request: Request[R], hold_s: float = 0.0) -> R:
+        """Repeat the call until it is answered; a repeated call does no harm."""
+        while True:
+            try:
+                reply = await self.client.call(request, timeout_s=hold_s + REPLY_LIMIT_S)
+            except RequestTimeout as error:
+                self.silent = True
+                _log.warning("%s; asking again", error)
+            else:
+                self.silent = False
+                return reply
+
+
 class Collector:
     """Polls into `buffer`; counts the received rollouts in `generated_tokens` and `generated_samples`.
 
@@ -51,20 +113,21 @@ class Collector:
     def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
-        self.silent: set[int] = set()
-        """Heads that have not answered for `REPLY_LIMIT_S`."""
-        self._heads = heads
+        self._heads = [_Head(client) for client in heads]
         self._buffer = buffer
         self._changed = asyncio.Event()
         self._awaited = asyncio.Event()
         self._missing = 0
-        self._kicks = [asyncio.Event() for _ in heads]
-        self._refreshing: list[list[asyncio.Future[None]]] = [[] for _ in heads]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to poll."""
-        self._tasks = [asyncio.create_task(self._follow(head)) for head in range(len(self._heads))]
+        self._tasks = [asyncio.create_task(self._follow(head)) for head in self._heads]
+
+    @property
+    def silent(self) -> list[int]:
+        """Return the heads that have not answered for `REPLY_LIMIT_S`, by data index."""
+        return [index for index, head in enumerate(self._heads) if head.silent]
 
     async def close(self) -> None:
         """Stop polling."""
@@ -101,11 +164,7 @@ class Collector:
         Raises:
             Exception: what ended a worker's polls.
         """
-        answers = [asyncio.get_running_loop().create_future() for _ in self._heads]
-        for head, answer in enumerate(answers):
-            self._refreshing[head].append(answer)
-            self._kicks[head].set()
-        await self._unless_failed(asyncio.gather(*answers))
+        await self._unless_failed(asyncio.gather(*(head.refresh() for head in self._heads)))
 
     async def discard(self, records: Iterable[RolloutRecord], limit_s: float) -> None:
         """Have the workers free the tensors of `records`.
@@ -117,14 +176,13 @@ class Collector:
         for record in records:
             of_head.setdefault(record.head, []).append(record.rollout_id)
         for head, rollouts in sorted(of_head.items()):
-            await self._heads[head].call(Discard(tuple(rollouts)), timeout_s=limit_s)
+            await self._heads[head].client.call(Discard(tuple(rollouts)), timeout_s=limit_s)
 
-    async def _follow(self, head: int) -> None:
+    async def _follow(self, head: _Head) -> None:
         cursor = 0
         while True:
-            self._kicks[head].clear()
-            refreshing, self._refreshing[head] = self._refreshing[head], []
-            reply = await self._poll(self._next_poll(cursor, refresh=bool(refreshing)), head)
+            refreshing = head.take_refreshes()
+            reply = await head.poll(self._next_poll(cursor, refresh=bool(refreshing)))
             if reply is None:
                 continue
             cursor = reply.cursor
@@ -133,16 +191,7 @@ class Collector:
                 if not answer.done():
                     answer.set_result(None)
             if reply.rollouts:
-                await self._pace(head)
-
-    async def _pace(self, head: int) -> None:
-        """Wait for a burst to gather, unless a refresh is requested."""
-        urgent = [asyncio.ensure_future(event.wait()) for event in (self._awaited, self._kicks[head])]
-        try:
-            await asyncio.sleep(PACE_AWAITED_S)
-            await asyncio.wait(urgent, timeout=PACE_S - PACE_AWAITED_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel(*urgent)
+                await head.pace(self._awaited)
 
     def _next_poll(self, cursor: int, *, refresh: bool) -> PollBuffer:
         """Return the next poll: for one rollout, or for a head's share if more are missing."""
@@ -150,20 +199,6 @@ class Collector:
             return PollBuffer(cursor, 0.0)
         share = self._missing // len(self._heads) if self._awaited.is_set() else 1
         return PollBuffer(cursor, POLL_S, share, GATHER_S)
-
-    async def _poll(self, request: PollBuffer, head: int) -> PolledBuffer | None:
-        """Make one poll; None if `refresh` was called meanwhile. An abandoned poll loses nothing, as it is not
-        acknowledged.
-        """
-        call = self._call(head, request, request.timeout_s)
-        if not request.timeout_s:
-            return await call
-        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self._kicks[head].wait())
-        try:
-            await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
-            return poll.result() if poll.done() else None
-        finally:
-            await cancel(poll, kick)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
         before = self._buffer.received
@@ -173,19 +208,7 @@ class Collector:
             self.generated_samples += sum(len(record.lengths) for record in records)
             self._changed.set()
         for copy in copies:
-            await self._call(copy.head, Discard((copy.rollout_id,)))
-
-    async def _call(self, head: int, request: Request[R], hold_s: float = 0.0) -> R:
-        """Repeat the call until it is answered; a repeated call does no harm."""
-        while True:
-            try:
-                reply = await self._heads[head].call(request, timeout_s=hold_s + REPLY_LIMIT_S)
-            except RequestTimeout as error:
-                self.silent.add(head)
-                _log.warning("%s; asking again", error)
-            else:
-                self.silent.discard(head)
-                return reply
+            await self._heads[copy.head].call(Discard((copy.rollout_id,)))
 
     async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
         """Await `waiting`, or raise the error of a polling task."""

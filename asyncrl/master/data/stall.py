@@ -49,14 +49,14 @@ class StallWatch:
         collector: Collector,
         starting: Callable[[], bool],
     ) -> None:
-        self.limit_s, self._starting = limit_s, starting
-        self._clock, self._stop, self._free_since = clock, stop, free_since
+        self.limit_s, self.clock, self._starting = limit_s, clock, starting
+        self._stop, self._free_since = stop, free_since
         self._manager, self._buffer, self._collector = manager, buffer, collector
         self.progressed()
 
     def progressed(self) -> None:
         """Start the limit anew: a step is complete, is held for running rollouts, or is not possible yet."""
-        self._progress_at = self._clock()
+        self._progress_at = self.clock()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:
         """Await `waiting` for as long as the step at `version` may take; `what` describes it in the message.
@@ -67,7 +67,7 @@ class StallWatch:
         """
         task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop.wait())
         try:
-            while (left_s := self._stalls_at() - self._clock()) > 0:
+            while (left_s := self._stalls_at() - self.clock()) > 0:
                 await running_wait(task, stopping, limit_s=min(left_s, LOOK_S))
                 if self._starting():
                     self.progressed()
@@ -88,7 +88,7 @@ class StallWatch:
                 gate = await self._manager.describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
-        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
+        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in self._collector.silent)
         return (
             f"no train step for {self.limit_s:g} s (system.stall_timeout_s): step {version} waits for {what}; "
             f"{self._buffer.describe()}; {gate}{silent}"

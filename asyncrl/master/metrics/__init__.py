@@ -1,1 +1,1 @@
-"""Rows of metrics, statistics of evaluations, warnings about filters."""
+"""Rows of metrics, statistics of evaluations, win rates, warnings about filters."""

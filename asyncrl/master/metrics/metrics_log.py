@@ -8,7 +8,7 @@ that version or get it again; otherwise it counts as failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,37 @@ class _Restarts:
         return {"restarts": self._number, "time/restarts_s": self._seconds}
 
 
+class _Files:
+    """The run's files of metrics, open after a step; each row is written with the samples that earlier steps kept."""
+
+    def __init__(self, run_dir: Path, config: ExperimentConfig, version: int, first_step: int) -> None:
+        self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, config, first_step)
+        samples = config.samples
+        shown = samples.every and samples.tables
+        self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version) if shown else None
+
+    def write(self, rows: Iterable[tuple[int, Row]]) -> None:
+        """Write `rows` of steps."""
+        for step, row in rows:
+            self._metrics.write(step, row)
+        self._show_samples(self._metrics.last_step)
+
+    def close(self) -> None:
+        """Write the remaining samples."""
+        self._show_samples(self._metrics.last_step + 1)
+        self._metrics.close()
+
+    def _show_samples(self, before: int) -> None:
+        """Write tables of the samples that steps before `before` kept; files that cannot be read are logged and
+        skipped.
+        """
+        try:
+            for step, table in self._tables.new(before) if self._tables else ():
+                self._metrics.samples(step, table)
+        except (OSError, ValueError) as error:
+            _log.warning("kept samples could not be shown: %s", error)
+
+
 class MetricsLog:
     """Rows of metrics of one run.
 
@@ -82,9 +113,8 @@ class MetricsLog:
         self._buffer = buffer
         self._rows = RowQueue()
         self._written: dict[int, Row] = {}  # when it was opened
-        self._metrics: MetricsWriter | None = None
+        self._files: _Files | None = None
         self._restarts: _Restarts | None = None
-        self._tables: SampleTables | None = None
         self._started_at = 0.0
         self._totals = _Totals(0.0)
 
@@ -104,10 +134,8 @@ class MetricsLog:
         `idle_s` is the time so far in which the gate let no rollout run.
         """
         first_step = version + 1 if version else 0
-        self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
+        self._files = _Files(run_dir, self._config, version, first_step)
         self._restarts = _Restarts(JsonlTail(run_dir / RESTARTS_FILE))
-        if (samples := self._config.samples).every and samples.tables:
-            self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
         stale = self._buffer.dropped[DropReason.stale]
         self._totals = _Totals(now, stale=stale, dropped=dropped, idle_s=idle_s)
@@ -201,22 +229,9 @@ class MetricsLog:
 
     def close(self) -> None:
         """Write the remaining rows."""
-        if self._metrics is not None:
-            self._show_samples(self._metrics, self._metrics.last_step + 1)
-            self._metrics.close()
+        if self._files is not None:
+            self._files.close()
 
     def _write_ready(self) -> None:
-        if self._metrics is not None:
-            for step, row in self._rows.pop_ready():
-                self._metrics.write(step, row)
-            self._show_samples(self._metrics, self._metrics.last_step)
-
-    def _show_samples(self, metrics: MetricsWriter, before: int) -> None:
-        """Write tables of the samples that steps before `before` kept; files that cannot be read are logged and
-        skipped.
-        """
-        try:
-            for step, table in self._tables.new(before) if self._tables else ():
-                metrics.samples(step, table)
-        except (OSError, ValueError) as error:
-            _log.warning("kept samples could not be shown: %s", error)
+        if self._files is not None:
+            self._files.write(self._rows.pop_ready())

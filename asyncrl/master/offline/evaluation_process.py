@@ -20,7 +20,7 @@ VERSION = 0
 
 class EvaluationMaster(AsyncWorker):
     """Writes a line into `metrics.jsonl` for each set, as it ends: `set`, its metrics, and `left_out`, the rows that
-    were not answered; or `set` and `failed`, the reason why there are none.
+    were not answered; or `set` and `failed`, the reason why it has no metrics.
     """
 
     async def main(self) -> None:

@@ -1,1 +1,1 @@
-"""Connections to ranks, workers and name resolution, and the announcement of versions."""
+"""Connections to ranks, workers and name resolution, announcement of versions, turns on shared devices."""

@@ -24,13 +24,15 @@ Deaths, and where the run continues (`beginning.find`):
 both safe: **no process outside the trainer sees a step before its state is complete.** So a successor knows at least as
 much as the others. Reports that were sent already are sent again; receivers recognise them by id or version.
 
+    run_state             the master's part of every state
     memory_checkpointer   the state after each step: begun, completed, loaded; what may be reported
     recorded              the state that the ledger's lines add up to
     step_end              the end of a step
     beginning             the beginning of a MasterWorker, up to its next step
+    run_end               the end of the run: the last checkpoint, books and summary
     checkpoints           the run's checkpoints on disk
 
-`asyncrl.runtime.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and removes,
-`asyncrl.trainer.rank.host_folders` decides which state ranks on several hosts load, and
+`asyncrl.runtime.trials.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and
+removes. `asyncrl.trainer.rank.host_folders` decides which state ranks on several hosts load, and
 `asyncrl.trainer.trajectories.inbox_store` keeps trajectories.
 """

@@ -148,50 +148,50 @@ class Beginning:
         parts = self._parts
         announced = parts.peers.board.announced_version()
         checkpoints = checkpoint_root(parts.run_dir)
-        standing = await find(parts.ranks, parts.steps, checkpoints, announced, parts.state())
-        parts.restore(standing.state)
+        standing = await find(parts.ranks, parts.steps, checkpoints, announced, parts.run.state())
+        parts.run.restore(standing.state)
         parts.steps.found(standing.version, standing.last.measured_seq if standing.last else 0)
-        parts.checkpoints.saved = parts.progress if standing.saved else None
-        parts.checkpoints.make_up(standing.version)
+        parts.checkpoints.resume(saved=standing.saved)
         parts.announcer.announced = standing.announced
-        _log.info("beginning at version %d with %d prompts used", standing.version, len(parts.buffer.used))
+        _log.info("beginning at version %d with %d prompts used", standing.version, len(parts.run.buffer.used))
         return standing
 
     async def continue_metrics(self, standing: RecoveredState) -> None:
         """2. Ask the manager for its status, and continue the metrics."""
-        parts, dropped = self._parts, self._parts.reported.told.books.dropped
+        parts, reported = self._parts, self._parts.reports.state
+        dropped = reported.told.books.dropped
         await parts.reports.look()
-        idle_s = parts.reported.told.status.idle_s
+        idle_s = reported.told.status.idle_s
         state = standing.state["metrics_log"]
         parts.metrics_log.open(
             parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
         )
-        write_books(parts.run_dir, standing.version, parts.reported.told.books)
+        write_books(parts.run_dir, standing.version, reported.told.books)
 
     def continue_ledger(self, standing: RecoveredState) -> bool:
         """3. Continue the ledger; return True if it has the last step."""
         parts, board = self._parts, self._parts.peers.board
         if standing.last is None and not board.ledger_has_begun():
-            parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reported.told.books)
+            parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reports.state.told.books)
             board.ledger_begun(parts.ledger.lineage)
             return True
         has_step = parts.ledger.go_on(0 if standing.last is None else standing.last.ledger_line)
-        parts.reported.continue_after(parts.ledger.recorded)
+        parts.reports.state.continue_after(parts.ledger.recorded)
         return has_step
 
     def take_up_last_step(self, standing: RecoveredState) -> None:
         """4. Take over open reports, and write the last step's row of metrics."""
         if (step := standing.last) is not None:
             parts = self._parts
-            parts.reported.take_up(step.trained, step.measured_seq)
-            status = parts.reported.told.status
+            parts.reports.state.take_up(step.trained, step.measured_seq)
+            status = parts.reports.state.told.status
             parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", standing.version)
 
     async def publish(self, standing: RecoveredState) -> str:
         """5. Remove later weights, and publish the current ones; return their folder."""
         parts = self._parts
-        in_use = {*parts.reported.told.status.versions_in_use, standing.announced}
+        in_use = {*parts.reports.state.told.status.versions_in_use, standing.announced}
         if standing.last is None:
             await parts.publishing.forget_others(standing.version)
         return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
@@ -205,7 +205,7 @@ class Beginning:
         """7. Poll the ranks, and report to a new manager, which opens its gate."""
         parts = self._parts
         parts.collector.start()
-        parts.reports.follow(parts.peers.board.manager_process, lambda: parts.version)
+        parts.reports.follow(parts.peers.board.manager_process, lambda: parts.run.version)
         parts.turns.begin()
         parts.stall.progressed()
         self._ready()
@@ -228,4 +228,4 @@ class Beginning:
             await parts.reports.report(standing.version)
         finally:
             if standing.last is not None and not written:
-                parts.ledger.step(standing.last.batch, parts.reported.reported_books)
+                parts.ledger.step(standing.last.batch, parts.reports.state.reported_books)

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from asyncrl.config.run_dir import versions_in
 from asyncrl.master.books.run_files import checkpoint_root
@@ -18,30 +17,58 @@ from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
+from asyncrl.master.recovery.run_state import Progress, RunState
 from asyncrl.models.weights.checkpoints.folder import which_to_keep
 from asyncrl.observe import observer
-from asyncrl.trainer.messages import (
-    CommitCheckpoint,
-    FinishShare,
-    SaveCheckpoint,
-)
+from asyncrl.trainer.messages import CommitCheckpoint, FinishShare, SaveCheckpoint
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
 
 
-class Progress(NamedTuple):
-    """Progress of the run that a checkpoint holds."""
+class CheckpointSchedule:
+    """Decides when a checkpoint is due: every `interval` steps, and `interval_minutes` after the previous one began.
 
-    version: int
-    used_prompts: int
-    """Number of used prompts."""
+    Args:
+        clock: monotonic time in s.
+    """
+
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock, self._begun_s = clock, clock()  # a process that begins counts from then
+        self._asked, self._due = -1, False
+        self._owed = False  # a checkpoint was due when a master before this one died
+
+    def make_up(self, version: int, newest: int) -> None:
+        """Continue at `version` after the checkpoint of `newest`; an overdue one is written after the next step."""
+        interval = self._config.interval
+        self._owed = bool(interval) and newest < version - version % interval
+
+    def is_due(self, version: int) -> bool:
+        """True if a checkpoint is due after the step that made `version`; repeated calls give the same answer."""
+        if version != self._asked:
+            interval, minutes = self._config.interval, self._config.interval_minutes
+            by_time = bool(minutes) and self.seconds() >= 60 * minutes
+            self._asked, self._due = version, by_time or (bool(interval) and (version % interval == 0 or self._owed))
+        return self._due
+
+    def begun(self) -> None:
+        """Count from now on: a checkpoint begins."""
+        self._begun_s, self._owed = self._clock(), False
+
+    def seconds(self) -> float:
+        """Return the seconds since the newest checkpoint began."""
+        return self._clock() - self._begun_s
 
 
 class Checkpoints:
     """Writes the run's checkpoints, one after the other.
 
     Args:
+        run: the state to write.
         check: raises if a rank that would be waited for is gone.
-        clock: monotonic time in s.
+
+    Attributes:
+        saved: progress of the newest checkpoint that is complete on disk.
+        schedule: decides when a checkpoint is due.
     """
 
     def __init__(
@@ -49,44 +76,39 @@ class Checkpoints:
         keeping: CheckpointConfig,
         run_dir: Path,
         ranks: RankClients,
+        run: RunState,
         evaluations: Evaluations,
         check: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved: Progress | None = None
-        """Progress of the newest checkpoint that is complete on disk."""
+        self.schedule = CheckpointSchedule(keeping, clock)
         self._figures: Row = {}
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
-        self._ranks, self._evaluations, self._check = ranks, evaluations, check
+        self._ranks, self._run, self._evaluations, self._check = ranks, run, evaluations, check
         self._under_way: asyncio.Task[None] | None = None
-        self._asked, self._due = -1, False
-        self._clock, self._begun_s = clock, clock()  # a process that begins counts from then
-        self._owed = False  # a checkpoint was due when a master before this one died
 
-    def make_up(self, version: int) -> None:
-        """Continue at `version` without a checkpoint of it; one that is overdue is written after the next step."""
-        interval = self._keeping.interval
-        self._owed = bool(interval) and self.newest() < version - version % interval
+    def resume(self, *, saved: bool) -> None:
+        """Continue at the run's version; `saved`: the newest checkpoint has exactly the run's state."""
+        self.saved = self._run.progress if saved else None
+        self.schedule.make_up(self._run.version, max(versions_in(self._root), default=0))
 
-    def is_due(self, version: int) -> bool:
-        """True if a checkpoint is due after the step that made `version`; repeated calls give the same answer."""
-        if version != self._asked:
-            interval, minutes = self._keeping.interval, self._keeping.interval_minutes
-            by_time = bool(minutes) and self._clock() - self._begun_s >= 60 * minutes
-            self._asked, self._due = version, by_time or (bool(interval) and (version % interval == 0 or self._owed))
-        return self._due
+    @property
+    def unsaved(self) -> bool:
+        """True if anything was trained or dropped for good since the last checkpoint."""
+        return self.saved != self._run.progress
 
-    async def begin(self, progress: Progress, state: dict[str, Any]) -> None:
-        """Begin a checkpoint of `progress`, with the master's `state`, once the previous one is complete.
+    async def begin(self) -> None:
+        """Begin a checkpoint of the run's state, once the previous one is complete.
 
         When this returns, the ranks have copied their state, and the next step may change it.
         """
         await self.finish()
+        progress, state = self._run.progress, self._run.checkpoint()
         path = str(self._root / f"v{progress.version}")
         self._check()  # there may be little time
-        self._begun_s = self._clock()
+        self.schedule.begun()
         await self._ranks.all(SaveCheckpoint(path, progress.version, state, master=self._ranks.master))
-        self._owed = False
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:
@@ -108,10 +130,6 @@ class Checkpoints:
         figures, self._figures = self._figures, {}
         return figures
 
-    def newest(self) -> int:
-        """Return the version of the newest checkpoint on disk, 0 if there is none."""
-        return max(versions_in(self._root), default=0)
-
     def close(self) -> None:
         """Cancel a checkpoint in progress."""
         if self._under_way is not None:
@@ -125,7 +143,7 @@ class Checkpoints:
         await self._ranks.publisher(CommitCheckpoint(path, files, self._keeping.keep, protected))
         observer.span("checkpoint", began, time.time(), version=progress.version)
         self._figures = {
-            "checkpoint/seconds": self._clock() - self._begun_s,
+            "checkpoint/seconds": self.schedule.seconds(),
             "checkpoint/bytes": sum(entry.bytes for entry in files.values()),
         }
         self.saved = progress

@@ -1,4 +1,4 @@
-"""The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.memory_checkpoint`).
+"""The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.trials.memory_checkpoint`).
 
 The ranks copy their state, so the next step may change it, and each writes its files while weights are published. Once
 all have written, the state becomes visible at once. Only then may other processes see the step.
@@ -18,8 +18,8 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.models.weights.versions.manifest import FileEntry
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     CommitCheckpoint,
@@ -101,7 +101,7 @@ class MemoryCheckpointer:
         await self._complete(version)
 
     async def load(self, announced: int) -> dict[str, Any] | None:
-        """Have the ranks restore the kept state; return the master's part, None if there is none.
+        """Have the ranks restore the kept state; return the master's part; None without a kept state.
 
         Args:
             announced: the version that others know.

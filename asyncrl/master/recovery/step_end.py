@@ -1,7 +1,7 @@
 """Actions of the MasterWorker once a step is complete, from the trainer outwards.
 
-1. Win rates of opponents are counted. The ranks copy the state, with the pending reports (`StepState`), and begin to
-   write it. The ledger lines that it includes are synced first.
+1. The ranks copy the state, with the pending reports (`StepState`), and begin to write it. The ledger lines that it
+   includes are synced first.
 2. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
 3. The state is complete. From here on others may see the step, and a successor begins after it.
 4. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
@@ -26,6 +26,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.memory_checkpointer import StepState
+from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import or_stop
 
@@ -74,18 +75,17 @@ class StepEnd:
     async def begin_keeping(self, step: CompleteStep) -> None:
         """1. Have the ranks copy the state, and begin to write it."""
         parts = self._parts
-        parts.reported.trained(step.batch)
-        parts.win_rates.trained(step.version, step.batch.records)
         if parts.steps.on:
-            due, measured = parts.reported.due.trained, parts.reported.told.measured
+            due, measured = parts.reports.state.due.trained, parts.reports.state.told.measured
             kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())
-            await parts.steps.begin(step.version, parts.state(), kept)
+            await parts.steps.begin(step.version, parts.run.state(), kept)
 
     async def publish(self, step: CompleteStep) -> None:
         """2. Have the ranks publish the weights."""
         parts = self._parts
+        in_use, to_disk = parts.reports.state.told.status.versions_in_use, self._wants_folder(step.version)
         with observer.doing(f"publishes version {step.version}", "publish", step=step.version):
-            step.path = await parts.publish(to_disk=parts.complete or parts.wants_folder)
+            step.path = await parts.publishing.publish(step.version, in_use, to_disk=to_disk)
         step.lap("publish")
 
     async def finish_keeping(self, step: CompleteStep) -> None:
@@ -106,14 +106,23 @@ class StepEnd:
 
     def write_down(self, step: CompleteStep) -> None:
         """6. Record the step."""
-        parts, told = self._parts, self._parts.reported.told
+        parts, told = self._parts, self._parts.reports.state.told
         measured = step.measured | parts.checkpoints.figures()
         parts.metrics_log.step(step.version, step.batch, measured, told.status, perf_counter())
-        parts.ledger.step(step.batch, parts.reported.reported_books)
+        parts.ledger.step(step.batch, parts.reports.state.reported_books)
         write_books(parts.run_dir, step.version, told.books)
         parts.stall.progressed()
 
     async def save(self, step: CompleteStep) -> None:
         """7. Begin a checkpoint if one is due."""
-        if self._parts.checkpoints.is_due(step.version):
-            await self._parts.save()
+        if self._parts.checkpoints.schedule.is_due(step.version):
+            await self._parts.checkpoints.begin()
+
+    def _wants_folder(self, version: int) -> bool:
+        """Return True if servers read the weights of `version` from disk, or a user may.
+
+        Each checkpoint comes with weights, and so does the end of the run.
+        """
+        parts = self._parts
+        needs_folders = weight_transport(parts.config.manager.weight_transport).needs_folders
+        return parts.run.complete or needs_folders or parts.checkpoints.schedule.is_due(version)

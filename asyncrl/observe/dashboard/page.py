@@ -40,7 +40,7 @@ def html(runs: Sequence[dict[str, Any]] | None) -> str:
 
 
 def content_policy(scripts: Sequence[str]) -> str:
-    """A policy by which the page runs these scripts alone, and reaches nobody but its own server."""
+    """Content security policy: the page runs only these scripts and connects only to its own server."""
     sums = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in scripts)
     return (
         f"default-src 'none'; script-src {sums}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "

@@ -21,7 +21,7 @@ from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.spans import Timeline
 
 ROWS_EXPLAINED = 100
-"""So many of the newest rows are looked at for metrics to explain."""
+"""Number of newest rows that are searched for metrics to explain."""
 MOST_POINTS = 600
 """Points of a curve, and columns of the heat map."""
 TIMELINE_STEPS = 40

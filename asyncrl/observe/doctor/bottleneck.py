@@ -38,8 +38,8 @@ ADVICE_OF_CALL = {
 def bottlenecks(m: Measured) -> Iterator[Finding]:
     """The findings of all rules that hold, the one whose relief gains most first.
 
-    Those whose gain nobody can tell, such as of a host that is too slow, come before: they are causes outside the run.
-    More servers cost money, so a setting that gains nearly as much comes before them.
+    Those whose gain is unknown, such as a host that is too slow, come before: they are causes outside the run. More
+    servers cost money, so a setting that gains nearly as much comes before them.
     """
     found = [finding for rule in RULES if (finding := rule(m)) is not None]
     costs = {"slow-generation": DEVICES_COST, "shared-devices": DEVICES_COST}

@@ -1,4 +1,4 @@
-"""Everything that the doctor says of a run."""
+"""Everything that the doctor reports about a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.observe.doctor.standing import standing, without_processors
 from asyncrl.observe.history import History
 
 TOLD = 0.01
-"""Share of the time below which a part is not told."""
+"""Share of the time below which a part is not shown."""
 PARTS = {
     "switch": "switching",
     "train": "training",

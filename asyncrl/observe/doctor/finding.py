@@ -1,4 +1,4 @@
-"""A finding of the doctor, and how it is told."""
+"""A finding of the doctor, and its text."""
 
 from __future__ import annotations
 

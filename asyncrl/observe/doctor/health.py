@@ -17,7 +17,7 @@ MANY_FAILED = 0.1
 MANY_STALE = 0.1
 NEARLY_ALL = 0.9
 COLLAPSED = 0.1
-"""An entropy is said to have collapsed if it fell below this share of the first steps'."""
+"""An entropy counts as collapsed if it fell below this share of the first steps'."""
 LOW_ENTROPY = 0.02
 """Nats a token below which little is left to explore."""
 FEW_EFFECTIVE = 0.1
@@ -25,7 +25,7 @@ FEWEST_LINES = 30
 """Lines of a process, about a minute, before its memory is judged."""
 SOON_S = 6 * 3600.0
 CLOCK_S = 0.1
-"""Seconds by which a clock may be off before it is told."""
+"""Seconds by which a clock may be off before it is reported."""
 
 
 def problems(history: History, measured: Measured | None) -> Iterator[Finding]:

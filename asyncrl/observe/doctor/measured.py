@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from statistics import median
 
@@ -22,7 +22,7 @@ from asyncrl.observe.history import History, Process, Rollout
 from asyncrl.observe.history.history import Row
 
 WINDOW_STEPS = 50
-"""The newest steps that are looked at."""
+"""Number of newest steps that are measured."""
 LITTLE_WAITING = 0.15
 """A trainer that waits less than this share of the time sets the pace itself."""
 FEWEST_STEPS = 3
@@ -32,7 +32,7 @@ FEWEST_LOADS = 8
 GUESSED = 2.5
 """A batch that is full to one part in so many is taken for a server at its limit."""
 LEAST_SPREAD = 0.2
-"""Difference of the logarithms of the number of running samples below which it says nothing."""
+"""Difference of the logarithms of the number of running samples below which saturation is unknown."""
 CALLS = {
     "generate_s": "generation",
     "reward_s": "reward",
@@ -48,7 +48,7 @@ CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over a window of steps. Times are seconds per step unless said otherwise.
+    """Means over a window of steps. Times are in seconds per step unless stated otherwise.
 
     Attributes:
         parts: of a step: waiting for a batch, training, publishing and so on.
@@ -92,7 +92,11 @@ class Measured:
     stale: float
     takes_turns: bool
     policy_servers: tuple[ServerLoad, ...] = ()
-    missing: tuple[str, ...] = field(default=())
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of measurements that the run's files lack, for people."""
+        return () if self.servers else ("generation servers (no lines of them in observed/)",)
 
     @property
     def wait_s(self) -> float:
@@ -220,7 +224,6 @@ def measure(history: History) -> Measured | None:
         stale=dropped.get(DropReason.stale, 0) / max(1, admitted),
         takes_turns=str(history.setting("generation.guests", NO_GUESTS)) in (ALL_GUESTS, str(len(servers) or None)),
         policy_servers=policy_servers,
-        missing=() if servers else ("generation servers (no lines of them in observed/)",),
     )
 
 
@@ -280,7 +283,7 @@ def _evaluating(history: History, servers: tuple[ServerLoad, ...], begin: float,
 
 
 def _loads(history: History, begin: float, end: float) -> list[tuple[float, float, float]]:
-    """Time, running samples and tokens a second of the servers, as each line tells them."""
+    """Return time, running samples and tokens per second from each line of the servers."""
     return [
         (line["at"], line["running"], line["tokens_per_s"])
         for process in history.processes.values()
@@ -321,8 +324,3 @@ def _latest_loop(workers: list[Process], begin: float, end: float) -> Process:
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0
-
-
-def typical(values: Iterable[float]) -> float:
-    """The median of values."""
-    return median(values)

@@ -7,9 +7,10 @@ are compared with each other only.
 from __future__ import annotations
 
 import math
+from statistics import median
 
 from asyncrl.observe.doctor.finding import Finding
-from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured, typical
+from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured
 from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
 from asyncrl.observe.doctor.servers import Fleet, ServerLoad
 from asyncrl.observe.observer import RESTS, SERVES
@@ -49,7 +50,7 @@ def _slowest(m: Measured, fleet: Fleet) -> Finding | None:
     if len(known) < 2:
         return None
     slowest = min(known, key=lambda name: known[name])
-    others = typical(rate for name, rate in known.items() if name != slowest)
+    others = median(rate for name, rate in known.items() if name != slowest)
     if known[slowest] > 0.5 * others:
         return None
     return bottleneck(

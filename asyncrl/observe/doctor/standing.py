@@ -1,4 +1,4 @@
-"""Rules on a run that makes no step: which process does what, since when, and who is to be looked at."""
+"""Rules on a run that makes no step: which process does what, since when, and which one to look at."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class History:
         """Take in what is new."""
         try:
             self._take_rows(self._metrics.read())
-        except ReadAgain:  # a launch cuts off the steps that it trains anew
+        except ReadAgain:  # a launch cuts off the steps that it trains again
             self.rows.clear()
             self._take_rows(self._metrics.read())
         self.ledger.refresh()
@@ -115,7 +115,7 @@ class History:
 
     @property
     def rollouts(self) -> dict[str, Rollout]:
-        """Rollouts under way and of the newest steps, by id."""
+        """Running rollouts and those of the newest steps, by id."""
         return self.ledger.rollouts
 
     @property
@@ -146,7 +146,7 @@ class History:
                 step = int(row["step"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            if step <= next(reversed(self.rows), -1):  # trained anew after a launch went back
+            if step <= next(reversed(self.rows), -1):  # trained again after a launch went back
                 self.rows = {number: known for number, known in self.rows.items() if number < step}
             self.rows[step] = row
 

@@ -40,8 +40,8 @@ ABANDONED = "abandoned"
 class Rollout:
     """A rollout according to the ledger; times are seconds since 1970, None if the ledger does not have them (yet).
 
-    `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it is under way. `versions` counts its
-    generated tokens by policy version.
+    `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it runs. `versions` counts its generated
+    tokens by policy version.
     """
 
     id: str
@@ -214,7 +214,7 @@ class LedgerHistory:
         """Take in what is new."""
         try:
             self._read()
-        except ReadAgain:  # a MasterWorker that goes on cuts off a step that is not whole
+        except ReadAgain:  # a MasterWorker that resumes cuts off a step that is not complete
             self._clear()
             self._read()
 

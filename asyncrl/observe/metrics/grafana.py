@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from asyncrl.observe.metrics.glossary import METRICS, OBSERVED, Figure, Metric
+from asyncrl.observe.metrics.glossary import METRICS, Metric
+from asyncrl.observe.metrics.observed_figures import OBSERVED, Figure
 from asyncrl.observe.metrics.prometheus import metric_name
 
 BOARD: dict[str, dict[str, tuple[str, ...]]] = {

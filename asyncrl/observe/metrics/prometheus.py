@@ -20,7 +20,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from asyncrl.observe.history import History
-from asyncrl.observe.metrics.glossary import NO_FIGURES, Figure, Metric, find_figure, match
+from asyncrl.observe.metrics.glossary import Metric, match
+from asyncrl.observe.metrics.observed_figures import NO_FIGURES, Figure, find_figure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NOW_AND_THEN = ("eval/", "checkpoint/")

@@ -15,10 +15,10 @@ from asyncrl.plugins.datasets.templates.picture_parts import observed
 class MatchAgent(Agent):
     """Plays one game of an environment whose `info` names the `player` in turn, such as `PettingZooEnv`.
 
-    Each player has a conversation of its own, which begins with the prompt and has that player's observations and
-    actions only. Its moves are compared with those of the same player in the group's other games. A move has the
-    rewards that its player gets until its next move. Metrics: `moves`, `return/<player>`, and `won/<policy>` for each
-    other policy, 1 if the run's own policy got more in the game than that policy, 0.5 for a draw.
+    Each player has its own conversation, which begins with the prompt and has only that player's observations and
+    actions. Its moves are compared with those of the same player in the group's other games. A move has the rewards
+    that its player gets until its next move. Metrics: `moves`, `return/<player>`, and `won/<policy>` for each other
+    policy, 1 if the run's own policy got more in the game than that policy, 0.5 for a draw.
 
     Args:
         tokenizer: the run's tokenizer.

@@ -1,4 +1,4 @@
-"""The default agent: one question, `group_size` answers, each scored by an environment of its own."""
+"""The default agent: one question, `group_size` answers, each scored by its own environment."""
 
 from __future__ import annotations
 

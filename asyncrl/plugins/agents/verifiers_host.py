@@ -1,4 +1,4 @@
-"""Runs environments of the `verifiers` package; a program of its own, in the environment where that is installed.
+"""Runs environments of the `verifiers` package; a separate program, in the environment where that package is installed.
 
 `asyncrl.plugins.agents.verifiers_env` starts it and speaks to it in lines of JSON, requests on standard input, replies
 on standard output; what environments print goes to standard error. It ends with its standard input. It imports
@@ -108,7 +108,7 @@ class Classic:
 class V1:
     """Environments of verifiers 0.4: a taskset by its module, with the config of its environment.
 
-    The requests of each agent's run have a header `X-Session-ID` with the id of its trace, which tells them apart.
+    The requests of each agent's run carry a header `X-Session-ID` with the id of its trace, which tells them apart.
     """
 
     def __init__(self, env: str, args: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class V1:
         config = {**args, "taskset": {**args.get("taskset", {}), "id": env}}
         fields = env_config_type(env, config.get("id", "")).model_fields
         self._agents = [name for name, field in fields.items() if isinstance(field.default, AgentConfig)]
-        for name in self._agents:  # they run on this machine unless it is said otherwise
+        for name in self._agents:  # they run on this machine unless a setting names another place
             config[name] = {"runtime": {"type": "subprocess"}, **config.get(name, {})}
         self._env = load_environment(resolve_env_config(config))
         self._tasks = list(self._env.taskset)

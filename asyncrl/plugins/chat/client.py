@@ -25,6 +25,7 @@ from asyncrl.api import (
     ToolSchema,
 )
 from asyncrl.api.picture import PictureError, PlacedPicture
+from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import check_group, role_of
 from asyncrl.plugins.chat.answer_context import Context, find_context, with_reasoning
 from asyncrl.plugins.chat.conversation import Turn
@@ -35,7 +36,6 @@ from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.chat.turn_recorder import TurnRecorder, bytes_of_ids
-from asyncrl.plugins.datasets.queue.order import seed_from
 from asyncrl.plugins.datasets.templates.chat_template import ChatError
 from asyncrl.plugins.datasets.templates.picture_parts import with_content
 
@@ -61,15 +61,38 @@ class ChatPolicy:
     """Those of them that are trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OtherPolicy:
-    """Client of another policy, `name`, for an episode."""
+class _Requests:
+    """Names and random seeds of an episode's requests. No two requests of the episode have the same.
 
-    policy: GenerationClient
-    name: str
+    Args:
+        prompt: the episode's prompt.
+    """
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        return await self.policy.generate(replace(request, policy=self.name))
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._numbers = itertools.count()
+        self._asked: Counter[bytes] = Counter()
+
+    def name(self) -> str:
+        """Return the name of the next request."""
+        return f"{self._prompt.prompt_id}/{self._prompt.member}/{next(self._numbers)}"
+
+    def seed(self, ids: Sequence[int], pictures: Sequence[PlacedPicture], own: int | None) -> int:
+        """Return the seed of the next answer to a conversation.
+
+        It depends on the prompt's seed, the group member, the caller's seed, the conversation, and the number of
+        earlier requests with the same conversation. It does not depend on concurrent requests, so runs are
+        reproducible.
+
+        Args:
+            ids: the conversation's token ids.
+            pictures: its pictures.
+            own: seed that the caller gave, or the prompt's.
+        """
+        digest = hashlib.blake2b(bytes_of_ids(ids, pictures), digest_size=8).digest()
+        again = self._asked[digest]
+        self._asked[digest] += 1
+        return seed_from("chat", self._prompt.sampling.seed or 0, own or 0, self._prompt.member, digest.hex(), again)
 
 
 class EpisodeClient:
@@ -77,36 +100,27 @@ class EpisodeClient:
 
     Args:
         policy: generates answers as token ids.
-        prompt: the episode's prompt; its sampling parameters are the default.
-        member: number of the group's member, from 0.
+        prompt: the prompt of the group's member; its sampling parameters are the default.
         chat: converts messages to token ids; without a chat template None, and only `generate` works.
         rules: limits and settings of conversations.
     """
 
     def __init__(
-        self,
-        policy: GenerationClient,
-        prompt: Prompt,
-        member: int,
-        chat: ChatFormat | None,
-        rules: ChatPolicy | None = None,
+        self, policy: GenerationClient, prompt: Prompt, chat: ChatFormat | None, rules: ChatPolicy | None = None
     ) -> None:
-        self._policy, self._prompt, self._member, self._format = policy, prompt, member, chat
-        self._run = policy
+        self._policy, self._prompt, self._format = policy, prompt, chat
         self._rules = rules or ChatPolicy()
-        self._recorder = TurnRecorder()
-        self._calls = itertools.count()
-        self._asked: Counter[bytes] = Counter()
-        self._told: set[tuple[Turn | None, int]] = set()
-        self._counts: defaultdict[str, float] = defaultdict(float)
-        self._answered_at: dict[Turn, float] = {}
-        self._group = ""
-        self._conversations: dict[str, Self] = {}
-        """The episode's clients by comparison group; all clients of the episode share this table."""
+        self._requests = _Requests(prompt)
+        self._clients: dict[tuple[str, str], Self] = {}
+        """The episode's other clients, by policy and comparison group; all clients of the episode share this table."""
         self._name = ""
         """The policy's name; empty: the run's own."""
-        self._others: dict[str, Self] = {}
-        """The episode's clients of other policies, by name; shared too."""
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._start("")
+
+    def _start(self, group: str) -> None:
+        """Begin the records of this client, whose samples are in comparison group `group`."""
+        self._group, self._recorder = group, TurnRecorder()
 
     def policy(self, name: str) -> Self:
         """See `asyncrl.api.ChatClient`.
@@ -117,13 +131,12 @@ class EpisodeClient:
         if name not in self._rules.policies:
             named = ", ".join(self._rules.policies) or "none"
             raise ValueError(f"policy {name!r} is not one of the setting `policies`, which has {named}")
-        if name not in self._others:
+        if (name, "") not in self._clients:
             made = copy.copy(self)
             made._start(name if name in self._rules.trained else "")
-            made._policy, made._name, made._conversations = _OtherPolicy(self._run, name), name, {}
-            made._counts, made._answered_at = defaultdict(float), {}
-            self._others[name] = made
-        return self._others[name]
+            made._name, made._counts = name, defaultdict(float)
+            self._clients[name, ""] = made
+        return self._clients[name, ""]
 
     def conversation(self, group: str) -> Self:
         """See `asyncrl.api.ChatClient`. Counts and random streams are the episode's.
@@ -139,16 +152,12 @@ class EpisodeClient:
                 f"conversation(group={group!r}): {role_of(group)!r} is a trained policy, whose samples come from "
                 f"client.policy({role_of(group)!r}); give the group of this policy another name"
             )
-        if group not in self._conversations:
+        if (self._name, group) not in self._clients:
             made = copy.copy(self)
             made._start(f"{self._name}/{group}" if self._name in self._rules.trained else group)
             check_group(made._group)
-            self._conversations[group] = made
-        return self._conversations[group]
-
-    def _start(self, group: str) -> None:
-        """Make this copy of the episode's client that of `group`, with records of its own."""
-        self._group, self._recorder, self._told = group, TurnRecorder(), set()
+            self._clients[self._name, group] = made
+        return self._clients[self._name, group]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -190,7 +199,8 @@ class EpisodeClient:
             raise TypeError(f"client.generate takes a GenerationRequest, not a {type(request).__name__}")
         if request.policy and request.policy != self._name:
             return await self.policy(request.policy).generate(request)
-        if request.score_from is not None:  # it says nothing
+        request = replace(request, policy=self._name)
+        if request.score_from is not None:  # nothing is generated, so nothing is recorded
             return await self._policy.generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
         parent = self._recorder.find_ids(request.input_ids, request.pictures)
@@ -238,11 +248,11 @@ class EpisodeClient:
         state = self._begun(context.parent, context.before, len(ids))
         if state.ended:
             return empty_reply(ids)
-        seed = self._seed(ids, context.pictures, wanted.seed)
+        seed = self._requests.seed(ids, context.pictures, wanted.seed)
         stops = tuple(dict.fromkeys((*wanted.stop_token_ids, *chat.stop_token_ids)))
         drawn = _within(replace(wanted, seed=seed, stop_token_ids=stops), state)
-        name = f"{self._prompt.prompt_id}/{self._member}/{next(self._calls)}"
-        result = await self._policy.generate(GenerationRequest(name, ids, n, drawn, context.pictures))
+        request = GenerationRequest(self._requests.name(), ids, n, drawn, context.pictures, self._name)
+        result = await self._policy.generate(request)
         self._counts["calls"] += 1
         self._counts["extended" if context.parent else "branches"] += 1
         offered = tools if tool_choice == "auto" else ()
@@ -252,13 +262,13 @@ class EpisodeClient:
         ]
         for reply in (first, *others):
             after = state.answered(_finish_of(reply), len(reply.completion.token_ids))
-            given = context.given
+            given, now = context.given, time.monotonic()
             turn = Turn(
-                context.parent, tuple(given.ids), reply.completion, context.messages, reply, after, given.pictures
+                *(context.parent, tuple(given.ids), reply.completion, context.messages, reply, after, given.pictures),
+                answered_at=now,
             )
             self._recorder.add(turn, tools)
             self._counts["malformed_calls"] += reply.malformed_calls
-            self._answered_at[turn] = time.monotonic()
         return replace(first, alternatives=tuple(others))
 
     def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
@@ -293,12 +303,13 @@ class EpisodeClient:
             own = [replace(sample, group=self._group) for sample in own]
         if self._group != self._name:  # it is one conversation
             return own
-        return own + [sample for client in self._conversations.values() for sample in client.samples(reward)]
+        others = [client for (policy, group), client in self._clients.items() if policy == self._name and group]
+        return own + [sample for client in others for sample in client.samples(reward)]
 
     def all_samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
-        others = [sample for client in self._others.values() for sample in client.samples(reward)]
-        return self.samples(reward) + others
+        others = [client for (policy, group), client in self._clients.items() if policy and not group]
+        return self.samples(reward) + [sample for client in others for sample in client.samples(reward)]
 
     def _chat(self) -> ChatFormat:
         if self._format is None:
@@ -342,7 +353,7 @@ class EpisodeClient:
         """
         state = before.request if before else ChatRequest(self._rules.limits)
         if before is not None and state.phase is Phase.calling_tools:
-            seconds = time.monotonic() - self._answered_at[before]
+            seconds = time.monotonic() - before.answered_at
             self._counts["tool_s"] += seconds
             state = state.tools_returned(seconds)
         if parent is None and before is not None:
@@ -350,27 +361,11 @@ class EpisodeClient:
         if not state.ended:
             state = state.begin(tokens)
         if state.ended:
-            key = (before, tokens)
-            if key in self._told:
+            if not self._recorder.cut_off(before, tokens):
                 raise ConversationEnded(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
-            self._told.add(key)
             self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
-            if before is not None:
-                self._recorder.cut_off(before)
             _log.info("prompt %s: a conversation of %d tokens ends at %s", self._prompt.prompt_id, tokens, state.over)
         return state
-
-    def _seed(self, ids: Sequence[int], pictures: Sequence[PlacedPicture], own: int | None) -> int:
-        """Derive the random seed of the next answer from the prompt's seed, the caller's seed `own`, the group member,
-        the conversation's token ids and pictures and the number of earlier requests with the same. It does not depend
-        on concurrent requests, so runs are reproducible.
-
-        `own` is the seed that the caller gave, or the prompt's.
-        """
-        digest = hashlib.blake2b(bytes_of_ids(ids, pictures), digest_size=8).digest()
-        again = self._asked[digest]
-        self._asked[digest] += 1
-        return seed_from("chat", self._prompt.sampling.seed or 0, own or 0, self._member, digest.hex(), again)
 
 
 def _read(message: Message) -> Message:

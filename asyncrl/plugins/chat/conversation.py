@@ -41,6 +41,8 @@ class Turn:
     reply: ChatReply | None = None
     request: ChatRequest = field(default_factory=ChatRequest)
     given_pictures: tuple[PlacedPicture, ...] = ()
+    answered_at: float = 0.0
+    """Time of the answer, of `time.monotonic`; 0 if the request was in token ids."""
 
     @property
     def path(self) -> list[Turn]:

@@ -1,8 +1,7 @@
 """Drift check: compares an extended conversation with rendering and tokenising its messages again.
 
-Extending by ids is correct: these are the tokens that the policy sampled and saw. The comparison shows how far a
-program that renders the messages again (a server behind an OpenAI API, an evaluation of the trained model) deviates
-from them.
+Extending by ids is correct: these are the tokens that the policy sampled and saw. Other programs render the messages
+again: a server behind an OpenAI API, or an evaluation of the trained model. The comparison shows how far they deviate.
 """
 
 from __future__ import annotations

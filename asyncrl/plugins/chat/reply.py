@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, ToolCall, ToolSchema
+from asyncrl.api.seeds import seed_from
 from asyncrl.plugins.chat.stop_strings import before_stop, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.queue.order import seed_from
 
 
 def reply_of(

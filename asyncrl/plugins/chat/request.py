@@ -30,9 +30,9 @@ class Phase(StrEnum):
     calling_tools = auto()
     """Its answer called tools; their results are awaited."""
     completed = auto()
-    """It ended, as `finish` says."""
+    """It ended; `finish` has the reason."""
     failed = auto()
-    """It cannot go on, as `over` says."""
+    """It cannot continue; `over` has the reason."""
 
 
 class Finish(StrEnum):

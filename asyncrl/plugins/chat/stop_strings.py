@@ -51,7 +51,7 @@ def kept_tokens(token_ids: Sequence[int], strings: Sequence[str], decode: Decode
 def completed_by_last(token_ids: Sequence[int], strings: Sequence[str], decode: Decode) -> str | None:
     """Return the stop string that the last of `token_ids` completes; None if it completes none.
 
-    A token is at least one byte, so a string that ends with the last token begins at most as many tokens before as it
+    A token is at least one byte. So a string that ends with the last token begins at most as many tokens before as it
     has bytes. A few more tokens are decoded in case a character is cut at the window's start.
     """
     if not strings:

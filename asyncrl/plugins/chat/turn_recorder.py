@@ -25,7 +25,7 @@ class TurnRecorder:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self._cut_off: set[Turn] = set()
+        self._cut_off: set[tuple[Turn | None, int]] = set()
         self._by_messages: dict[bytes, Turn] = {}
         self._by_ids: dict[int, dict[bytes, Turn]] = {}
 
@@ -70,17 +70,27 @@ class TurnRecorder:
             for key in [key for key, other in found.items() if other is turn]:
                 del found[key]
 
-    def cut_off(self, turn: Turn) -> None:
-        """Record that a limit left no room for an answer after `turn`, so that a branch that ends with it is
-        truncated.
+    def cut_off(self, turn: Turn | None, tokens: int) -> bool:
+        """Record that a limit left no room for an answer. A branch that ends with `turn` is then truncated.
+
+        Args:
+            turn: the turn that the answer would have followed; None at the beginning of a conversation.
+            tokens: number of the conversation's tokens.
+
+        Returns:
+            False if that was recorded before.
         """
-        self._cut_off.add(turn)
+        if (turn, tokens) in self._cut_off:
+            return False
+        self._cut_off.add((turn, tokens))
+        return True
 
     def samples(self, reward: float) -> list[Sample]:
         """Return a sample for every branch that ends in sampled tokens."""
         taken: set[Turn] = set()
+        cut_off = {turn for turn, _ in self._cut_off}
         sampled = [path for path in branches(self.turns) if path[-1].completion.token_ids]
-        return [sample_of(path, taken, reward, cut_off=path[-1] in self._cut_off) for path in sampled]
+        return [sample_of(path, taken, reward, cut_off=path[-1] in cut_off) for path in sampled]
 
 
 def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes]]:

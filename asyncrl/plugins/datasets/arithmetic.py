@@ -6,8 +6,8 @@
 Rows are computed, not stored: row `index` of a split depends on (seed, split, index) alone, so that every process sees
 the same dataset without a file. The split of a *problem* depends on nothing but its numbers: a hash of them, in
 ascending order, assigns one problem in `HELD_OUT_SHARE` to the held-out split, and a row is drawn again until it falls
-in its own. Two orders of one sum are therefore always on the same side, under every seed, and no held-out problem can
-occur in training, neither in the base model's nor in RL.
+in its own. So two orders of one sum are always on the same side, under every seed. No held-out problem can occur in
+training, neither of the base model nor in RL.
 
 Demonstrations with `forget_carry` above 0 are careless: a base model trained on them knows the right and the wrong way,
 so that RL has something to select.
@@ -33,7 +33,7 @@ def split_of(numbers: Sequence[int]) -> Split:
 
 
 def add_without_carry(left: int, right: int) -> int:
-    """Add as a pupil who forgets every carry; the last column's sum is written in full."""
+    """Add without carries, a common error of pupils; the last column's sum is written in full."""
     total, place = 0, 1
     while left >= 10 or right >= 10:
         total += (left % 10 + right % 10) % 10 * place

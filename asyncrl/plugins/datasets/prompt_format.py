@@ -260,7 +260,7 @@ def make_prompt(
     sampling: SamplingParams,
     run_seed: int,
 ) -> Prompt:
-    """The prompt at `ref`, tokenised, with a sampling seed of its own and the tokenizer's end token as stop token.
+    """The prompt at `ref`, tokenised, with its own sampling seed and the tokenizer's end token as stop token.
 
     Raises:
         KeyError: the dataset's row has no `prompt`.

@@ -295,8 +295,8 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
 
 
 def _is_whole(file: Path, described: Mapping[str, Any]) -> bool:
-    """True if the `tokenizer.json` at `file` has every added token of `tokenizer_config.json`, and the folder brings no
-    tokenizer code of its own.
+    """True if the `tokenizer.json` at `file` has every added token of `tokenizer_config.json`, and the folder has no
+    tokenizer code.
     """
     if not file.is_file() or "auto_map" in described:
         return False

@@ -29,7 +29,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class VectorGames:
-    """The games of one group. For one event loop.
+    """The games of one group, stepped together once every member that still plays has chosen. For one event loop.
 
     Args:
         call: calls the environment's functions off the event loop.
@@ -49,17 +49,11 @@ class VectorGames:
         actions: Sequence[str] = (),
         invalid_reward: float = 0.0,
     ) -> None:
-        self._call, self._size, self._id = call, size, id
-        self._kwargs: dict[str, Any] = {"vectorization_mode": "sync", **(kwargs or {})}
-        if self._kwargs["vectorization_mode"] == "async":
-            own = self._kwargs.get("vector_kwargs") or {}
-            self._kwargs["vector_kwargs"] = {"shared_memory": False, "context": "forkserver", **own}
+        self._call, self._size, self.invalid_reward = call, size, invalid_reward
+        self._games = TextVector(size, id, kwargs, GameText(observe, act, actions))
         self._broken = False
-        self._text, self.invalid_reward = GameText(observe, act, actions), invalid_reward
-        self._vector: Any = None
         self._playing = set(range(size))
         self._said: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
-        self._last: dict[int, Any] = {}
         self._members = 0
 
     def member(self) -> Environment:
@@ -73,7 +67,7 @@ class VectorGames:
 
     async def reset(self, member: int, seed: int | None) -> tuple[Content, Mapping[str, Any]]:
         """Begin the member's game once all members have called this."""
-        if self._vector is not None:
+        if self._games.has_begun:
             raise RuntimeError("a game in a vector is played once: reset is called again")
         return await self._together(member, seed)  # type: ignore[no-any-return]
 
@@ -82,11 +76,10 @@ class VectorGames:
         if member not in self._playing:
             raise RuntimeError("the game has ended")
         try:
-            action = self._text.action(said, _Single(self._vector))
+            action = self._games.action(said)
         except ValueError as error:
             await self.leave(member)
             return "", self.invalid_reward, True, False, {"invalid_action": str(error)}
-        self._last[member] = action
         result: StepResult = await self._together(member, action)
         if result[2] or result[3]:
             await self.leave(member)
@@ -99,8 +92,8 @@ class VectorGames:
         self._playing.discard(member)
         if self._playing:
             await self._advance()
-        elif self._vector is not None:
-            await self._call(self._end)
+        elif self._games.has_begun:
+            await self._call(self._games.end, self._broken)
 
     async def _together(self, member: int, what: Any) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -115,16 +108,16 @@ class VectorGames:
         said, self._said = self._said, {}
         given = {member: what for member, (what, _) in said.items()}
         try:
-            results = await self._call(self._begin if self._vector is None else self._step, given)
+            results = await self._call(self._games.step if self._games.has_begun else self._games.begin, given)
         except BaseException as error:
             self._broken = True
             cancelled = not isinstance(error, Exception)  # the member that steps for all of them
-            reason = RuntimeError("another game of the vector was given up in its step") if cancelled else error
+            reason = RuntimeError("another game of the vector was cancelled in its step") if cancelled else error
             for _, future in said.values():
                 if not future.done():
                     future.set_exception(reason)
                     if cancelled:
-                        future.exception()  # who was cancelled does not look at it
+                        future.exception()  # the cancelled member does not read it
             if cancelled:
                 raise
             return
@@ -132,7 +125,47 @@ class VectorGames:
             if not future.done():
                 future.set_result(results[member])
 
-    def _begin(self, seeds: Mapping[int, int | None]) -> list[tuple[Content, dict[str, Any]]]:
+
+class TextVector:
+    """Games of one `gymnasium.vector` environment, with observations and actions as texts. Its calls block.
+
+    Args:
+        size: number of games.
+        id: name of the environment.
+        kwargs: those of `gymnasium.make_vec`.
+        text: converts observations and actions.
+    """
+
+    def __init__(self, size: int, id: str, kwargs: Mapping[str, Any] | None, text: GameText) -> None:
+        self._size, self._id, self._text = size, id, text
+        self._kwargs: dict[str, Any] = {"vectorization_mode": "sync", **(kwargs or {})}
+        if self._kwargs["vectorization_mode"] == "async":
+            own = self._kwargs.get("vector_kwargs") or {}
+            self._kwargs["vector_kwargs"] = {"shared_memory": False, "context": "forkserver", **own}
+        self._vector: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the games were made."""
+        return self._vector is not None
+
+    def action(self, said: Any) -> Any:
+        """Convert the policy's text to an action of one game.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        return self._text.action(said, _Single(self._vector))
+
+    def begin(self, seeds: Mapping[int, int | None]) -> list[tuple[Content, dict[str, Any]]]:
+        """Make the games and begin them. Return the first observation and infos of each.
+
+        Args:
+            seeds: by number of the game.
+
+        Raises:
+            ValueError: the games cannot be played so; the message names the setting.
+        """
         vector: Any = gymnasium.make_vec(self._id, num_envs=self._size, **self._kwargs)
         if vector.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
             raise ValueError(
@@ -156,9 +189,14 @@ class VectorGames:
         observations, infos = vector.reset(seed=own)
         return [(text, _own(infos, member)) for member, text in enumerate(self._words(observations))]
 
-    def _step(self, given: Mapping[int, Any]) -> list[StepResult]:
+    def step(self, given: Mapping[int, Any]) -> list[StepResult]:
+        """Step all games once.
+
+        Args:
+            given: by number of the game, the action; games that have ended have none.
+        """
         vector, space = self._vector, self._vector.single_action_space
-        idle = next(iter(given.values()))  # for games that have ended: what they do is looked at by nobody
+        idle = next(iter(given.values()))  # for games that have ended: nothing reads their results
         actions = [given.get(member, idle) for member in range(self._size)]
         room: Any = create_empty_array(space, self._size)
         joined = concatenate(space, actions, room)
@@ -168,9 +206,14 @@ class VectorGames:
             for member, text in enumerate(self._words(observations))
         ]
 
-    def _end(self) -> None:
+    def end(self, broken: bool) -> None:
+        """Close the games.
+
+        Args:
+            broken: a step failed, so their processes may be gone or hang, and are killed.
+        """
         vector = self._vector
-        if self._broken and isinstance(vector, AsyncVectorEnv):  # its own end would wait for those that are gone
+        if broken and isinstance(vector, AsyncVectorEnv):  # its own end would wait for those that are gone
             for process in vector.processes:
                 process.kill()
             for process in vector.processes:

@@ -27,7 +27,7 @@ class PettingZooEnv(Environment):
     """One game. Observations and actions are those of the player whose turn it is, `info["player"]`.
 
     `info["players"]` of `reset` has all players. `info["rewards"]` of `step` has the reward of each player for this
-    step; the step's own reward is that of the player who moved. An answer that is not an action ends the game with
+    step; the step's own reward is that of the player that moved. An answer that is not an action ends the game with
     `invalid_reward` for that player, and `info["invalid_action"]` has the reason. `MatchAgent` plays such games.
 
     Args:
@@ -81,7 +81,7 @@ class PettingZooEnv(Environment):
         rewards = {name: float(reward) for name, reward in self._env.rewards.items()}
         is_cut_off = any(self._env.truncations.values())
         while self._env.agents and self._is_out(self._env.agent_selection):
-            self._env.step(None)  # as PettingZoo asks of a player who is out of the game
+            self._env.step(None)  # as PettingZoo requires of a player that is out of the game
         is_over = not self._env.agents
         info = {"rewards": rewards} | ({} if is_over else {"player": self._env.agent_selection})
         seen = "" if is_over else self._seen()

@@ -60,7 +60,7 @@ def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
         yield f"{group}.path={error}"
         return
     positional = 0  # a class: its constructor takes none
-    if taken is not None:  # the name of a function's first parameter tells what it scores
+    if taken is not None:  # the name of a function's first parameter shows what it scores
         plain = [arg.arg for arg in (*taken.posonlyargs, *taken.args)]
         for whose, names in _FORMS_ELSEWHERE.items():
             if names & {*plain, *(arg.arg for arg in taken.kwonlyargs)}:

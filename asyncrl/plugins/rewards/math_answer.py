@@ -215,8 +215,8 @@ class _OutOfTimeError(BaseException):
 def _at_most(seconds: float) -> Iterator[None]:
     """Raise `_OutOfTimeError` in a block that takes more CPU time. A wall-clock limit would fail on a busy machine.
 
-    It is raised again for as long as the block goes on: Python drops what is raised in a `__del__` or in a callback of
-    the garbage collector.
+    It is raised again until the block ends: Python drops what is raised in a `__del__` or in a callback of the garbage
+    collector.
     """
 
     def stop(number: int, frame: object) -> None:

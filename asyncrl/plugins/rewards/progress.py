@@ -15,8 +15,8 @@ failure does not decide the reward of the others.
 
 siiRL uses the successes and failures of a batch. In an asynchronous run no batch exists yet when rewards are computed.
 So `References` keeps the newest episodes of each task. It is a pure state machine: it holds the newest `keep` successes
-and failures of a task, by version, within `max_staleness` versions of the newest episode, independent of their order of
-arrival. A reward is a function of this content and the episode. An episode is never compared with one of a newer
+and failures of a task, by version, within `max_staleness` versions of the newest episode. Their order of arrival does
+not matter. A reward is a function of this content and the episode. An episode is never compared with one of a newer
 version. Without a success of its task there is no reward.
 
 Shapes: N episodes, E successes, C centres, D numbers of an embedding.

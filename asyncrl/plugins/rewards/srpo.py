@@ -11,6 +11,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,52 @@ class _Played:
     frames: list[Picture]
     task: Any
     embedding: tuple[float, ...]
+
+
+class ClipEncoder:
+    """Embeds clips with a user's encoder, which is loaded at the first one; equal clips are embedded once.
+
+    Args:
+        path: import path of the encoder, a function or a class.
+        args: arguments of the class.
+    """
+
+    def __init__(self, path: str, args: Mapping[str, Any]) -> None:
+        self._path, self._args = path, dict(args)
+        self._encoder: Encoder | None = None
+        self._cached: OrderedDict[str, NDArray[np.float64]] = OrderedDict()
+
+    def embedded(self, clips: Sequence[tuple[str, Clip]]) -> list[tuple[str, NDArray[np.float64]]]:
+        """Return the key and the embedding `[D]` of each clip.
+
+        Args:
+            clips: each with the key of its content.
+
+        Raises:
+            ValueError: the encoder did not return finite numbers, `[N, D]` for N clips.
+        """
+        lacking = {key: clip for key, clip in clips if key not in self._cached}
+        if lacking:
+            for key, embedding in zip(lacking, self._encode(list(lacking.values())), strict=True):
+                self._cached[key] = embedding
+        for key, _ in clips:
+            self._cached.move_to_end(key)
+        found = [(key, self._cached[key]) for key, _ in clips]
+        while len(self._cached) > CACHED:
+            self._cached.popitem(last=False)
+        return found
+
+    def _encode(self, clips: Sequence[Clip]) -> Floats:
+        if self._encoder is None:
+            named: Any = load_plugin(self._path)
+            made: Encoder = named(**self._args) if isinstance(named, type) else named
+            self._encoder = made
+        vectors = np.asarray(self._encoder(clips), np.float64)
+        if vectors.ndim != 2 or len(vectors) != len(clips) or not np.isfinite(vectors).all():
+            raise ValueError(
+                f"encoder {self._path} made {vectors.shape} of {len(clips)} clips: it has to give finite numbers [N, D]"
+            )
+        return vectors
 
 
 @run_in("process")
@@ -100,13 +147,11 @@ class SRPOReward:
             raise ValueError(f"frames is {frames}: give at least 1")
         if preset not in PRESETS:
             raise ValueError(f"preset is {preset!r}: choose {' or '.join(PRESETS)}")
-        self._path, self._args = encoder, dict(encoder_args or {})
-        self._encoder: Encoder | None = None
+        self._encoder = None if encoder == SERVER else ClipEncoder(encoder, encoder_args or {})
         self._frames, self._end, self._task = frames, end, task
-        self._settings = replace(PRESETS[preset], **(settings or {}))
-        self._keep, self._max_staleness = keep, max_staleness
+        own = replace(PRESETS[preset], **(settings or {}))
+        self._new_references = partial(References, own, keep=keep, max_staleness=max_staleness)
         self._references = self._new_references()
-        self._cached: OrderedDict[str, NDArray[np.float64]] = OrderedDict()
 
     def __call__(self, group: Sequence[Episode]) -> list[dict[str, float]]:
         """Return the reward of each of the group's samples, the same for all samples of an episode, with its parts.
@@ -137,9 +182,6 @@ class SRPOReward:
                     rewards[sample] = given
         return rewards
 
-    def _new_references(self) -> References:
-        return References(self._settings, keep=self._keep, max_staleness=self._max_staleness)
-
     def _episodes(self, group: Sequence[Episode]) -> list[_Played]:
         by_number: dict[int, list[int]] = {}
         for position, sample in enumerate(group):
@@ -168,32 +210,11 @@ class SRPOReward:
         )
 
     def _embedded(self, played: Sequence[_Played]) -> list[tuple[str, NDArray[np.float64]]]:
-        """Return the key and the embedding of each episode's clip; equal clips are embedded once."""
+        """Return the key and the embedding of each episode's clip."""
         clips = [each.frames for each in played]
         keys = [hashlib.sha256("".join(frame.sha256 for frame in clip).encode()).hexdigest() for clip in clips]
-        if self._path == SERVER:
+        if self._encoder is None:
             if not all(each.embedding for each in played):
                 raise ValueError("encoder is 'server', and an episode has no embedding: set rollout.encoder.servers")
             return [(key, np.array(each.embedding)) for key, each in zip(keys, played, strict=True)]
-        lacking = {key: clip for key, clip in zip(keys, clips, strict=True) if key not in self._cached}
-        if lacking:
-            for key, embedding in zip(lacking, self._encode(list(lacking.values())), strict=True):
-                self._cached[key] = embedding
-        for key in keys:
-            self._cached.move_to_end(key)
-        found = [(key, self._cached[key]) for key in keys]
-        while len(self._cached) > CACHED:
-            self._cached.popitem(last=False)
-        return found
-
-    def _encode(self, clips: Sequence[Clip]) -> Floats:
-        if self._encoder is None:
-            named: Any = load_plugin(self._path)
-            made: Encoder = named(**self._args) if isinstance(named, type) else named
-            self._encoder = made
-        vectors = np.asarray(self._encoder(clips), np.float64)
-        if vectors.ndim != 2 or len(vectors) != len(clips) or not np.isfinite(vectors).all():
-            raise ValueError(
-                f"encoder {self._path} made {vectors.shape} of {len(clips)} clips: it has to give finite numbers [N, D]"
-            )
-        return vectors
+        return self._encoder.embedded(list(zip(keys, clips, strict=True)))

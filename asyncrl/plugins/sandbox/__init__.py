@@ -1,6 +1,6 @@
 """Run untrusted programs without access to anything else; see `sandbox`."""
 
 from asyncrl.plugins.sandbox.sandbox import Ended, Limits, Sandbox
-from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
+from asyncrl.plugins.sandbox.users import SandboxUnavailable
 
 __all__ = ["Ended", "Limits", "Sandbox", "SandboxUnavailable"]

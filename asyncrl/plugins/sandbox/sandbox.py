@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import IO
 
 from asyncrl.plugins.sandbox.system_calls import refusing_filter
-from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
-from asyncrl.plugins.sandbox.users import lent_user
+from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
 
 _CHUNK = 1 << 16
 _FIND_PACKAGES = """

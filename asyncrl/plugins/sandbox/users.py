@@ -2,8 +2,8 @@
 
 The kernel counts processes, pipes and much else per user. So two programs of one user would take from each other's
 limits, and a correct one could fail. Each program gets a user id that no other program on this machine has. A lock on
-one byte of a file marks the id as taken. The sandbox's outermost process holds the lock too, so it lasts as long as the
-program, even if the process that started the program is killed; then the kernel releases it.
+one byte of a file marks the id as taken. The sandbox's outermost process holds the lock too. So the lock lasts as long
+as the program, even if the process that started the program is killed; then the kernel releases it.
 
 Containers of one machine have separate lock files. There ids are drawn from 268 million, so they differ by chance.
 """
@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
-
 _LOCKS: Final = Path("/run/asyncrl-sandbox-users")
 """Folder of locks, since boot; writable by root alone."""
 _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
@@ -29,6 +27,10 @@ _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
 _IN_A_CONTAINER: Final = range(20_000, 60_000)
 """Ids to use in a container that has 65,536 ids."""
 _TRIES: Final = 1000
+
+
+class SandboxUnavailable(RuntimeError):
+    """This machine cannot make a sandbox; the message names what is missing."""
 
 
 class User(NamedTuple):

@@ -1,4 +1,4 @@
-"""Python programs that the model writes, each run in a sandbox of its own (`asyncrl.plugins.sandbox`)."""
+"""Python programs that the model writes, each run in its own sandbox (`asyncrl.plugins.sandbox`)."""
 
 from __future__ import annotations
 

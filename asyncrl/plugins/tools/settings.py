@@ -28,7 +28,7 @@ class ToolConfig(PluginConfig):
 
 @dataclass
 class McpServerConfig:
-    """One MCP server, shared by the samples of a RolloutWorker; every worker has a connection of its own."""
+    """One MCP server, shared by the samples of a RolloutWorker; every worker has its own connection."""
 
     name: str = setting("", "how messages name it")
     command: str = setting(

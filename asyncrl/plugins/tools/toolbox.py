@@ -210,7 +210,7 @@ class Toolbox:
 class ToolSession:
     """One sample's use of the tools. An asynchronous context manager: at its end every tool that was used is released.
 
-    Calls may be under way at the same time.
+    Calls may run at the same time.
     """
 
     def __init__(self, toolbox: Toolbox, arguments: Mapping[str, RowArguments], instance_id: str) -> None:

@@ -3,8 +3,8 @@
 How it works
 ------------
 `RolloutClient.generate` keeps one `PartialAnswer` per sample and repeats *rounds* until every one is complete. A round
-asks the manager for a server and sends all incomplete answers there in one HTTP call, each as the prompt plus the
-exact token ids it has so far. The result is appended, with the version and log-probability of every token:
+asks the manager for a server and sends all incomplete answers there in one HTTP call. Each is sent as the prompt plus
+the exact token ids that it has so far. The result is appended, with the version and log-probability of every token:
 
 - `stop`: the sample is complete.
 - `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over, and the next round
@@ -14,8 +14,8 @@ exact token ids it has so far. The result is appended, with the version and log-
 
 An answer may take any time, but a server must not be silent. A round that takes half of `request_timeout_s` is aborted
 (`server_calls.py`): nothing is lost, and the next round continues at the same server. So a short answer is one call,
-and a long one costs a prefill of uncached tokens now and then. In case only the abort was lost (a proxy may not know
-it), the next round asks for half as many tokens, and later rounds ask for more again.
+and a long one costs a prefill of uncached tokens now and then. The abort itself may be lost, if a proxy does not know
+it. So the next round asks for half as many tokens, and later rounds ask for more again.
 
 Stop strings are searched here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`). So they
 may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
@@ -24,7 +24,7 @@ off.
 
 SGLang serves common prefixes from its cache, but computes them once for every sample of a batch that finds the cache
 empty: for a new prompt, and for all after a weight update. So if the common prefix is long, a round first sends it as a
-request for one token, and then the samples (`FORK_SAVES`).
+request for one token, and then the samples (`servers.py`).
 
 An answer's random stream is `derive_seed(seed, i)` from the first token to the last. A later round skips the numbers
 already used (`seed_offset`). So with unchanged weights an interrupted answer equals the uninterrupted one.
@@ -47,43 +47,27 @@ import itertools
 import logging
 import math
 import uuid
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from msgspec import structs
 
-from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
-from asyncrl.api.picture import PictureError, check_spans
+from asyncrl.api.generation import GenerationRequest, GenerationResult
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.waits.backoff import Backoff
-from asyncrl.inference.client import (
-    GenerateItem,
-    GenerationServerClient,
-    MalformedReply,
-    PictureSender,
-    RoutingWanted,
-    check_tokens,
-    derive_seed,
-    wire_rid,
-)
+from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, wire_rid
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
-from asyncrl.models.routers import RoutingShape
-from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.rollout.generation.partial_answers import PartialAnswer, Work
 from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
+from asyncrl.rollout.generation.servers import GenerationServers, ServerCapabilities
 
 SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""
 STOP_CHUNK = 64
 """Tokens of a round in which only the client searches for stop strings: the most that is generated in vain."""
-FORK_SAVES = 1024
-"""Repeated prefill tokens from which on the common prefix is sent as a separate request first. That request costs
-another turn of the server's scheduler: 8 samples of 60 tokens take as long either way, of 200 or 1000 tokens a third or
-two thirds of the time (SGLang on a CPU, a model of 4 layers of width 256)."""
 _BACKOFF = Backoff(0.1, 5.0)
 
 _log = logging.getLogger(__name__)
@@ -98,65 +82,44 @@ class RolloutClient:
 
     Args:
         manager: chooses the servers.
+        can: what the servers can do; None: answer plain requests.
         security: token and certificate of the servers; None if the run has no secret.
         max_concurrent: limit on requests in flight.
         request_timeout_s: longest silence of a server, and limit of one HTTP call to it; an answer may take longer.
         new_tokens_per_chunk: tokens to request per round; 0 for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
-        vocab_size: vocabulary of the model; a token beyond it would crash an SGLang server. None skips the check.
-        decode: converts token ids to text with special tokens, for stop strings.
-        servers_stop: True if the servers have tokenizers, and so search for stop strings themselves.
-        frozen: policies on servers that somebody else runs: their answers are of version 0, and whether such a server
-            searches for stop strings is not known.
-        servers_cache: True if servers cache prefixes for later requests, but compute a common prefix within one batch
-            once per request.
-        routing: shape of the routers' choices if rollouts must record them; evaluations never do.
-        pictures: True if the servers take pictures.
-        inline_pictures: see `PictureSender`.
     """
 
     def __init__(
         self,
         manager: ManagerClient,
+        can: ServerCapabilities | None = None,
         *,
         security: HttpSecurity | None,
         max_concurrent: int,
         request_timeout_s: float,
         new_tokens_per_chunk: int = 0,
         max_failures: int = 8,
-        vocab_size: int | None = None,
-        decode: Decode | None = None,
-        servers_stop: bool = False,
-        frozen: Collection[str] = (),
-        servers_cache: bool = False,
-        routing: RoutingShape | None = None,
-        pictures: bool = False,
-        inline_pictures: bool = False,
     ) -> None:
         self._manager = manager
-        self._http = JsonHttp(security)
-        self._sender = PictureSender(self._http, inline=inline_pictures)
+        http, calls = JsonHttp(security), ServerCalls(manager, request_timeout_s)
+        self._servers = GenerationServers(can or ServerCapabilities(), http, calls, request_timeout_s)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk
         self._max_failures = max_failures
-        self._vocab_size = vocab_size
-        self._decode, self._servers_stop, self._frozen = decode, servers_stop, frozenset(frozen)
-        self._servers_cache = servers_cache
-        self._routing, self._takes_pictures = routing, pictures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._calls = ServerCalls(manager, request_timeout_s)
 
     async def __aenter__(self) -> Self:
-        self._calls.start()
+        self._servers.calls.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish the pending aborts and reports, then close the connections."""
-        await self._calls.close()
-        await self._http.close()
+        await self._servers.calls.close()
+        await self._servers.http.close()
 
     async def generate(
         self,
@@ -179,19 +142,16 @@ class RolloutClient:
         Raises:
             GenerationFailed: the request was refused, or failed too often.
             ManagerGone: the manager does not answer.
-            UnknownToken: the prompt contains a token outside the vocabulary.
-            PictureError: it has pictures, and the servers take none.
-            ValueError: a stop string is not valid, there is no tokenizer to find it with, `score_from` is outside of
-                the tokens, or a server of somebody else is asked with `allowed_token_ids`.
+            ValueError: the servers cannot answer such a request (`ServerCapabilities.check`).
         """
-        self._check(request)
+        self._servers.can.check(request)
         if request.score_from is not None:
             request = replace(request, n=1, sampling=replace(request.sampling, max_new_tokens=1, stop=()))
         seed = request.sampling.seed
         partials = [PartialAnswer(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         most = self._chunk or request.sampling.max_new_tokens
-        if request.sampling.stop and not self._server_stops(request):
+        if request.sampling.stop and not self._servers.can.find_stops_of(request):
             most = min(most, STOP_CHUNK)
         work = Work(own_id, request, rollout_id, min_version, partials, most, most)
         async with self._slots:
@@ -206,25 +166,6 @@ class RolloutClient:
         if request.policy:
             answers = (replace(answer, policy=request.policy) for answer in answers)
         return GenerationResult(request.request_id, tuple(answers))
-
-    def _check(self, request: GenerationRequest) -> None:
-        """Raise the errors of `generate` that are about the request itself."""
-        length, stop = len(request.input_ids), request.sampling.stop
-        if self._vocab_size is not None:
-            check_tokens(request.input_ids, self._vocab_size)
-        if request.policy in self._frozen and request.sampling.allowed_token_ids:
-            raise ValueError(f"policy {request.policy!r}: a server of somebody else has no allowed_token_ids; use none")
-        if request.pictures:
-            if not self._takes_pictures:
-                raise PictureError("the request has pictures, and this run's generation servers take none")
-            check_spans(request.pictures, length)
-        if request.score_from is not None:
-            if not 1 <= request.score_from < length:
-                raise ValueError(f"score_from={request.score_from}: use a position of the {length} tokens, 1 or more")
-            return  # nothing is generated, so nothing stops it
-        check_stop_strings(stop)
-        if stop and self._decode is None:
-            raise ValueError(f"stop strings {stop} need the model's tokenizer, and this client was given none")
 
     async def _complete(self, work: Work, route: Route | None) -> None:
         """Run rounds until every answer is complete; the first goes to `route` if given."""
@@ -254,7 +195,7 @@ class RolloutClient:
                 continue
             failures = 0
             moved, took_long = work.tokens > before, now() - begun >= self._timeout_s / 2
-            if moved and took_long:  # it goes on where its prefix may be cached, and under the weights it began with
+            if moved and took_long:  # continue where its prefix may be cached, and under the weights it began with
                 route = structs.replace(server, expires_at=math.inf)
             if moved and not took_long:
                 work.ask_for_more()
@@ -282,9 +223,9 @@ class RolloutClient:
 
     async def _round(self, work: Work, attempt: int, route: Route) -> None:
         """Send the incomplete answers to one server and append the result, or have it score the request's tokens."""
-        request, open_partials = work.request, work.open_partials
+        request, open_partials, can = work.request, work.open_partials, self._servers.can
         if request.score_from is not None:
-            work.scores = await self._scores(request, route)
+            work.scores = await self._servers.scores(route.url, request)
             return
         items = [
             GenerateItem(
@@ -297,76 +238,15 @@ class RolloutClient:
             )
             for index, partial in open_partials.items()
         ]
-        server = self._server(request, route)
-        sampling = request.sampling if self._server_stops(request) else replace(request.sampling, stop=())
         routing = None
-        if self._routing is not None and work.rollout_id is not None and not request.policy:
-            routing = RoutingWanted(self._routing, min(partial.routed for partial in open_partials.values()))
-        fork = self._prefix_request(items, wire_rid(work.own_id, request.n, attempt))
-        rids = [item.rid for item in (*items, *([] if fork is None else [fork]))]
-        parts = await self._calls.run(server, rids, self._answers(server, items, sampling, routing, fork))
+        if can.routing is not None and work.rollout_id is not None and not request.policy:
+            routing = RoutingWanted(can.routing, min(partial.routed for partial in open_partials.values()))
+        prefix_rid = wire_rid(work.own_id, request.n, attempt)
+        parts = await self._servers.answers(route.url, request, items, routing, prefix_rid)
         for partial, part in zip(open_partials.values(), parts, strict=True):
             if routing is not None:
                 partial.extend_routing(part.routing, routing.start)
-            partial.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
-
-    def _server(self, request: GenerationRequest, route: Route) -> GenerationServerClient:
-        frozen = request.policy in self._frozen
-        return GenerationServerClient(self._http, route.url, self._sender, frozen=frozen)
-
-    def _server_stops(self, request: GenerationRequest) -> bool:
-        """True if servers of the request's policy search for stop strings themselves."""
-        return self._servers_stop and request.policy not in self._frozen
-
-    async def _scores(self, request: GenerationRequest, route: Route) -> tuple[float, ...]:
-        """Log-probabilities of the request's tokens from `score_from` on.
-
-        Raises:
-            ServerLost: the server ended the request without them, for example for a weight update.
-        """
-        assert request.score_from is not None
-        server, before = self._server(request, route), request.score_from - 1
-        scoring = server.prompt_logprobs(
-            request.input_ids, before, timeout_s=self._timeout_s, pictures=request.pictures
-        )
-        try:
-            return tuple(await self._calls.run(server, [], scoring))
-        except MalformedReply as error:
-            raise ServerLost(f"{server.url} did not score: {error}") from error
-
-    def _prefix_request(self, items: Sequence[GenerateItem], rid: str) -> GenerateItem | None:
-        """Build a one-token request for the longest common prefix of `items`, so that the server caches it first; None
-        if that saves fewer than `FORK_SAVES` tokens or the servers keep no prefix cache.
-        """
-        if not self._servers_cache or len(items) < 2:
-            return None
-        prefixes = [list(item.input_ids) for item in items]
-        first, last = min(prefixes), max(prefixes)  # in lexicographic order: what they share, all do
-        pairs = enumerate(zip(first, last, strict=False))
-        shared = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
-        if (len(items) - 1) * shared < FORK_SAVES:
-            return None
-        return GenerateItem(rid, first[:shared], max_new_tokens=1)
-
-    async def _answers(
-        self,
-        server: GenerationServerClient,
-        items: list[GenerateItem],
-        sampling: SamplingParams,
-        routing: RoutingWanted | None,
-        fork: GenerateItem | None,
-    ) -> list[Completion]:
-        """Generate answers to `items`, after the server has `fork` in its cache, within the time limit for both."""
-        left_s = self._timeout_s
-        if fork is None:
-            return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
-        now = asyncio.get_running_loop().time
-        begun = now()
-        (prefix,) = await server.generate([fork], sampling, timeout_s=left_s)  # aborted or not, the items are sent
-        left_s = max(left_s - (now() - begun), 0.001)
-        first, *others = await server.generate(items, sampling, timeout_s=left_s, routing=routing)
-        # What the prefix was computed for is the first answer.
-        return [replace(first, cached_tokens=min(first.cached_tokens, prefix.cached_tokens)), *others]
+            partial.extend(part, request.sampling.max_new_tokens, request.sampling.stop, can.decode)
 
 
 def _may_pass(error: HttpError) -> bool:

@@ -15,24 +15,26 @@ class ServedEpisodeClient(EpisodeClient):
     """An `EpisodeClient` with an address for clients of OpenAI's or Anthropic's API.
 
     Args:
-        endpoint: serves the episode's session; the other arguments as of `EpisodeClient`.
+        endpoint: serves the episode's session. The other arguments are those of `EpisodeClient`.
     """
 
     def __init__(
         self,
         policy: GenerationClient,
         prompt: Prompt,
-        member: int,
         chat: ChatFormat | None,
         rules: ChatPolicy | None = None,
         *,
         endpoint: Endpoint,
     ) -> None:
-        super().__init__(policy, prompt, member, chat, rules)
-        self._sampling, self._endpoint = prompt.sampling, endpoint
+        super().__init__(policy, prompt, chat, rules)
+        self._endpoint = endpoint
+        self._is_over = False
+
+    def _start(self, group: str) -> None:
+        super()._start(group)
         self._opening = asyncio.Lock()
         self._session: Session | None = None
-        self._is_over = False
 
     async def endpoint(self, group: str = "", *, apart: bool = False) -> Session:
         """Return the policy's address in this episode for clients of OpenAI's or Anthropic's API.
@@ -55,14 +57,10 @@ class ServedEpisodeClient(EpisodeClient):
             if self._is_over:
                 raise RuntimeError("the endpoint was asked for after the rollout had ended")
             if self._session is None:
-                self._session = await self._endpoint.open(self, self._sampling)
+                self._session = await self._endpoint.open(self, self._prompt.sampling)
             if apart:
                 self._session.conversation = self.endpoint
             return self._session
-
-    def _start(self, group: str) -> None:
-        super()._start(group)
-        self._opening, self._session = asyncio.Lock(), None
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `EpisodeClient`.
@@ -71,15 +69,13 @@ class ServedEpisodeClient(EpisodeClient):
             Exception: the policy failed. The agent received an HTTP error and may have treated it as its own failure,
                 so the episode must not be trained.
         """
-        if self._session is not None and self._session.failure is not None:
-            raise self._session.failure
+        if self._session is not None and self._session.calls.failure is not None:
+            raise self._session.calls.failure
         return super().samples(reward)
 
     def close(self) -> None:
-        """Close its sessions, if it has any."""
-        clients: list[ServedEpisodeClient] = [self, *self._conversations.values()]
-        for other in self._others.values():
-            clients += [other, *other._conversations.values()]
+        """Close the sessions of all clients of the episode."""
+        clients: list[ServedEpisodeClient] = [self, *self._clients.values()]
         for client in clients:
             client._is_over = True
             if client._session is not None:

@@ -27,8 +27,8 @@ _ABORTS = 4
 """Aborts of a call that takes too long: a server that was just paused may forget an abort."""
 
 _ABORTS_AT_ONCE = 8
-"""To one server. When an evaluation is cut short, hundreds of calls are cancelled at once, and a connection for each of
-their aborts would take longer than this process has to stop."""
+"""Concurrent aborts at one server. When an evaluation is cut short, hundreds of calls are cancelled at once. A
+connection for each abort would take longer than this process has to stop."""
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

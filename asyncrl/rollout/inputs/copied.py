@@ -1,12 +1,12 @@
 """Input files of RolloutWorkers, if some run on hosts that share no folder with the launcher's.
 
 The launcher copies them into one folder when the run begins. Staging servers copy the folder to every host, checked
-byte by byte like the model, and all RolloutWorkers of the run read it, those on the launcher's host too:
+byte by byte like the model. All RolloutWorkers of the run read it, also those on the launcher's host:
 
     <run_dir>/inputs/
         inputs.json          `Inputs`: where the settings' files are, and what is to be compared
         data_record.json     what the training data was when the trial began
-        model/               the files of the model's folder that are no weights
+        model/               files of the model's folder other than weights
         0/my_rewards.py      files that settings name: code, data, a chat template
         1/train-0.parquet, 1/train-1.parquet
 
@@ -99,7 +99,7 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     for named in named_inputs(config, training=training):
         if named.path is None:
             continue
-        source = named.path.absolute()  # a link keeps its name, which says what the file is
+        source = named.path.absolute()  # a link keeps its name, which shows the kind of the file
         is_new = (source, named.pattern) not in places
         place = places.setdefault((source, named.pattern), str(len(places)))
         with _told_as(f"{named.setting}={named.value!r}"):

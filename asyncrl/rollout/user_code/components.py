@@ -11,68 +11,20 @@ from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.tools.toolbox import Toolbox
-from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.user_code.agents import agent_process, load_agent, offers_tools, plays_at_once
+from asyncrl.rollout.episode import RetryLimits
+from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.embeddings import Embedder
 from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
-from asyncrl.rollout.user_code.rewards import AnswerReward, Rewards, load_rewards
-from asyncrl.rollout.user_code.scored_agent import scored_agent
-from asyncrl.rollout.user_code.taught import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.scored_agent import ONCE, Cast
+from asyncrl.rollout.user_code.teachers import scored_by_teachers, with_source_number
 from asyncrl.rollout.user_code.tools import RunTools, check_format
-from asyncrl.rollout.user_code_pool.off_event_loop import adapted_agent
 from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 
 REMAX = "remax"
-ONCE = RetryLimits()
-
-
-class Cast:
-    """An agent with its environments and rewards.
-
-    Args:
-        config: settings with `agent`, `env`, `reward` and `rewards`.
-        places: process slots of the whole worker for environments.
-
-    Attributes:
-        environments: environments of episodes.
-        agent: the agent, with rewards.
-        at_once: True if it plays a whole group at once.
-        rewards: rewards that score it.
-
-    Raises:
-        ConfigError: as of `UserComponents`.
-    """
-
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        form: PromptFormat,
-        toolbox: Toolbox,
-        runner: UserCodeRunner,
-        conversations: Conversations,
-        places: ProcessSlots,
-    ) -> None:
-        self._conversations = conversations
-        self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner)
-        agent = load_agent(config.agent, form, toolbox)
-        self.at_once = plays_at_once(agent)
-        self.environments = Environments(config.env, AnswerReward(self.rewards), runner, self.at_once, places)
-        try:
-            process = agent_process(config, chat=form.chat is not None)
-            self.agent: Agent = scored_agent(adapted_agent(agent, runner, process), self.rewards, form.tokenizer)
-        except TypeError as error:
-            raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
-
-    async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
-        """Play the group of `prompt`; see `run_group`."""
-        envs, client = self.environments.of_group(prompt.group_size), self._conversations.client
-        return await run_group(self.agent, envs, prompt, policy, client, tries)
 
 
 class UserComponents:
@@ -88,8 +40,6 @@ class UserComponents:
         conversations: makes the clients of episodes.
         runner: runs the user's code; enter it in the worker's event loop.
         tools: tools of agents; enter them in the worker's event loop, after the runner.
-        environments: environments of training episodes.
-        agent: the agent of training, with rewards.
 
     Raises:
         ConfigError: a path leads to nothing or to something of another kind, a module fails while it is imported, or a
@@ -122,17 +72,15 @@ class UserComponents:
             lambda each: toolbox.schemas if offers_tools(with_code_of(config, each) if each else config) else (),
             training=training,
         )
-        self._columns, self._algorithm = config.columns, config.algorithm
+        self._config = config
         places = ProcessSlots(config.env.processes)
 
         def cast(played: ExperimentConfig) -> Cast:
             return Cast(played, form, toolbox, self.runner, self.conversations, places)
 
         self._cast = cast(config)
-        self.agent, self.environments = self._cast.agent, self._cast.environments
         self.environments.check_places(config.agent.path, config.group_size)
-        self._greedy_baseline = training and config.algorithm.advantage.name == REMAX
-        if self._greedy_baseline and (why := _why_not_greedy(self._cast)):
+        if training and self._plays_greedy_baseline and (why := _why_not_greedy(self._cast)):
             raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
         self._casts_of_sets: dict[str, Cast] = {}
         for name, (each, _) in self.prompts.eval_sets.items():
@@ -140,6 +88,20 @@ class UserComponents:
                 self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self._cast
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
+
+    @property
+    def agent(self) -> Agent:
+        """The agent of training, with rewards."""
+        return self._cast.agent
+
+    @property
+    def environments(self) -> Environments:
+        """Environments of training episodes."""
+        return self._cast.environments
+
+    @property
+    def _plays_greedy_baseline(self) -> bool:
+        return self._config.algorithm.advantage.name == REMAX
 
     def embed_with(self, embedder: Embedder | None) -> None:
         """Embed the frames of training groups with `embedder` from now on."""
@@ -160,13 +122,14 @@ class UserComponents:
             ColumnError: a sample lacks a column of `rollout.columns`, or its row the source that names its teacher.
             Exception: a teacher's server cannot score.
         """
-        if self._greedy_baseline:
+        algorithm, columns = self._config.algorithm, self._config.columns
+        if self._plays_greedy_baseline:
             samples, counted = await with_greedy_baseline(self.play, prompt, policy, tries)
         else:
             samples, counted = await self.play(prompt, policy, tries)
-        samples = await scored_by_teachers(samples, prompt.data, self._algorithm, policy)
-        if self._columns:
-            samples = with_columns(samples, with_source_number(prompt.data, self._algorithm), self._columns)
+        samples = await scored_by_teachers(samples, prompt.data, algorithm, policy)
+        if columns:
+            samples = with_columns(samples, with_source_number(prompt.data, algorithm), columns)
         return samples, counted
 
 

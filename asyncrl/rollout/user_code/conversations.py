@@ -35,7 +35,7 @@ class Conversations:
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> ServedEpisodeClient:
         """A new client for the episode of `prompt`, which is one member's."""
-        return ServedEpisodeClient(policy, prompt, prompt.member, self.format, self._policy, endpoint=self.endpoint)
+        return ServedEpisodeClient(policy, prompt, self.format, self._policy, endpoint=self.endpoint)
 
 
 def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFormat | None:

@@ -74,7 +74,7 @@ class Environments:
             return VectorGames(call, size, **self._env.args)
 
         together, made = games(size), itertools.count()
-        return lambda: (together if next(made) < size else games(1)).member()  # who tries again plays alone
+        return lambda: (together if next(made) < size else games(1)).member()  # a retried episode plays alone
 
     def one(self, places: GroupSlots | None = None) -> Environment:
         """Make an environment for one episode. If its methods block, it is constructed on first use, where it runs.

@@ -112,7 +112,7 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
     try:
         tokenizer = load_tokenizer(folder)
-    except Exception as error:  # tokenizers raises no class of its own
+    except Exception as error:  # tokenizers has no exception class
         reason = (str(error).strip() or "no reason").splitlines()[0]
         raise ConfigError(
             f"model.path={config.model.path!r}: its tokenizer cannot be used ({type(error).__name__}: {reason}); "

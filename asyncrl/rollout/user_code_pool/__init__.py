@@ -3,11 +3,12 @@
 There are three places (`asyncrl.api.RunIn`):
 
 - The user's `async def` code runs on a separate event loop, in a thread (`threads.UserLoop`). Code that blocks there
-  stops other `async def` code of the user and is named in the log, but does not delay the worker's leases and answers.
+  stops other `async def` code of the user and is named in the log. It does not delay the worker's leases and answers.
 - A plain `def` runs in a thread (`threads`), at most `rollout.user_code.threads` at a time. At its time limit the call
   is abandoned, because Python cannot end a thread.
-- Code that is marked or set to `process` runs in a process (`processes`). The process is killed at its time limit with
-  all it started, is limited in memory and number of processes, and is replaced after a number of calls.
+- Code that is marked or set to `process` runs in a process (`processes`). The process and all that it started are
+  killed at its time limit. Its memory and its number of processes are limited, and it is replaced after a number of
+  calls.
 
 `runner` joins the three: it runs one call of a named piece of code, times and limits it, and reports its failure as
 `UserCodeError`.

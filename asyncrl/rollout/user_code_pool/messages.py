@@ -49,8 +49,8 @@ class ChildCall(msgspec.Struct, frozen=True):
 class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result as plain data, or the exception and the end of its traceback if `error` is set.
 
-    `left_behind`: processes that the call started still run. `asks`: this is not the reply yet but a request, the
-    arguments of the environment's reward or a call of an agent; the call continues once the worker has answered.
+    `left_behind`: processes that the call started still run. `asks`: this is not the reply yet but a request: the
+    arguments of the environment's reward, or a call of an agent. The call continues once the worker has answered.
     """
 
     value: Any = None

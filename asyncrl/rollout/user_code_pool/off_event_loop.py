@@ -274,7 +274,7 @@ class HostedEnvironment(Environment):
         self._make, self._label, self._timeout_s, self._runner = make, label, timeout_s, runner
         self._env: Environment | None = None
         self._in_turn = asyncio.Lock()
-        self._given_up = self._closed = False
+        self._abandoned = self._closed = False
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -286,7 +286,7 @@ class HostedEnvironment(Environment):
 
     async def close(self) -> None:
         """Close it once, unless it was never constructed, or a call still runs in a thread that cannot be ended."""
-        if self._env is not None and not self._given_up and not self._closed:
+        if self._env is not None and not self._abandoned and not self._closed:
             self._closed = True
             await self._call("close")
 
@@ -323,13 +323,15 @@ class HostedEnvironment(Environment):
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         async with self._in_turn:
-            if self._given_up:
-                raise RuntimeError(f"{self._label}.{name} is called while an earlier call that was given up still runs")
-            self._given_up = True
+            if self._abandoned:
+                raise RuntimeError(
+                    f"{self._label}.{name} is called while an earlier call still runs that was abandoned"
+                )
+            self._abandoned = True
             try:
                 value = await self._runner.call(self._code(name), method, *args, **kwargs)
             except UserCodeError as error:
-                self._given_up = error.still_runs
+                self._abandoned = error.still_runs
                 raise
-            self._given_up = False
+            self._abandoned = False
             return value

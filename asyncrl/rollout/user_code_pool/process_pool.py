@@ -1,12 +1,12 @@
 """A pool of processes for users' code. Each runs one call at a time, is killed at its limits, and is replaced
 regularly.
 
-Life of a process: started for a call that finds none idle (50 to 200 ms), loads the function at its first call, then
-answers calls over its pipes (0.1 ms each). It ends when a call exceeds its time, its memory or its number of
-processes, when the caller gives up, when it dies, when a call leaves processes behind, or after `max_calls`.
+Life of a process: it is started for a call that finds none idle (50 to 200 ms), and loads the function. Then it answers
+calls over its pipes (0.1 ms each). It ends after `max_calls`, when it dies, or when a call exceeds its time, its memory
+or its number of processes. A call that is cancelled or leaves processes behind ends it too.
 
-`concurrent.futures` and `multiprocessing.Pool` cannot do this: a killed process breaks the first for all its calls and
-leaves a call of the second waiting forever, neither ends one call at its limit, and both send and receive pickles.
+`concurrent.futures` and `multiprocessing.Pool` cannot do this. A killed process breaks the first for all its calls, and
+leaves a call of the second waiting forever. Neither ends one call at its limit, and both send and receive pickles.
 
 A caller that needs several calls of one object, such as an environment, leases a process. A lease counts as one call of
 `max_calls`, and any failure in it ends the process with the object.
@@ -335,7 +335,7 @@ class ProcessPool:
             return
         self._all.discard(process)
         if process.process.returncode is None:
-            try:  # it may be ending by itself, with an exit code that tells why
+            try:  # it may be ending by itself, with an exit code that shows why
                 async with asyncio.timeout(0.02):
                     await process.process.wait()
             except TimeoutError:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import itertools
-import logging
 import os
-import threading
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,16 +19,12 @@ from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
 from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessPool
+from asyncrl.rollout.user_code_pool.running_calls import RunningCalls
 from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, UserLoop, run_on
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
-WATCH_EVERY_S = 0.5
-HELD_S = 1.0
-"""Seconds without a turn after which an event loop counts as blocked, and the blocking code is named."""
-
-_log = logging.getLogger(__name__)
 
 
 class UserCodeSettings(Protocol):
@@ -76,6 +67,69 @@ class Code:
     sees: str = "answer"
 
 
+class CodeThreads:
+    """Threads for users' code: so many calls at a time, and a limit on calls of one piece of code that never return.
+
+    Args:
+        most: number of calls at a time.
+        running: tracks the calls.
+
+    Attributes:
+        threads: the threads, for calls without a limit.
+    """
+
+    def __init__(self, most: int, running: RunningCalls) -> None:
+        self.threads = DaemonThreads("user-code")
+        self._running = running
+        self._places = asyncio.Semaphore(most)
+        self._abandoned: dict[str, int] = {}
+
+    async def call(self, code: Code, function: Callable[[], Any]) -> Any:
+        """Run `function` in a thread, once one is free, and return its result. For the worker's own loop.
+
+        Raises:
+            UserCodeError: it raised, took longer than `code.timeout_s`, or too many calls of `code` never returned.
+        """
+        if self._abandoned.get(code.label, 0) >= MAX_ABANDONED:
+            raise UserCodeError(
+                code.label,
+                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
+                "or run it in a process (run_in: process), which can be killed",
+                how="hangs in too many threads",
+            )
+        async with self._thread():
+            with self._running.track(code.label, code.activity):
+                running = self.threads.run(partial(_checked, code, function))
+                try:
+                    async with RunningTimeout(code.timeout_s) as limit:
+                        return await asyncio.wrap_future(running)
+                except TimeoutError as error:
+                    if not limit.expired():
+                        raise
+                    raise _too_slow(code, "its thread continues", still_runs=True) from error
+                finally:
+                    if not running.done():
+                        self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1
+                        running.add_done_callback(partial(self._came_back, asyncio.get_running_loop(), code.label))
+
+    @contextlib.asynccontextmanager
+    async def _thread(self) -> AsyncIterator[None]:
+        """Within: one of the threads is taken. Waiting for it is timed."""
+        with timed(Activity.thread_wait):
+            await self._places.acquire()
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    def _came_back(self, loop: asyncio.AbstractEventLoop, label: str, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
+            loop.call_soon_threadsafe(self._forget_abandoned, label)
+
+    def _forget_abandoned(self, label: str) -> None:
+        self._abandoned[label] -= 1
+
+
 class UserCodeRunner:
     """Runs users' code with time limits. An asynchronous context manager, entered in the worker's event loop.
 
@@ -92,8 +146,8 @@ class UserCodeRunner:
         memory_bytes = settings.process_memory_mb << 20
         limits = ProcessLimits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
-        self._threads = DaemonThreads("user-code")
-        self._places = asyncio.Semaphore(settings.threads)
+        self.running = RunningCalls(self._users, settings.slow_call_s)
+        self._threads = CodeThreads(settings.threads, self.running)
         self._pool = ProcessPool(settings.processes or max(2, len(os.sched_getaffinity(0))), limits)
         self._leased = {
             activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
@@ -102,22 +156,17 @@ class UserCodeRunner:
                 (Activity.agent_wait, agents or EpisodeProcesses()),
             )
         }
-        self._slow = SlowCalls(settings.slow_call_s)
-        self._abandoned: dict[str, int] = {}
-        self._running: dict[int, str] = {}
-        self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
         self._home = asyncio.get_running_loop()
-        self._watching = asyncio.create_task(self._watch())
+        self.running.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Kill the processes; threads end with the worker."""
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        await self.running.stop()
         await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
 
     async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,15 +183,15 @@ class UserCodeRunner:
             return await self._awaiting(code, work, run)
         if code.run_in == RunIn.loop:
             return self._on_this_loop(code, work)
-        return await run_on(self._home, self._in_thread(code, work))
+        return await run_on(self._home, self._threads.call(code, work))
 
     def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `call`, for a caller in a thread: code for threads then runs in the caller's thread.
 
-        It has no limit of its own then; the limit of the caller's call includes it.
+        Such code has no separate limit; the limit of the caller's call includes it.
         """
         if code.run_in != RunIn.process and not is_async(function):
-            with self.told(code):
+            with self.running.track(code.label, code.activity):
                 return _checked(code, partial(function, *args, **kwargs))
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
 
@@ -166,7 +215,7 @@ class UserCodeRunner:
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Run `function` in a separate thread, without a time limit or a label, and return its result."""
-        return await asyncio.wrap_future(self._threads.run(function))
+        return await asyncio.wrap_future(self._threads.threads.run(function))
 
     def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
         """Start `work` on the worker's own loop, from a thread."""
@@ -177,59 +226,13 @@ class UserCodeRunner:
         return await run_on(self._home, _awaited(work))
 
     def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
-        begun = time.monotonic()
-        with self.told(code):
-            value = _checked(code, work)
-        if (held_s := time.monotonic() - begun) > HELD_S:
-            _log.warning(
-                "%s held an event loop for %.2g s; run it in a thread or a process (run_in)", code.label, held_s
-            )
-        return value
+        with self.running.track(code.label, code.activity, holds_loop=True):
+            return _checked(code, work)
 
     async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
         assert code.target is not None, code.label
-        running = partial(self.told, code)
+        running = partial(self.running.track, code.label, code.activity)
         return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
-
-    async def _in_thread(self, code: Code, function: Callable[[], Any]) -> Any:
-        if self._abandoned.get(code.label, 0) >= MAX_ABANDONED:
-            raise UserCodeError(
-                code.label,
-                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
-                "or run it in a process (run_in: process), which can be killed",
-                how="hangs in too many threads",
-            )
-        async with self._thread():
-            with self.told(code):
-                running = self._threads.run(partial(_checked, code, function))
-                try:
-                    async with RunningTimeout(code.timeout_s) as limit:
-                        return await asyncio.wrap_future(running)
-                except TimeoutError as error:
-                    if not limit.expired():
-                        raise
-                    raise _too_slow(code, "its thread goes on", still_runs=True) from error
-                finally:
-                    if not running.done():
-                        self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1
-                        running.add_done_callback(partial(self._came_back, code.label))
-
-    @contextlib.asynccontextmanager
-    async def _thread(self) -> AsyncIterator[None]:
-        """Within: one of the threads is taken. Waiting for it is timed."""
-        with timed(Activity.thread_wait):
-            await self._places.acquire()
-        try:
-            yield
-        finally:
-            self._places.release()
-
-    def _came_back(self, label: str, _: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
-            self._home.call_soon_threadsafe(self._forget_abandoned, label)
-
-    def _forget_abandoned(self, label: str) -> None:
-        self._abandoned[label] -= 1
 
     async def _awaiting(
         self, code: Code, function: Callable[[], Awaitable[Any]], run: Callable[[Awaitable[Any]], Awaitable[Any]]
@@ -240,7 +243,7 @@ class UserCodeRunner:
             except Exception as error:
                 raise _raised(code, error) from error
 
-        with self.told(code):
+        with self.running.track(code.label, code.activity):
             try:
                 async with RunningTimeout(code.timeout_s) as limit:
                     return await run(work())
@@ -250,47 +253,6 @@ class UserCodeRunner:
                 raise _too_slow(code, "it was cancelled") from error
             except UnusualExit as error:
                 raise UserCodeError(code.label, str(error), how=str(error)) from error
-
-    @contextlib.contextmanager
-    def told(self, code: Code) -> Iterator[None]:
-        """Track a call of `code` within this block: time it, name it if it is slow, and list it as running."""
-        number, begun = next(self._numbers), time.monotonic()
-        self._running[number] = code.label
-        try:
-            with timed(code.activity):
-                yield
-        finally:
-            del self._running[number]
-            now = time.monotonic()
-            if line := self._slow.note(code.label, now - begun, now):
-                _log.warning("%s", line)
-
-    async def _watch(self) -> None:
-        """Log the code that blocks this loop or the users' loop."""
-        users_told = False
-        while True:
-            begun, answered = time.monotonic(), threading.Event()
-            self._users.ping(answered)
-            await asyncio.sleep(WATCH_EVERY_S)
-            held_s = time.monotonic() - begun - WATCH_EVERY_S
-            if held_s > HELD_S and (running := sorted(set(list(self._running.values())))):
-                _log.warning(
-                    "the worker did not get a turn for %.2g s while these ran: %s; what computes in Python for long "
-                    "holds the interpreter's lock: run it in a process (run_in: process)",
-                    held_s,
-                    ", ".join(running),
-                )
-            if not answered.is_set() and held_s < HELD_S:
-                if not users_told:
-                    _log.warning(
-                        "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
-                        "plain `def`, which runs in a thread; it is at\n%s",
-                        WATCH_EVERY_S,
-                        self._users.stack(),
-                    )
-                users_told = True
-            else:
-                users_told = False
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -328,28 +290,3 @@ def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeErr
 
 async def _awaited(work: Awaitable[Any]) -> Any:
     return await work
-
-
-QUIET_S = 10.0
-"""Least seconds between two log lines about the same code: slow code is mostly slow a thousand times."""
-
-
-class SlowCalls:
-    """Reports calls that took `limit_s` or longer, at most once in `QUIET_S` per piece of code."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._said_at: dict[str, float] = {}
-        self._unsaid: Counter[str] = Counter()
-
-    def note(self, label: str, seconds: float, now: float) -> str | None:
-        """Return the log line about a call that took `seconds` and ended at `now`; None if it needs none."""
-        if seconds < self._limit_s:
-            return None
-        if now - self._said_at.get(label, -QUIET_S) < QUIET_S:
-            self._unsaid[label] += 1
-            return None
-        self._said_at[label] = now
-        more = self._unsaid.pop(label, 0)
-        before = f", and {more} more of its calls were slow since the last such line" if more else ""
-        return f"{label} took {seconds:.3g} s{before}"

@@ -1,8 +1,8 @@
 """Daemon threads for plain functions, one per running call and never waited for at exit, and an event loop for others.
 
-`concurrent.futures` joins its threads at exit, so a hanging function would keep the worker from ending, and hanging
-threads would use up its pool for good. Here the caller limits the calls, and a thread whose call was abandoned becomes
-idle again if the call ever ends.
+`concurrent.futures` joins its threads at exit, so a hanging function would keep the worker from ending. Hanging threads
+would use up its pool for good. Here the caller limits the calls, and a thread whose call was abandoned becomes idle
+again if the call ever ends.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class UserLoop:
         while True:
             try:
                 self._loop.run_forever()
-            except BaseException as error:  # a task of the user's raised SystemExit: the others go on
+            except BaseException as error:  # a task of the user's raised SystemExit; the others continue
                 _log.error("a task of the user's ended with %s; the others go on", type(error).__name__)
 
 

@@ -85,8 +85,9 @@ class Meter:
         self._tools.append(metrics)
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds in which each activity ran at least once (`seconds_in_any`), the mean of each reward, and
-        the mean of each number of the tools over the samples that used any tool.
+        """Return the seconds in which each activity ran (`seconds_in_any`), and means of rewards and tool metrics.
+
+        Means of tool metrics are over the samples that used any tool.
         """
         found = {f"rollout/{activity}_s": seconds_in_any(ran) for activity, ran in self._intervals.items() if ran}
         if self._failures:

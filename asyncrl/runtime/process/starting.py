@@ -2,8 +2,8 @@
 
 The duration of a start is unknown: a model of many GiB on a network disk, kernels to compile, a busy machine. Its
 progress is known. A starting process measures its own work and that of its children (`Effort`), and counts it in its
-status. Processes that wait for it see the number change (`StartWait`). The launcher notices a process that ends at
-once.
+status (`ReportedStatus`). Processes that wait for it see the number change (`StartWait`). The launcher notices a
+process that ends at once.
 
     limit_s                    without any progress, see `system.start_timeout_s` and `generation.start_timeout_s`
     BEFORE_BEGIN * limit_s     until the process publishes its first status; it loads its libraries before
@@ -13,7 +13,9 @@ once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import psutil
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.waits.running_time import SLICE_S
 
 _T = TypeVar("_T")
@@ -37,6 +39,9 @@ _BYTES_PER_S = 64 << 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHOWN = 4
+_REPORTS_PER_LEASE = 3
+"""Checks for progress per lease while a process starts: as often as the lease is renewed."""
+_log = logging.getLogger(__name__)
 
 
 class NotStarted(RuntimeError):
@@ -54,7 +59,7 @@ class StartLimit:
 
     def __init__(self, setting: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._setting, self.limit_s, self._clock = setting, limit_s, clock
-        self._looked = clock()
+        self._checked = clock()
         self._silent_s = self._total_s = 0.0
 
     def fault(self, *, progressed: bool, begun: bool = True) -> str | None:
@@ -65,7 +70,7 @@ class StartLimit:
             begun: True if the process has published a status.
         """
         now = self._clock()
-        passed, self._looked = min(now - self._looked, SLICE_S), now
+        passed, self._checked = min(now - self._checked, SLICE_S), now
         self._total_s += passed
         self._silent_s = 0.0 if progressed else self._silent_s + passed
         longest_s, allowed_s = LONGEST_STARTS * self.limit_s, (1 if begun else BEFORE_BEGIN) * self.limit_s
@@ -124,6 +129,59 @@ def _work(pid: int) -> dict[int, _Work]:
             continue
         done[each] = _Work(int(fields[11]) + int(fields[12]), int(read) + int(fields[9]) * _PAGE_BYTES)
     return done
+
+
+class ReportedStatus:
+    """This process's state and progress, as name resolution has them. Any thread may call it.
+
+    Args:
+        key: name of the entry.
+        incarnation: number of this process's predecessors that died.
+        lease_s: lease of the entry, in s; a last state has none and outlives the process.
+        always: True if progress counts also after the process is ready, because others wait for its later work.
+    """
+
+    def __init__(self, resolver: NameResolver, key: str, incarnation: int, lease_s: float, *, always: bool) -> None:
+        self._resolver, self._key, self._incarnation = resolver, key, incarnation
+        self._lease_s, self._always = lease_s, always
+        self._state: names.State | None = None
+        self._progress, self._others_progressed = 0, False
+        self._setting = threading.RLock()
+        self._started = threading.Event()
+
+    def set(self, state: names.State, reason: str = "") -> None:
+        """Publish the process's state; a last state stays, the others vanish with the process."""
+        with self._setting:
+            self._state = state
+            if state != "starting" and not self._always:
+                self._started.set()
+            value = names.WorkerStatus(state, os.getpid(), reason, self._incarnation, self._progress).encode()
+            lease_s = None if state in ("done", "failed") else self._lease_s
+            self._resolver.add(self._key, value, lease_s=lease_s, replace=True)
+
+    def others_progressed(self) -> None:
+        """Count the progress of processes that this one waits for as its own."""
+        self._others_progressed = True
+
+    def count_progress(self) -> None:
+        """Count the process's work in its status, until it has started or `stop` is called. Blocks."""
+        effort = Effort()
+        while not self._started.wait(self._lease_s / _REPORTS_PER_LEASE):
+            if not effort.grew() and not self._others_progressed:
+                continue
+            self._others_progressed = False
+            with self._setting:
+                if self._state not in ("starting", "ready") or self._started.is_set():
+                    return
+                self._progress += 1
+                try:
+                    self.set(self._state)
+                except NameResolveError as error:
+                    _log.warning("the progress of this process cannot be published: %s", error)
+
+    def stop(self) -> None:
+        """Count no more progress: the process ends."""
+        self._started.set()
 
 
 async def await_start(starting: Awaitable[_T], effort: Effort, limit: StartLimit) -> _T:

@@ -10,8 +10,8 @@ Life cycle of a worker process
    (`asyncrl.runtime.process.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
    (`supervisor.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
-   A process that finds its entry taken, or may add none, was replaced while it was cut off or stopped. It ends at
-   once and puts nothing back (`NameResolver.fences`): its work belongs to its successor.
+   A process whose entry is taken, or that may add no entries, was replaced while it was cut off or stopped. It ends
+   at once and restores nothing (`NameResolver.fences`): its work belongs to its successor.
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
 A worker never outlives the launcher that started it, and what a worker started never outlives the worker. The
@@ -36,33 +36,24 @@ import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import (
-    NameBackend,
-    NameResolveError,
-    NameResolver,
-    NameResolveUnavailable,
-    make_resolver,
-)
+from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable
 from asyncrl.comm.security.run_secret import RunSecret
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
+from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
-from asyncrl.runtime.process.starting import Effort, StartLimit, StartWait
+from asyncrl.runtime.process.starting import ReportedStatus, StartLimit, StartWait
 from asyncrl.runtime.process.stopping import LEAVE_LIMIT_S, explain_delay
 from asyncrl.runtime.process.waiting import await_name
-from asyncrl.runtime.settings import etcd_access
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.trials.open_resolver import describe_outage, open_resolver
 
 _Error = TypeVar("_Error", bound=BaseException)
-_LOOKS_PER_LEASE = 3
-"""Checks for progress per lease while a process starts: as often as the lease is renewed."""
 
 
-class RestartTrainer(Exception):  # it asks for something; nothing went wrong here
+class RestartTrainer(Exception):  # a request to the launcher, not an error
     """This process cannot continue alone; the whole trainer must restart from its in-memory checkpoint."""
 
 
@@ -76,8 +67,14 @@ class _Stopped(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Identity of a worker process: the `index`-th of its `kind` in the run of `run_dir`, after `incarnation`
-    predecessors that died. `host` is its address if it is not `system.host`.
+    """Identity of a worker process.
+
+    Attributes:
+        kind: kind of the process, as in `process_kinds`.
+        index: its number among those of its kind.
+        run_dir: the run's folder.
+        incarnation: number of its predecessors that died.
+        host: address of its host; "" if that is `system.host`.
     """
 
     kind: str
@@ -92,31 +89,13 @@ class WorkerSpec:
         return f"{self.kind}/{self.index}"
 
 
-def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float | None = None) -> NameResolver:
-    """Name resolution of the run in `run_dir`, as `config.system` says; with `patience_s` less patient."""
-    system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
-    patience_s = system.name_resolve_timeout_s if patience_s is None else patience_s
-    root, etcd = str(run_dir / NAMES_DIR), None
-    if system.name_resolve == NameBackend.etcd3:
-        root, etcd = f"/asyncrl/{trial}", etcd_access(system)
-    elif system.name_resolve_root:  # which other trials may share
-        root = str(Path(system.name_resolve_root).expanduser() / trial)
-    return make_resolver(system.name_resolve, root, etcd=etcd, patience_s=patience_s)
-
-
 def _held(error: BaseException, kind: type[_Error] | tuple[type[_Error], ...]) -> _Error | None:
-    """Return the error of this kind that `error` is, or holds as a group; None without one."""
+    """Return `error`, or the first error in its groups, that is of this kind; None if there is none."""
     found: BaseException | None = error
     while isinstance(found, BaseExceptionGroup):
         some = found.subgroup(kind)
         found = None if some is None else some.exceptions[0]
     return found if isinstance(found, kind) else None
-
-
-def outage_told(error: NameResolveUnavailable, config: ExperimentConfig) -> str:
-    """Return the sentence for the user about an outage that lasted too long."""
-    limit_s = config.system.name_resolve_timeout_s
-    return f"{error}; the run ends, as system.name_resolve_timeout_s={limit_s:g} allows no longer outage"
 
 
 class Worker(ABC):
@@ -134,16 +113,11 @@ class Worker(ABC):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.kind = spec.kind
-        self.index = spec.index
-        self.run_dir = spec.run_dir
         self.config = read_run_config(spec.run_dir)
         self.config.system.host = spec.host or self.config.system.host
-        self.log = logging.getLogger(f"asyncrl.{self.kind}")
+        self.log = logging.getLogger(f"asyncrl.{spec.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
-        self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
-        self.launch = os.environ.get(LAUNCH_VARIABLE, "")
-        """The launch that the process belongs to; "" if it was started by hand."""
+        self.resolver.fences = {names.incarnation_key(spec.kind, spec.index): str(spec.incarnation)}
         if self.launch:
             self.resolver.fences[names.LAUNCH_KEY] = self.launch
         self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._fenced
@@ -152,12 +126,12 @@ class Worker(ABC):
         """Token and certificate of the run's HTTP interfaces; None if the run has no secret."""
         self.security = None if secret is None else secret.sockets()
         """Keys of the run's sockets; None if the run has no secret."""
+        status_key, lease_s = names.status_key(spec.kind, spec.index), self.config.system.lease_s
+        self.process_status = ReportedStatus(
+            self.resolver, status_key, spec.incarnation, lease_s, always=self.always_reports
+        )
         self.stop_requested = threading.Event()
         self._interrupts = True
-        self._state: names.State | None = None
-        self._progress, self._others_progressed = 0, False
-        self._telling = threading.RLock()
-        self._started = threading.Event()
         self._stopped = threading.Event()
 
     @property
@@ -165,11 +139,26 @@ class Worker(ABC):
         """`<kind>/<index>`, as in name resolution."""
         return self.spec.name
 
+    @property
+    def index(self) -> int:
+        """Number of this process among those of its kind."""
+        return self.spec.index
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return self.spec.run_dir
+
+    @property
+    def launch(self) -> str:
+        """The launch that the process belongs to; "" if it was started by hand."""
+        return os.environ.get(LAUNCH_VARIABLE, "")
+
     def start(self) -> int:
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
         allow_all_files()
-        observer.start(self.run_dir, self.kind, self.index)
+        observer.start(self.run_dir, self.spec.kind, self.index)
         # Both reach the launcher too, which stops its workers in order. What a worker starts ends by SIGTERM as usual.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -177,40 +166,42 @@ class Worker(ABC):
             with contextlib.suppress(_Stopped):
                 try:
                     signal.signal(STOP_SIGNAL, self._on_stop_signal)
-                    self.set_status("starting")
-                    threading.Thread(target=self._report_progress, name="start-progress", daemon=True).start()
+                    self.process_status.set("starting")
+                    threading.Thread(
+                        target=self.process_status.count_progress, name="start-progress", daemon=True
+                    ).start()
                     self.configure()
                     self._interrupts = self.interruptible
                     self.run()
                 finally:
                     self._interrupts = False
-            self._tell_end("done")
+            self._publish_end("done")
             return EXIT_OK
         except RestartTrainer as error:
-            self.log.warning("%s cannot go on alone: %s", self.name, error)
+            self.log.warning("%s cannot continue alone: %s", self.name, error)
             return EXIT_RESTART_TRAINER
         except BaseException as error:
             if away := _held(error, NameResolveUnavailable):
-                self.log.error("%s failed: %s", self.name, outage_told(away, self.config))
+                self.log.error("%s failed: %s", self.name, describe_outage(away, self.config))
                 return EXIT_FAILED
-            told = _held(error, (ConfigError, CannotContinue))  # its message is for people, where it was found is not
-            self.log.error("%s failed: %s", self.name, told or error, exc_info=told is None)
-            self._tell_end("failed", f"{type(told or error).__name__}: {told or error}")
+            clear = _held(error, (ConfigError, CannotContinue))  # the message is enough, a traceback would add nothing
+            self.log.error("%s failed: %s", self.name, clear or error, exc_info=clear is None)
+            self._publish_end("failed", f"{type(clear or error).__name__}: {clear or error}")
             return EXIT_FAILED
         finally:
-            self._started.set()
+            self.process_status.stop()
             self.close()
             self.resolver.close()
             observer.close()
             self._stopped.set()
 
-    def _tell_end(self, state: names.State, reason: str = "") -> None:
+    def _publish_end(self, state: names.State, reason: str = "") -> None:
         """Publish the last state without waiting for it: the launcher kills a process that takes too long to end."""
         self.resolver.end_soon()
         try:
-            self.set_status(state, reason)
+            self.process_status.set(state, reason)
         except NameResolveError as error:
-            self.log.warning("%s ends as %s, which could not be told: %s", self.name, state, error)
+            self.log.warning("%s ends as %s, which could not be published: %s", self.name, state, error)
 
     def request_stop(self) -> None:
         """Ask `run` to end soon. May be called from a signal handler."""
@@ -221,21 +212,21 @@ class Worker(ABC):
 
     def _on_stop_signal(self, *_: object) -> None:
         self.request_stop()
-        if self._interrupts:  # nothing looks at the request: loading a model takes its time
+        if self._interrupts:  # nothing checks the request: loading a model takes long
             raise _Stopped
 
     def _name_lost(self, name: str) -> None:
         """Handle the loss of `name` to another process. Called by a thread of the resolver."""
-        if name == names.status_key(self.kind, self.index):
+        if name == names.status_key(self.spec.kind, self.index):
             self._fenced()
 
     def _fenced(self) -> NoReturn:
         """Exit at once, from any thread. The process may be doing anything, so nothing is closed or written."""
-        self.log.error("%s ends at once: it was given up, and another process is in its place", self.name)
+        self.log.error("%s ends at once: it was replaced by another process", self.name)
         os._exit(EXIT_LOST)
 
     def configure(self) -> None:
-        """Bind sockets, load what is needed, register addresses. The default has nothing to do."""
+        """Bind sockets, load models or data, register addresses. The default does nothing."""
         return None
 
     @abstractmethod
@@ -243,7 +234,7 @@ class Worker(ABC):
         """Work until done or until `stop_requested` is set."""
 
     def close(self) -> None:
-        """Release what `configure` acquired; also called after a failure. The default holds nothing."""
+        """Release what `configure` acquired; also called after a failure. The default does nothing."""
         return None
 
     def ready(self) -> None:
@@ -255,7 +246,7 @@ class Worker(ABC):
         gc.collect()
         gc.freeze()
         observer.stage("ready")
-        self.set_status("ready")
+        self.process_status.set("ready")
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
     def exit_if_fenced(self) -> None:
@@ -263,48 +254,21 @@ class Worker(ABC):
         if self.resolver.is_fenced():
             self._fenced()
 
-    def set_status(self, state: names.State, reason: str = "") -> None:
-        """Publish this worker's state; a last state stays, the others vanish with the process."""
-        with self._telling:
-            self._state = state
-            if state != "starting" and not self.always_reports:
-                self._started.set()
-            value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation, self._progress).encode()
-            lease_s = None if state in ("done", "failed") else self.config.system.lease_s
-            self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
-
     def start_wait(self, kind: str, what: str, *, whom: str = "", while_alive: bool = False) -> StartWait:
-        """Return a wait for `what` processes of `kind` do while they start.
+        """Return a wait for something that processes of `kind` do while they start.
 
         Their progress counts as this process's progress.
 
         Args:
-            whom: it waits for, in the words for people.
+            what: the awaited action, for messages.
+            whom: the awaited processes, for the display.
+            while_alive: see `StartWait`.
         """
         limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
         observer.stage(f"waits for {whom or f'{what} of a {kind}'}")
         return StartWait(
-            self.resolver, kind, what, limit, while_alive=while_alive, progressed=self._note_progress_of_others
+            self.resolver, kind, what, limit, while_alive=while_alive, progressed=self.process_status.others_progressed
         )
-
-    def _note_progress_of_others(self) -> None:
-        self._others_progressed = True
-
-    def _report_progress(self) -> None:
-        """Count progress in the status until this process has started. Runs in a thread."""
-        effort = Effort()
-        while not self._started.wait(self.config.system.lease_s / _LOOKS_PER_LEASE):
-            if not effort.grew() and not self._others_progressed:
-                continue
-            self._others_progressed = False
-            with self._telling:
-                if self._state not in ("starting", "ready") or self._started.is_set():
-                    return
-                self._progress += 1
-                try:
-                    self.set_status(self._state)
-                except NameResolveError as error:
-                    self.log.warning("%s cannot tell of its progress: %s", self.name, error)
 
 
 class AsyncWorker(Worker):

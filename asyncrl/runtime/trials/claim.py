@@ -32,8 +32,8 @@ from asyncrl.comm.files.private_files import NotPrivate, check_owned, check_tree
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOCK_FILE, run_dir_of
-from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 LEASE_S = 60.0

@@ -35,12 +35,12 @@ from asyncrl.config.run_dir import (
     run_dir_of,
     write_run_config,
 )
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.process.process_tree import end_launch
-from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
 
 _log = logging.getLogger(__name__)

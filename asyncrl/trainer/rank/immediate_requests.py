@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.comm.request_reply import Done
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Discard,

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.observe import observer
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     AttachMaster,
     BeginStep,

@@ -1,5 +1,6 @@
-"""The inbox's trajectories as files, for the in-memory checkpoint (`asyncrl.runtime.memory_checkpoint`), or because
-they do not fit into memory (`trainer.buffer_memory`).
+"""The inbox's trajectories as files, for the in-memory checkpoint, or because they do not fit into memory.
+
+`asyncrl.runtime.trials.memory_checkpoint` describes the first, the setting `trainer.buffer_memory` the second.
 
 A trajectory is written before it is acknowledged. A file that is shorter than its header says was cut off by a crash:
 its trajectory was not acknowledged, and its sender sends it again. A file of full length whose checksum differs was
@@ -22,9 +23,9 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import Frame
 from asyncrl.comm.files.leftovers import remove_leftover
 from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
 _SIZES, _DIGEST = struct.Struct("<QQ"), 8

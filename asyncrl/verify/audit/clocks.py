@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Begin, End, Line, Manager, Saved, Step, Trained
 from asyncrl.verify.audit.ledger_files import Report
 
 CLOCKS_S = 60.0
@@ -53,3 +54,22 @@ class Clock:
                 report(self._times[number - 1][0], f"its time is {back:.0f} s after that of the lines around it")
             else:
                 note(place, f"the clock of the {self._name} was set back by {back:.0f} s")
+
+
+class Clocks:
+    """The clocks of the processes whose times a ledger has."""
+
+    def __init__(self) -> None:
+        self._manager, self._master = Clock("GserverManager"), Clock("MasterWorker")
+
+    def told(self, place: str, line: Line) -> None:
+        """Add the time of `line`, by the clock of the process that wrote it."""
+        if isinstance(line, Trained):
+            return
+        clock = self._master if isinstance(line, Begin | Manager | Step | Saved | End) else self._manager
+        clock.told(place, line.at)
+
+    def check(self, report: Report, note: Report) -> None:
+        """Report lines whose time cannot be right; note where a clock was set back."""
+        for clock in (self._manager, self._master):
+            clock.check(report, note)

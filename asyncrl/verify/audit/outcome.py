@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.comm.ended_rollouts.ledger_lines import LedgerBooks, RunSettings, Saved, Trained
+from asyncrl.plugins.datasets.queue.order import epoch_of
 
 
 @dataclass(slots=True)
@@ -28,6 +29,30 @@ class StepTotals:
     """Tokens including those of prompts and environments; None if a rollout was trained before it was reported
     finished.
     """
+
+    def add(self, line: Trained, whole_tokens: int | None, eta: int | None) -> None:
+        """Add a trained line.
+
+        Args:
+            whole_tokens: all tokens of the rollout; None if it was trained before it was reported finished.
+            eta: max_head_offpolicyness; None if unknown.
+        """
+        self.samples += line.samples
+        self.tokens += sum(line.versions.values())
+        self.episodes += line.episodes
+        self.reward += line.reward * line.episodes
+        for policy, share in line.policies.items():
+            self.policy_tokens[policy] += share.trained
+        self.newest_epoch = max(self.newest_epoch, epoch_of(line.prompt))
+        for version, count in line.versions.items():
+            if eta is not None and 0 <= (age := line.step - 1 - version) <= eta:
+                self.ages += age * count
+                self.young_tokens += count
+                self.oldest_age = max(self.oldest_age, age)
+        if whole_tokens is None or self.whole_tokens is None:
+            self.whole_tokens = None
+        else:
+            self.whole_tokens += whole_tokens
 
 
 @dataclass(frozen=True, slots=True)

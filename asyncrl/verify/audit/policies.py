@@ -48,12 +48,6 @@ def wrong_policies(line: Trained) -> Iterator[str]:
         )
 
 
-def add_policies(line: Trained, totals: StepTotals) -> None:
-    """Add the line's tokens by policy to those of its step."""
-    for policy, share in line.policies.items():
-        totals.policy_tokens[policy] += share.trained
-
-
 def wrong_row(row: Mapping[str, Any], totals: StepTotals) -> Iterator[str]:
     """Yield a message for each policy that the ranks trained on other tokens than the step's rollouts have of it.
 

@@ -2,7 +2,7 @@
 
     clock            event loop whose time passes only while everything waits
     wire             calls between the parts, in place of HTTP
-    host/            cores that processes share, and the other work on one host
+    host/            manager and RolloutWorkers, the cores that processes share, and the other work on one host
     servers/         generation servers: continuous batching by a model of its step time, lengths of answers, faults
     trainer          a train step by a model of its time, and the ModelWorkers' receiving end
     master_loop      the master's step

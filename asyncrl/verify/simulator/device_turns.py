@@ -12,7 +12,7 @@ from asyncrl.manager.messages import WaitRestingReply
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.stall import StallWatch
-from asyncrl.master.guest_turns import DeviceTurns
+from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.verify.simulator.setup import Setup
 
@@ -20,7 +20,7 @@ from asyncrl.verify.simulator.setup import Setup
 class Turns:
     """The turn announced last, which the manager learns of at once, and its answer whether all guests rest.
 
-    Stands for `asyncrl.manager.fleet.guests` and the key in name resolution between master and manager.
+    Stands for `asyncrl.manager.fleet.guests.guests` and the key in name resolution between master and manager.
     """
 
     def __init__(self, decisions: FleetDecisions, runner: FleetRunner) -> None:

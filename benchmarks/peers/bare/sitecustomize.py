@@ -17,9 +17,10 @@ def _without_ledger(module: ModuleType) -> None:
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         return None
 
-    for name in ("_seal", "close", "write", "_hand_over"):
-        getattr(module.Ledger, name)  # it is what is to be left out
-        setattr(module.Ledger, name, nothing)
+    for name in ("open", "append", "next_if_full", "hand_over", "begin_sync", "sync", "close"):
+        getattr(module.LedgerFiles, name)  # it is what is to be left out
+        setattr(module.LedgerFiles, name, nothing)
+    module.Ledger._seal = nothing
     module.Ledger.begin = nothing
     module.Ledger._add = lambda self, line: self.recorded.take(line)
     module.Ledger.lines_written = lambda self: 0

@@ -280,7 +280,7 @@ SCENARIOS: dict[str, Callable[[Clients], Awaitable[None]]] = {
 @pytest.mark.parametrize("scenario", SCENARIOS)
 async def test_the_real_client_understands(scenario: str, clients: Clients) -> None:
     await SCENARIOS[scenario](clients)
-    assert clients.session.failure is None
+    assert clients.session.calls.failure is None
 
 
 CHUNK, EVENT = "chat.completion.chunk", "response"

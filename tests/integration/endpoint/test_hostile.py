@@ -53,7 +53,7 @@ async def test_a_caller_that_goes_away_ends_its_generation_and_leaves_no_record(
     await until(lambda: policy.cancelled == 2)
     policy.gate.set()
     assert policy.recorded == []
-    assert session.failure is None
+    assert session.calls.failure is None
 
 
 async def test_a_client_that_times_out_and_tries_again_leaves_one_record(
@@ -133,7 +133,7 @@ async def test_a_policy_that_fails_is_no_answer_and_is_not_asked_again(
             with pytest.raises((openai.InternalServerError, anthropic.InternalServerError), match="no server left"):
                 await call()
     assert len(policy.asked) == 3
-    assert session.failure is policy.error
+    assert session.calls.failure is policy.error
 
 
 async def test_a_stream_that_has_begun_ends_with_an_error_not_as_a_short_answer(
@@ -176,7 +176,7 @@ async def test_what_the_conversation_does_not_allow_is_the_callers_fault(session
         with pytest.raises(openai.BadRequestError, match="two system messages"):
             await client.chat.completions.create(model="m", messages=QUESTION)
     assert len(policy.asked) == 1
-    assert session.failure is None
+    assert session.calls.failure is None
 
 
 async def test_strangers_are_refused_before_their_body_is_read(
@@ -265,7 +265,7 @@ async def test_a_closed_session_answers_no_more_also_those_who_wait(
     async with http.post(**ask(session)) as answer:
         assert answer.status == 404
     assert policy.recorded == []
-    assert session.failure is None
+    assert session.calls.failure is None
     assert len(endpoint) == 0
 
 

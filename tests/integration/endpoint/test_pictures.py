@@ -56,7 +56,7 @@ def client_of(form: PromptFormat) -> tuple[EpisodeClient, Policy]:
     chat = ChatFormat(form, parser("none"))
     policy = Policy([*form.tokenizer.encode("red"), form.tokenizer.eos_token_id])
     prompt = Prompt("p", 0, {}, (1,), 1, SamplingParams(max_new_tokens=8, seed=3))
-    return EpisodeClient(policy, prompt, 0, chat), policy
+    return EpisodeClient(policy, prompt, chat), policy
 
 
 def url(picture: Picture) -> dict[str, Any]:
@@ -156,7 +156,7 @@ async def test_tools_results_with_pictures(form: Any, endpoint: Endpoint) -> Non
 async def test_a_model_that_takes_none_refuses_them(chat: ChatFormat, endpoint: Endpoint) -> None:
     policy = Policy([0])
     prompt = Prompt("p", 0, {}, (1,), 1, SamplingParams(max_new_tokens=8))
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     session = await endpoint.open(client, prompt.sampling)
     at = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
     said: Any = [{"role": "user", "content": [url(ONE)]}]

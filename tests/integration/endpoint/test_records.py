@@ -73,8 +73,8 @@ class World:
         assert self.chat.findings.end_id is not None
         sampling = SamplingParams(max_new_tokens=10, seed=number)
         prompt = Prompt(f"p{number}", number, {"prompt": f"{number} + 2 = ?"}, (), 4, sampling)
-        prompt = replace(prompt, input_ids=tuple(self.chat.begin([question(number)]).ids))
-        return EpisodeClient(Policy(self.chat.findings.end_id, 500), prompt, number % 4, self.chat, rules)
+        prompt = replace(prompt, input_ids=tuple(self.chat.begin([question(number)]).ids), member=number % 4)
+        return EpisodeClient(Policy(self.chat.findings.end_id, 500), prompt, self.chat, rules)
 
     async def open(self, client: EpisodeClient, number: int) -> Session:
         return await self.endpoint.open(client, SamplingParams(max_new_tokens=10, seed=number))
@@ -251,16 +251,14 @@ async def test_a_conversation_at_its_limit_ends_with_length_and_then_with_an_err
     with pytest.raises(openai.BadRequestError, match="max_turns=2") as refused:
         await there.chat.completions.create(model="m", messages=messages[:-2])
     assert refused.value.code == "context_length_exceeded"
-    assert session.failure is None
+    assert session.calls.failure is None
 
 
 async def test_agents_at_one_address_are_told_apart_by_their_session_id(world: World) -> None:
     """Both ask the same, so that without it the second would be a branch of the first's conversation."""
     assert world.chat.findings.end_id is not None
     prompt = Prompt("p", 0, {"prompt": "?"}, (), 1, SamplingParams(max_new_tokens=10, seed=1))
-    client = ServedEpisodeClient(
-        Policy(world.chat.findings.end_id, 500), prompt, 0, world.chat, endpoint=world.endpoint
-    )
+    client = ServedEpisodeClient(Policy(world.chat.findings.end_id, 500), prompt, world.chat, endpoint=world.endpoint)
     session = await client.endpoint(apart=True)
     there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
     for name in ("first", "second", "first"):
@@ -301,7 +299,7 @@ async def test_calls_in_token_ids_are_recorded_too(world: World) -> None:
 
 async def test_what_a_client_stitches_together_by_tokenize_is_what_a_conversation_goes_on_with(world: World) -> None:
     """As the token client of `verifiers` does: the new messages after a stand-in, less the stand-in alone."""
-    client = EpisodeClient(Says(world.chat, "no"), world.client(0)._prompt, 0, world.chat)
+    client = EpisodeClient(Says(world.chat, "no"), world.client(0)._prompt, world.chat)
     session = await world.open(client, 0)
     there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
 
@@ -361,7 +359,7 @@ async def test_anthropics_client_is_told_which_stop_sequence_ended_the_answer(
     world: World, stops: list[str], text: str | None, stopped_at: str | None
 ) -> None:
     says = "2 + 2 is more than that."
-    client = EpisodeClient(Says(world.chat, says), world.client(0)._prompt, 0, world.chat)
+    client = EpisodeClient(Says(world.chat, says), world.client(0)._prompt, world.chat)
     session = await world.open(client, 0)
     there = world.anthropic.with_options(base_url=session.root_url, api_key=session.api_key)
     asked: Any = {"model": "m", "max_tokens": 100, "messages": [question(0)], "stop_sequences": stops}

@@ -238,7 +238,7 @@ class World:
 
     def client(self, prompt: Prompt, *texts: str) -> ServedEpisodeClient:
         return ServedEpisodeClient(
-            Speaker(self.chat, list(texts), self.gate), prompt, 0, self.chat, endpoint=self.endpoint
+            Speaker(self.chat, list(texts), self.gate), prompt, self.chat, endpoint=self.endpoint
         )
 
     async def run(self, agent: VerifiersAgent, env: Path, row: int, *texts: str, split: str = "train") -> list[Sample]:
@@ -515,7 +515,7 @@ async def told_by(
     """Return what `program` prints of an episode in which the policy spells `texts`, and the episode's client."""
     prompt = Prompt("p0", 0, {"prompt": "?"}, (1,), 1, SamplingParams(max_new_tokens=64, seed=1))
     policy = Spells(world.chat, list(texts), world.gate)
-    client = ServedEpisodeClient(policy, prompt, 0, world.chat, endpoint=world.endpoint)
+    client = ServedEpisodeClient(policy, prompt, world.chat, endpoint=world.endpoint)
     session = await client.endpoint()
     given = [str(HOST.parent), session.base_url, session.api_key, *what]
     process = await asyncio.create_subprocess_exec(

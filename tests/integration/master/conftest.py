@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 
 
 @pytest.fixture

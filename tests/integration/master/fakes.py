@@ -34,7 +34,7 @@ from asyncrl.models.weights.checkpoints.folder import prune
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     AttachMaster,
     BeginStep,

@@ -20,8 +20,8 @@ import pytest
 from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes
 from asyncrl.comm.request_reply import Request
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
@@ -220,7 +220,7 @@ def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> Callable[[
 async def bury(run: Run) -> None:
     """Take away what a process takes along: what it has not handed to the kernel, and its tasks."""
     parts = run.loop.parts
-    parts.ledger._unwritten.clear()
+    parts.ledger._files._unwritten.clear()
     parts.ledger.close()
     await parts.reports.close()
     await parts.collector.close()
@@ -283,12 +283,12 @@ async def play(
     run = await begin(run, then)
     if not run.begun:
         run = await begin(run, None)
-    while run.loop.parts.version < STEPS:
-        if run.loop.parts.version == STEPS - 1:
+    while run.loop.parts.run.version < STEPS:
+        if run.loop.parts.run.version == STEPS - 1:
             await deliver(run, STEPS - 1)
         await run.loop.step()
-    await run.loop._finish()
-    await run.loop._close()
+    await run.loop._run_end.finish()
+    await run.loop._run_end.close()
     check(run, folder)
 
 
@@ -303,7 +303,7 @@ def check(run: Run, folder: Path) -> None:
     assert outcome.trained == STEPS * BATCH
     assert dict(outcome.dropped) == {"failed": STEPS, "duplicate_prompt": STEPS}
     prompts = {f"e0-{order}" for order in range(STEPS * PLACES)}
-    assert set(outcome.used) == set(run.loop.parts.buffer.used) == prompts
+    assert set(outcome.used) == set(run.loop.parts.run.buffer.used) == prompts
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert run.board.versions == sorted(run.board.versions)
     assert set(run.board.versions) == set(range(1, STEPS + 1))

@@ -35,16 +35,16 @@ async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_p
     await first.deliver(range(12), oldest=1)
     first.manager.give_up("e0-20", "zero_variance")
     async with running(first) as task:  # killed in step 4
-        await until(lambda: first.loop.parts.version == 2)
+        await until(lambda: first.loop.parts.run.version == 2)
         first.manager.give_up("e0-21", "failed")
-        await until(lambda: first.loop.parts.version == 3)
+        await until(lambda: first.loop.parts.run.version == 3)
         task.cancel()
     assert first.workers.stored is not None
 
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=first.workers.stored))
     async with running(second):
         await until(lambda: second.manager.told is not None)
-    used = second.loop.parts.buffer.used
+    used = second.loop.parts.run.buffer.used
     assert "e0-20" in used
     assert "e0-8" not in used
     assert len(used) in (9, 10), "of the second nobody may have heard before the checkpoint"
@@ -116,9 +116,9 @@ async def test_a_received_rollout_whose_prompt_is_dropped_for_good_leaves_the_ga
         run.manager.give_up("e0-4")
         await run.deliver(range(3), tag="again")
         await until(lambda: run.manager.dropped.get("duplicate_prompt") == 4)
-        assert run.loop.parts.version == 1
-    assert "e0-4" in run.loop.parts.buffer.used
-    assert len(run.loop.parts.buffer) == 0
+        assert run.loop.parts.run.version == 1
+    assert "e0-4" in run.loop.parts.run.buffer.used
+    assert len(run.loop.parts.run.buffer) == 0
 
 
 async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_batch_is(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_b
     run.workers.filtered_in_graph = 2.0
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 2)
+        await until(lambda: run.loop.parts.run.version == 2)
         await run.deliver(range(8, 9), oldest=0, tag="late")
         await run.deliver(range(9, 13), oldest=2)
         await task
-    assert sorted(run.loop.parts.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
+    assert sorted(run.loop.parts.run.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
 
 
 async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept
     run = Run(tmp_path, make_config())
     await run.deliver(range(5))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1 and len(run.rows()) == 1)
+        await until(lambda: run.loop.parts.run.version == 1 and len(run.rows()) == 1)
         run.manager.dead = True
         run.stop.set()
         with pytest.raises(ConnectionError):
@@ -175,7 +175,7 @@ async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_go
     first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
     await first.deliver(range(4))
     await first.loop.run()
-    assert first.loop.parts.reported.curriculum.state() == [(1, 0, 1.0), (2, 0, 0.5)]
+    assert first.loop.parts.reports.state.curriculum.state() == [(1, 0, 1.0), (2, 0, 0.5)]
 
     config = dataclasses.replace(config, total_train_steps=2)
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Publish,
@@ -31,7 +31,7 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 2)
+        await until(lambda: run.loop.parts.run.version == 2)
         assert run.rollouts.started == [0]
         assert run.board.versions == []  # version 0 is being measured
         run.rollouts.finish.set()
@@ -100,10 +100,10 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 2)
+        await until(lambda: run.loop.parts.run.version == 2)
         usual, stall.limit_s = stall.limit_s, 0.05  # below the setting's least value
         await run.deliver(range(8, 9), oldest=2)  # from here on it counts
-        await until(lambda: len(run.loop.parts.buffer) == 1)
+        await until(lambda: len(run.loop.parts.run.buffer) == 1)
         before = next(looks)
         await until(lambda: next(looks) > before + 10 or task.done())
         assert not task.done()
@@ -145,7 +145,7 @@ async def test_a_finished_run_is_saved_before_its_last_evaluation_ends(tmp_path:
     run = Run(tmp_path, make_config(total_train_steps=1, eval__interval=1))
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         run.rollouts.finish = asyncio.Event()
         await until(lambda: run.rollouts.started == [0, 1])
         await until(lambda: run.workers.saved() == [1])

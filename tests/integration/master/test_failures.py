@@ -30,7 +30,7 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
     await run.deliver(range(3))
     async with running(run) as task:
-        await until(lambda: len(run.loop.parts.buffer) == 3)
+        await until(lambda: len(run.loop.parts.run.buffer) == 3)
         run.loop.parts.stall.limit_s = 0.05  # below the setting's least value
         now += 0.1
         with pytest.raises(Stalled) as stall:
@@ -46,15 +46,15 @@ async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=2), clock=RunningClock(lambda: now))
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1 and len(run.rows()) == 1)
+        await until(lambda: run.loop.parts.run.version == 1 and len(run.rows()) == 1)
         await run.deliver(range(4, 5), oldest=1)
-        await until(lambda: len(run.loop.parts.buffer) == 1)
+        await until(lambda: len(run.loop.parts.run.buffer) == 1)
         now += 2 * run.config.system.stall_timeout_s  # the process is stopped
         await run.deliver(range(5, 6), oldest=1)
-        await until(lambda: len(run.loop.parts.buffer) == 2)
+        await until(lambda: len(run.loop.parts.run.buffer) == 2)
         await run.deliver(range(6, 8), oldest=1)
         await task
-    assert run.loop.parts.version == 2
+    assert run.loop.parts.run.version == 2
 
 
 async def test_the_stall_clock_begins_once_generation_servers_and_rollout_workers_have_started(
@@ -81,7 +81,7 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run.loop.parts.stall.limit_s = 0.3
     async with running(run) as task:
         await until(lambda: run.manager.told is not None)
-        run.loop.parts.collector.silent.add(0)
+        run.loop.parts.collector._heads[0].silent = True
         with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
             await task
 
@@ -119,13 +119,13 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_o
     written = run.workers.write_gate = asyncio.Event()
     async with running(run) as task:
         await run.deliver(range(8))
-        await until(lambda: run.loop.parts.version == 2)
+        await until(lambda: run.loop.parts.run.version == 2)
         await run.deliver(range(8, 12), oldest=2)
-        await until(lambda: run.loop.parts.version == 3)
+        await until(lambda: run.loop.parts.run.version == 3)
         assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2]
         assert run.workers.saved() == []
         await run.deliver(range(12, 16), oldest=2)
-        await until(lambda: run.loop.parts.version == 4)
+        await until(lambda: run.loop.parts.run.version == 4)
         assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2], "the second waits for the first"
         written.set()
         await task
@@ -141,7 +141,7 @@ async def test_no_step_is_trained_after_a_checkpoint_that_could_not_be_written(t
         await run.deliver(range(4, 8))
         with pytest.raises(OSError, match="disk full"):
             await task
-    assert run.loop.parts.version == 1
+    assert run.loop.parts.run.version == 1
     assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [1, 1], "tried once more at the end"
     assert run.workers.saved() == []
 
@@ -151,7 +151,7 @@ async def test_a_step_that_fails_leaves_the_checkpoint_under_way_to_be_finished(
     written = run.workers.write_gate = asyncio.Event()
     async with running(run) as task:
         await run.deliver(range(4))
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         run.workers.fail[RunCall] = RuntimeError("out of memory")
         await run.deliver(range(4, 8))
         await until(lambda: len(run.workers.requests(BeginStep)) == 2)
@@ -165,7 +165,7 @@ async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) ->
     run = Run(tmp_path, make_config())
     await run.deliver(range(5))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         run.workers.fail[PollBuffer] = ConnectionError("model_worker/0 is gone")
         await run.deliver(range(5, 6))
         with pytest.raises(ConnectionError, match="model_worker/0"):

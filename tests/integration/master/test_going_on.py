@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     AttachMaster,
@@ -37,7 +37,7 @@ async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) ->
     run = Run(tmp_path, make_config())
     await run.deliver(range(5))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         run.stop.set()
         await task
     assert run.workers.saved() == [1]
@@ -54,7 +54,7 @@ async def test_a_stop_request_lets_the_step_under_way_finish(tmp_path: Path) -> 
         await until(run.stop.is_set)
         run.workers.train_gate.set()
         await task
-    assert run.loop.parts.version == 1
+    assert run.loop.parts.run.version == 1
     assert run.workers.saved() == [1]
 
 
@@ -82,7 +82,7 @@ async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_pat
     first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
     await first.deliver(range(12), oldest=1)
     async with running(first) as task:  # killed in step 4, one step after the checkpoint
-        await until(lambda: first.loop.parts.version == 3)
+        await until(lambda: first.loop.parts.run.version == 3)
         task.cancel()
     stored = first.workers.stored
     assert stored is not None
@@ -90,7 +90,7 @@ async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_pat
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=stored))
     async with running(second) as task:
         await until(lambda: second.manager.told is not None)
-        used = second.loop.parts.buffer.used
+        used = second.loop.parts.run.buffer.used
         assert sorted(used) == sorted(f"e0-{order}" for order in range(8))
         assert second.board.versions == [2]
         second.manager.submitted = second.manager.trained = 8  # as the gate counts after it saw version 2

@@ -105,7 +105,7 @@ async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_t
     run = Run(tmp_path, config, FakeWorkers(placed=placed))
     await run.deliver(range(4), worker=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         await run.deliver(range(1), oldest=1, worker=1, tag="again")
         await run.deliver(range(4, 8), oldest=1, worker=1)
         await task
@@ -132,22 +132,22 @@ async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None
     run.workers.train_gate = asyncio.Event()
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.workers.requests(RunCall) and "e0-0" not in run.loop.parts.buffer.used)
+        await until(lambda: run.workers.requests(RunCall) and "e0-0" not in run.loop.parts.run.buffer.used)
         await run.deliver(range(4, 8))
-        await until(lambda: len(run.loop.parts.buffer) == 4)
-        assert run.loop.parts.version == 0
+        await until(lambda: len(run.loop.parts.run.buffer) == 4)
+        assert run.loop.parts.run.version == 0
         run.workers.train_gate.set()
         await task
-    assert run.loop.parts.version == 2
+    assert run.loop.parts.run.version == 2
 
 
 async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6), oldest=0)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         await run.deliver(range(6, 8), oldest=1)
-        await until(lambda: run.loop.parts.version == 2)
+        await until(lambda: run.loop.parts.run.version == 2)
         assert run.workers.discarded == []
         await run.deliver(range(8, 9), oldest=0, tag="late")
         await run.deliver(range(9, 13), oldest=2)
@@ -155,7 +155,7 @@ async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_p
     assert run.workers.discarded == ["late8"]
     drops = [drop for _, _, drops in run.manager.reports for drop in drops]
     assert [(drop.rollout_id, drop.reason, drop.used) for drop in drops] == [("late8", "stale", False)]
-    assert "e0-8" not in run.loop.parts.buffer.used
+    assert "e0-8" not in run.loop.parts.run.buffer.used
     assert sum(row["rollout/dropped_stale"] for row in run.rows()) == 1
     assert max(row["staleness/max"] for row in run.rows()) <= 1
 
@@ -164,7 +164,7 @@ async def test_a_prompt_is_trained_once_though_two_attempts_arrive(tmp_path: Pat
     run = Run(tmp_path, make_config(total_train_steps=2))
     await run.deliver(range(4), tag="first")
     async with running(run) as task:
-        await until(lambda: run.loop.parts.version == 1)
+        await until(lambda: run.loop.parts.run.version == 1)
         await run.deliver(range(2), oldest=1, tag="again")
         await run.deliver(range(4, 8), oldest=1)
         await task
@@ -196,7 +196,7 @@ async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(t
     run.manager.wait_expiring = still_running  # type: ignore[method-assign]
     await run.deliver(range(4))
     await run.loop.run()
-    assert run.loop.parts.version == 1
+    assert run.loop.parts.run.version == 1
 
 
 async def test_wait_takes_what_arrived_by_the_time_the_way_was_clear(tmp_path: Path) -> None:

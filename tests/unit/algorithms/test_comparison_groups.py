@@ -19,11 +19,11 @@ from asyncrl.algorithms.filters import zero_variance
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.shaping import overlong
 from asyncrl.api.trajectory import MAX_GROUPS, Sample, Trajectory
-from asyncrl.comm.codec import CodecError
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
+from asyncrl.comm.trajectory_codec.array_messages import CodecError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.samples import rows_of, trajectories
-from asyncrl.rollout.episode import judge, metrics_of, shape
+from asyncrl.rollout.episode import GroupRules, metrics_of
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.calls import TrainState
 from asyncrl.trainer.trajectories.inbox import record_of
@@ -89,12 +89,12 @@ def test_samples_of_different_names_share_a_rollout_and_no_baseline() -> None:
 
 
 def test_a_rollout_is_dropped_only_if_no_name_has_a_signal() -> None:
-    filters = [zero_variance]
+    rules = GroupRules([zero_variance])
     equal = [sample(1.0, "a", 0), sample(1.0, "a", 1), sample(0.0, "b", 0), sample(0.0, "b", 1)]
-    assert judge([dataclasses.replace(s, group="") for s in equal], filters).keep, "compared as one they differ"
-    verdict = judge(equal, filters)
+    assert rules.judge([dataclasses.replace(s, group="") for s in equal]).keep, "compared as one they differ"
+    verdict = rules.judge(equal)
     assert (verdict.keep, verdict.reason) == (False, "zero_variance")
-    assert judge([*equal[:3], sample(0.5, "b", 1)], filters).keep
+    assert rules.judge([*equal[:3], sample(0.5, "b", 1)]).keep
     assert not record_of(Trajectory("r", "p", 0, equal), 0).has_signal
     assert record_of(Trajectory("r", "p", 0, [*equal[:3], sample(0.5, "b", 1)]), 0).has_signal
 
@@ -103,21 +103,21 @@ def test_a_rollout_of_which_each_name_fails_another_filter_is_dropped() -> None:
     filters = [zero_variance, functools.partial(zero_variance, on="agent/kind")]
     a = [dataclasses.replace(sample(r, "a", e), metrics={"kind": 0.0}) for e, r in enumerate((0.0, 1.0))]
     b = [dataclasses.replace(sample(1.0, "b", e), metrics={"kind": float(e)}) for e in range(2)]
-    assert not judge([*a, *b], filters).keep
+    assert not GroupRules(filters).judge([*a, *b]).keep
 
 
 def test_the_solutions_of_one_episode_are_judged_as_a_group() -> None:
-    alone = [sample(r, "solver", episode=0) for r in (0.0, 1.0)]
-    assert judge(alone, [zero_variance]).keep
-    assert not judge([dataclasses.replace(s, group="") for s in alone], [zero_variance]).keep, "a group of one episode"
+    rules, alone = GroupRules([zero_variance]), [sample(r, "solver", episode=0) for r in (0.0, 1.0)]
+    assert rules.judge(alone).keep
+    assert not rules.judge([dataclasses.replace(s, group="") for s in alone]).keep, "a group of one episode"
 
 
 def test_shaping_sees_the_lengths_of_one_name() -> None:
-    shaping = functools.partial(overlong, max_length=6, margin=2)
+    rules = GroupRules(shapings=[functools.partial(overlong, max_length=6, margin=2)])
     both = [sample(1.0, "a", 0, length=4), sample(1.0, "b", 0, length=5)]
-    assert [s.reward for s in shape(both, [shaping])] == [1.0, 1.0], "3 and 4 generated tokens"
+    assert [s.reward for s in rules.shape(both)] == [1.0, 1.0], "3 and 4 generated tokens"
     together = [dataclasses.replace(s, group="") for s in both]
-    assert [s.reward for s in shape(together, [shaping])] == [0.0, 0.0], "7 in the episode"
+    assert [s.reward for s in rules.shape(together)] == [0.0, 0.0], "7 in the episode"
 
 
 def test_metrics_have_the_mean_reward_of_each_role() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import Frame
-from asyncrl.comm.push_pull import TrajectoryPusher, messages, pusher
+from asyncrl.comm.push_pull import TrajectoryPusher, messages, puller_links
 from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
+from asyncrl.comm.sockets import Frame
 
 COUNT = 4 * messages.BATCH_TRAJECTORIES
 
@@ -27,9 +27,8 @@ class NarrowLink:
 
     def __init__(
         self,
-        _context: object,
         address: str,
-        _security: object,
+        _open_socket: object,
         *,
         on_writable: Callable[[NarrowLink], None],
         on_message: Callable[[NarrowLink, list[memoryview]], None],
@@ -79,9 +78,9 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
         return take(outbox, *arguments)
 
     monkeypatch.setattr(Outbox, "take", counted)
-    monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
+    monkeypatch.setattr(puller_links, "PeerLink", NarrowLink)
     sender = TrajectoryPusher(["narrow"], None, identity="test", high_water=COUNT, resend_after_s=3600.0)
-    (link,) = sender._links.values()
+    (link,) = sender._links._links.values()
     assert isinstance(link, NarrowLink)
     await asyncio.gather(*(sender.push(trajectory(number)) for number in range(COUNT)))
     assert await sender.close(60.0) == []
@@ -92,7 +91,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
 
 
 async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
+    monkeypatch.setattr(puller_links, "PeerLink", NarrowLink)
     sender = TrajectoryPusher(["wide", "full"], None, identity="test")
     async with asyncio.timeout(300):
         await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.api.trajectory import SharedPrompt
-from asyncrl.comm.codec import CodecError, Column, Frame, Header, decode_as, encode_joined
+from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import (
     decode_each,
     decode_trajectories,
     encode_trajectories,
     prepare,
 )
+from asyncrl.comm.trajectory_codec.array_messages import CodecError, Column, Header, decode_as, encode_joined
 from asyncrl.comm.trajectory_codec.message_layout import DTYPES, PAIRS
 from tests import every_field
 from tests.examples import examples

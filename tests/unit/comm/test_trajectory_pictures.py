@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from asyncrl.api import Sample, Trajectory
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SharedPrompt
-from asyncrl.comm.codec import Array, CodecError, Column, Header, decode_as, encode_joined
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories, prepare
+from asyncrl.comm.trajectory_codec.array_messages import Array, CodecError, Column, Header, decode_as, encode_joined
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.trajectories.inbox import bytes_of

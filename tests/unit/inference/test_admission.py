@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
-from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP, plan_length
+from asyncrl.inference.embedded.decoding.slot_layout import LENGTH_STEP, plan_length
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.model import model_io
+from asyncrl.inference.embedded.model import model_io, prefix_forward
 from asyncrl.inference.embedded.model.engine_parity import check_parity
 from asyncrl.inference.embedded.model.states import SlotStates
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
@@ -159,10 +159,10 @@ def test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state(family: st
     prompt = tokens(Random(2), 11)
     engine = engine_of(family)
     batch = engine._batch
-    before, rows, drawn = batch.runner.prefilled_tokens, batch.counts.decoded_rows, batch.counts.generated
+    before, rows, drawn = batch.prefills.forward.computed_tokens, batch.counts.decoded_rows, batch.counts.generated
     inputs = group(prompt, [4, 9, 9, 12, 14, 14])
     outputs = run(engine, *inputs)
-    assert batch.runner.prefilled_tokens - before == len(prompt) - 1
+    assert batch.prefills.forward.computed_tokens - before == len(prompt) - 1
     assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
     assert batch.counts.decoded_rows - rows < batch.counts.generated - drawn, "they shared a slot"
     assert len({tuple(output.output_ids) for output in outputs}) == 6, "and have parted"
@@ -280,8 +280,8 @@ def test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_thei
 
 
 def _padded_together(patch: pytest.MonkeyPatch) -> None:
-    original = model_io.batches_of
-    patch.setattr(model_io, "batches_of", lambda rows, most, ragged: original(rows, most, ragged=True))
+    original = prefix_forward.batches_of
+    patch.setattr(prefix_forward, "batches_of", lambda rows, most, ragged: original(rows, most, ragged=True))
 
 
 def _no_copy(patch: pytest.MonkeyPatch) -> None:

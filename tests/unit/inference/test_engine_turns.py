@@ -87,7 +87,7 @@ def assert_counted(engine: GenerationEngine) -> None:
         states += node.states is not None
         assert all(rows.shape[-2] == len(node.tokens) for rows in node.rows)
     assert (kept.tokens, kept.states) == (tokens, states)
-    assert kept.tokens + slots.tokens <= engine._batch.prefills._room
+    assert kept.tokens + slots.layout.tokens <= engine._batch.prefills._room
 
 
 def draw_tokens(draw: Random, count: int) -> Tokens:
@@ -211,7 +211,7 @@ def test_an_agent_of_many_turns_prefills_its_new_tokens_alone(kind: str) -> None
 @pytest.mark.parametrize("together", [True, False])
 def test_what_rollouts_begin_with_is_prefilled_once_for_a_version(together: bool) -> None:
     engine, draw = engine_of("qwen2", max_running_requests=4), Random(2)
-    engine._batch.runner.pairs_per_token = 0  # a row for each, so that they do not share one
+    engine._batch.prefills.forward.pairs_per_token = 0  # a row for each, so that they do not share one
     system = draw_tokens(draw, SYSTEM)
     inputs = [
         GenerationInput(f"s{i}", (*system, i + 2, *draw_tokens(draw, 5)), SamplingSpec(6, seed=i)) for i in range(8)
@@ -235,7 +235,7 @@ def test_kept_rows_give_way_before_a_sample_waits_and_come_back_to_use() -> None
     (answer,) = run(engine, first)
     assert engine.stats().kept_tokens == 69
     run(engine, *(GenerationInput(f"b{i}", draw_tokens(draw, 80), SamplingSpec(20, seed=i)) for i in range(4)))
-    assert engine._batch.runner.cache.tokens == 400, "all room was needed"
+    assert engine._batch.runner.cache.layout.tokens == 400, "all room was needed"
     assert kept.evicted >= 69
     again = GenerationInput("c", (*first.input_ids, *answer.output_ids, 5, 6), SamplingSpec(10, seed=1))
     (output,) = run(engine, again)
@@ -416,14 +416,14 @@ def test_a_prompt_in_parts_is_not_computed_again_where_its_slot_takes_all_room()
     short = engine.submit(Job(tuple(GenerationInput(f"s{i}", (3 + i, 4), SamplingSpec(60, seed=i)) for i in range(2))))
     for _ in range(3):
         engine.step()
-    before, most = engine._batch.runner.prefilled_tokens, 0
+    before, most = engine._batch.prefills.forward.computed_tokens, 0
     future = engine.submit(Job((GenerationInput("long", draw_tokens(draw, 125), SamplingSpec(10, seed=1)),)))
     while engine.step():
-        most = max(most, engine._batch.runner.cache.tokens)
+        most = max(most, engine._batch.runner.cache.layout.tokens)
         assert_counted(engine)
     (output,) = future.result(timeout=0)
     assert most == 420, "three rows of 136"
-    assert engine._batch.runner.prefilled_tokens - before == 124
+    assert engine._batch.prefills.forward.computed_tokens - before == 124
     assert len(short.result(timeout=0)) == 2
     assert_counted(engine)
     model = model_of("qwen2")

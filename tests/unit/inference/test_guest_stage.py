@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.names import GuestMemory, guest_memory_key
-from asyncrl.inference.process import follow_rests
+from asyncrl.inference.guest import Guest
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import cancel
 
@@ -22,7 +22,7 @@ def test_a_guest_rests_while_the_memory_of_its_engine_is_released(
     async def play(resolver: FileResolver) -> None:
         stages: asyncio.Queue[str] = asyncio.Queue()
         monkeypatch.setattr(observer, "stage", stages.put_nowait)
-        following = asyncio.create_task(follow_rests(resolver, KEY, URL))
+        following = asyncio.create_task(Guest(resolver, 0, "generation_server/0", 9.0).follow_rests(URL))
         states = [
             (GuestMemory(URL, released=False), observer.SERVES),
             (GuestMemory(URL, released=True), observer.RESTS),

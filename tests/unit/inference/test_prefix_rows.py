@@ -17,6 +17,7 @@ from asyncrl.inference.embedded.decoding.prefix_rows import MOST_SHARED_TOKENS, 
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model.masks import Reach, tree_bias
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from tests.examples import examples
@@ -117,7 +118,8 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) -> None:
     runner = ModelRunner(build(kind, **MODELS[kind]), 4096)
-    runner.prefill_tokens = 40
+    forward = PrefixForward(runner)
+    forward.most_tokens = 40
 
     def filled(
         found: list[Prefix], pairs: int | None, bases: dict[Prefix, int] | None = None
@@ -125,18 +127,18 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
         slots: dict[Prefix, list[int]] = {}
         for number, prefix in enumerate(found):
             slots.setdefault(prefix, []).append(number)
-        runner.cache, runner.pairs_per_token = runner.new_cache(4096), pairs
+        runner.cache, forward.pairs_per_token = runner.caches.make(4096), pairs
         runner.cache.reserve(len(found), max(map(len, found)) + 1, 0, 0)
         begun: dict[Prefix, list[int]] = {}
         for prefix, own in slots.items():
             if bases and bases[prefix]:
                 begun.setdefault(prefix[: bases[prefix]], []).extend(own)
         with torch.inference_mode():
-            runner.prefill(begun)
-            before = runner.prefilled_tokens
-            shared = runner.prefill(slots, bases)
+            forward.compute(begun)
+            before = forward.computed_tokens
+            shared = forward.compute(slots, bases)
         known = 0 if bases is None else sum(bases[prefix] for prefix in slots)
-        assert runner.prefilled_tokens - before == sum(map(len, slots)) - sum(shared.values()) - known
+        assert forward.computed_tokens - before == sum(map(len, slots)) - sum(shared.values()) - known
         held = [tensor for layer in runner.cache.layers for tensor in (layer.keys, layer.values)]
         return [[tensor[row, :, : len(each)] for tensor in held] for row, each in enumerate(found)]  # type: ignore[index]
 
@@ -162,7 +164,7 @@ SURE.lm_head.weight.data *= 4.0  # type: ignore[union-attr,operator]
 def engine_of(pairs: int | None, **limits: int) -> GenerationEngine:
     """An engine of a model so sure of itself that samples of a group part late, and at several depths."""
     engine = GenerationEngine(SURE, **limits)
-    engine._batch.runner.pairs_per_token = pairs
+    engine._batch.prefills.forward.pairs_per_token = pairs
     return engine
 
 
@@ -223,11 +225,11 @@ def test_after_an_interruption_every_distinct_prefix_is_prefilled_once() -> None
     prompt = (3, 1, 4, 1, 5, 9, 2, 6, 5)
     inputs = tuple(GenerationInput(f"s{i}", prompt, SamplingSpec(max_new_tokens=30, seed=i)) for i in range(8))
     engine = engine_of(TOGETHER)
-    before = engine._batch.runner.prefilled_tokens
+    before = engine._batch.prefills.forward.computed_tokens
     future = engine.submit(Job(inputs))
     for _ in range(12):
         engine.step()
-    assert engine._batch.runner.prefilled_tokens - before == len(prompt) - 1
+    assert engine._batch.prefills.forward.computed_tokens - before == len(prompt) - 1
     engine.pause(PauseMode.abort)
     engine.step()
     outputs: list[GenerationOutput] = future.result(timeout=0)
@@ -236,11 +238,15 @@ def test_after_an_interruption_every_distinct_prefix_is_prefilled_once() -> None
     assert len({len(output.output_ids) for output in outputs}) == 1
     assert len(set(again)) > 3, "they have parted"
     engine._batch.weights_changed()  # what was cached is gone
-    before = engine._batch.runner.prefilled_tokens
+    before = engine._batch.prefills.forward.computed_tokens
     later = engine.submit(Job(tuple(replace(each, input_ids=ids) for each, ids in zip(inputs, again, strict=True))))
     engine.step()
     wanted = distinct([ids[:-1] for ids in again])
-    assert engine._batch.runner.prefilled_tokens - before == wanted < 0.8 * sum(len(ids) - 1 for ids in set(again))
+    assert (
+        engine._batch.prefills.forward.computed_tokens - before
+        == wanted
+        < 0.8 * sum(len(ids) - 1 for ids in set(again))
+    )
     engine.abort(abort_all=True)
     engine.step()
     cached = sum(output.cached_tokens for output in later.result(timeout=0))

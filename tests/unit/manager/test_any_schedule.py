@@ -51,8 +51,8 @@ from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, LedgerBooks, PromptGoes, RunSettings
 from asyncrl.comm.names import ACTOR
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import HeldRollouts
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.session import HeldRollouts
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Due, decide, received, run_report
 from asyncrl.master.books.run_files import check_books
@@ -314,7 +314,7 @@ class Schedule(RuleBasedStateMachine):
     @move()
     def the_manager_dies(self) -> None:
         for worker in self.workers:
-            self.granted_before[worker.name] |= set(self.service.gate.prompts_of(worker.name))
+            self.granted_before[worker.name] |= set(self.service.gate.live.prompts_of(worker.name))
         self.service = self.new_manager()
         self.the_roll_is_called()
 
@@ -411,7 +411,7 @@ class Schedule(RuleBasedStateMachine):
         request = m.AllocateRequest(**worker.who(), rollouts=list(worker.ids))
 
         async def answer(service: ManagerService) -> m.AllocateReply:
-            running = set(service.gate.live_ids)
+            running = set(service.gate.live)
             reply = await service.allocate_rollout(request)
             new = [granted for granted in reply.granted if granted.rollout_id not in running]
             for granted in new:
@@ -592,7 +592,8 @@ class Schedule(RuleBasedStateMachine):
     def a_lease_lapses(self, pick: int) -> None:
         """The worker lives, and goes on once it is heard again; what it was to play again it is told once more."""
         worker = self.at(pick)
-        self.doubtful |= worker.in_hand | set(self.service.gate.prompts_of(worker.name))  # some it has not heard of
+        prompts = self.service.gate.live.prompts_of(worker.name)
+        self.doubtful |= worker.in_hand | set(prompts)  # some it has not heard of
         self.all_heard = False
         self.service.worker_died(worker.name)
 
@@ -711,7 +712,7 @@ class Schedule(RuleBasedStateMachine):
             self.ledger.step(trainer.untold, trainer.books)
             trainer.untold = None
         self.check_recorded()
-        assert set(self.ledger.recorded.open) == set(self.service.gate.live_ids), "what is open is not what is live"
+        assert set(self.ledger.recorded.open) == set(self.service.gate.live), "what is open is not what is live"
         if dies:
             self.the_trainer_dies()
             return
@@ -771,7 +772,7 @@ class Schedule(RuleBasedStateMachine):
         assert gate.books().balanced
         for worker in self.workers if self.service.begun and self.all_heard else ():
             if worker.manager == self.service.number:
-                counted = all(map(gate.is_live, worker.running.keys() - worker.arrived))
+                counted = all(rollout in gate.live for rollout in worker.running.keys() - worker.arrived)
                 assert counted, "a rollout runs that the gate does not count"
         trained = [prompt for step in self.trainer.trained for prompt in step]
         assert len(trained) == len(set(trained)), "a prompt was trained twice"

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncrl.manager.fleet.decisions import BACKOFF, DISAGREEMENTS_ALLOWED, FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, ServerState, Target
+from asyncrl.manager.fleet.targets import Targets
 from tests.examples import examples
 
 LIMIT_S = 10.0
@@ -42,7 +43,7 @@ def test_a_server_at_the_initial_model_serves_at_once() -> None:
 
 def test_every_server_is_brought_to_a_published_version_by_itself() -> None:
     fleet = fleet_of(2)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     orders = updates(fleet.poll(0.0, {0: 5}))
     assert orders[0].target == target(1)
     assert orders[0].pause == "abort"
@@ -54,11 +55,11 @@ def test_every_server_is_brought_to_a_published_version_by_itself() -> None:
 
 def test_versions_may_be_skipped() -> None:
     fleet = fleet_of()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     first = updates(fleet.poll(0.0, NOTHING))[0]
     for version in (2, 3, 7):
-        fleet.publish(target(version))
-    fleet.publish(target(5))
+        fleet.targets.publish(target(version))
+    fleet.targets.publish(target(5))
     assert fleet.poll(1.0, NOTHING) == []
     fleet.succeeded(0, first.attempt)
     assert fleet.served_version == 1
@@ -68,10 +69,10 @@ def test_versions_may_be_skipped() -> None:
 def test_versions_that_are_served_or_loaded_are_in_use() -> None:
     fleet = fleet_of(2)
     assert fleet.versions_in_use() == {0}
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     orders = updates(fleet.poll(0.0, NOTHING))
     fleet.succeeded(0, orders[0].attempt)
-    fleet.publish(target(2))
+    fleet.targets.publish(target(2))
     assert updates(fleet.poll(1.0, NOTHING)).keys() == {0}
     assert fleet.versions_in_use() == {1, 2}  # server 1 loads v1 still
     fleet.deregister(1)
@@ -80,7 +81,7 @@ def test_versions_that_are_served_or_loaded_are_in_use() -> None:
 
 def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the_next() -> None:
     fleet = fleet_of(2)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     orders = updates(fleet.poll(0.0, NOTHING))
     assert [order.had for order in orders.values()] == [0, 0]
     fleet.succeeded(1, orders[1].attempt)
@@ -89,14 +90,14 @@ def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the
     assert (life.state, life.version, life.reason) == (ServerState.SERVING, 0, "a file is damaged")
     assert fleet.served_version == 0
     assert fleet.poll(2.0, NOTHING) == []  # it is not read again
-    fleet.publish(target(2))
+    fleet.targets.publish(target(2))
     assert updates(fleet.poll(3.0, NOTHING)).keys() == {0, 1}
 
 
 def test_a_quarantined_server_that_refuses_a_damaged_version_serves_nothing() -> None:
     """Nobody knows what it has."""
     fleet = fleet_of()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "no", 0.0)
     again = updates(fleet.poll(BACKOFF.last_s, NOTHING))[0]
     assert again.had is None
@@ -107,7 +108,7 @@ def test_a_quarantined_server_that_refuses_a_damaged_version_serves_nothing() ->
 
 def staged_fleet() -> FleetDecisions:
     """Servers 0 and 1 on two hosts that share no folder."""
-    fleet = FleetDecisions("interrupt", LIMIT_S, staged=True)
+    fleet = FleetDecisions("interrupt", LIMIT_S, targets=Targets(staged=True))
     for index in range(2):
         fleet.register(index, f"https://10.0.0.{index}:5000", 0, 0.0)
     return fleet
@@ -119,10 +120,10 @@ def at(version: int, host: int) -> Target:
 
 def test_where_hosts_share_no_folder_a_server_is_brought_to_what_is_on_its_host() -> None:
     fleet = staged_fleet()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     assert fleet.poll(0.0, NOTHING) == []
     assert fleet.served_version == 0  # both serve while their hosts fetch
-    fleet.arrived("10.0.0.1", at(1, 1))
+    fleet.targets.arrived("10.0.0.1", at(1, 1))
     orders = updates(fleet.poll(1.0, NOTHING))
     assert orders.keys() == {1}
     assert (orders[1].target.read_at, orders[1].target.path) == ("/disk1/v1", "/weights/v1")
@@ -130,35 +131,35 @@ def test_where_hosts_share_no_folder_a_server_is_brought_to_what_is_on_its_host(
     assert fleet.read_on("10.0.0.0") == set()
     fleet.succeeded(1, orders[1].attempt)
     assert fleet.served_version == 0
-    fleet.publish(target(3))
-    fleet.arrived("10.0.0.0", at(2, 0))  # it was under way when v3 was published
+    fleet.targets.publish(target(3))
+    fleet.targets.arrived("10.0.0.0", at(2, 0))  # it was under way when v3 was published
     assert {index: order.target.version for index, order in updates(fleet.poll(2.0, NOTHING)).items()} == {0: 2}
     assert fleet.read_on() == {1, 2}
 
 
 def test_a_quarantined_server_waits_for_weights_on_its_host_without_a_deadline() -> None:
     fleet = staged_fleet()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     fleet.unhealthy(0, "https://10.0.0.0:5000", "gone", 0.0, gone=True)
     assert fleet.poll(BACKOFF.last_s, NOTHING) == []
     assert fleet.next_due() is None
-    fleet.arrived("10.0.0.0", at(1, 0))
+    fleet.targets.arrived("10.0.0.0", at(1, 0))
     assert fleet.next_due() is not None
     assert updates(fleet.poll(BACKOFF.last_s, NOTHING)).keys() == {0}
 
 
 def test_a_host_that_lost_its_copies_has_its_servers_go_on_with_what_they_have() -> None:
     fleet = staged_fleet()
-    fleet.publish(target(2))
-    fleet.arrived("10.0.0.0", at(1, 0))
-    fleet.lost("10.0.0.0")
+    fleet.targets.publish(target(2))
+    fleet.targets.arrived("10.0.0.0", at(1, 0))
+    fleet.targets.lost("10.0.0.0")
     assert fleet.poll(0.0, NOTHING) == []
     assert fleet.served_version == 0
 
 
 def test_a_failed_update_quarantines_with_growing_back_off() -> None:
     fleet = fleet_of(2)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     now, waits = 0.0, []
     for other in updates(fleet.poll(now, NOTHING)).values():
         if other.server == 1:
@@ -181,7 +182,7 @@ def test_a_failed_update_quarantines_with_growing_back_off() -> None:
 
 def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alone() -> None:
     fleet = fleet_of(2)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
 
     def updated(now: float, *disagreeing: int, why: str = "differs") -> float:
         for order in updates(fleet.poll(now, NOTHING)).values():
@@ -199,7 +200,7 @@ def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alon
     assert not fleet.never_agree(), "one of the failures was another"
     now = updated(now, 0)
     assert not fleet.never_agree(), "server 1 agrees"
-    fleet.publish(target(2))
+    fleet.targets.publish(target(2))
     for _ in range(DISAGREEMENTS_ALLOWED):
         assert not fleet.never_agree()
         now = max(life.due for life in fleet.servers)
@@ -210,9 +211,9 @@ def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alon
 
 def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
     fleet = fleet_of()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "no", 0.0)
-    fleet.publish(target(2))
+    fleet.targets.publish(target(2))
     order = updates(fleet.poll(BACKOFF.first_s, NOTHING))[0]
     assert order.target.version == 2
     fleet.succeeded(0, order.attempt)
@@ -223,7 +224,7 @@ def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
 def test_a_server_that_failed_gets_no_requests_though_it_had_the_version_before() -> None:
     """Weights may be replaced although the reply was 400: only a whole update makes them known again."""
     fleet = fleet_of(version=1)
-    fleet.publish(target(2))
+    fleet.targets.publish(target(2))
     fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "400", 0.0)
     assert fleet.healthy(0, "http://0") is False
     assert fleet.served_version is None
@@ -231,7 +232,7 @@ def test_a_server_that_failed_gets_no_requests_though_it_had_the_version_before(
 
 def test_a_hanging_update_is_given_up_and_its_late_outcome_ignored() -> None:
     fleet = fleet_of()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     order = updates(fleet.poll(0.0, NOTHING))[0]
     assert fleet.next_due() == LIMIT_S
     assert fleet.poll(LIMIT_S, NOTHING) == [CancelUpdate(0, order.attempt)]
@@ -245,7 +246,7 @@ def test_a_hanging_update_is_given_up_and_its_late_outcome_ignored() -> None:
 
 def test_a_restarted_server_begins_at_the_version_of_its_registration() -> None:
     fleet = fleet_of(2)
-    fleet.publish(target(3))
+    fleet.targets.publish(target(3))
     for order in updates(fleet.poll(0.0, NOTHING)).values():
         fleet.succeeded(order.server, order.attempt)
     assert fleet.register(0, "http://new", 0, 5.0)
@@ -257,7 +258,7 @@ def test_a_restarted_server_begins_at_the_version_of_its_registration() -> None:
 
 def test_a_restart_during_an_update_gives_the_update_up() -> None:
     fleet = fleet_of()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     old = updates(fleet.poll(0.0, NOTHING))[0]
     fleet.register(0, "http://new", 0, 1.0)
     orders = fleet.poll(1.0, NOTHING)
@@ -302,7 +303,7 @@ def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back_healthy
 
 def test_an_unhealthy_server_comes_back_through_a_whole_update_where_weights_are_published() -> None:
     fleet = fleet_of()
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     fleet.succeeded(0, updates(fleet.poll(0.0, NOTHING))[0].attempt)
     fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
     order = updates(fleet.poll(1.0 + BACKOFF.first_s, NOTHING))[0]
@@ -321,7 +322,7 @@ def test_health_reports_about_a_former_life_are_ignored() -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_what_is_kept_is_not_waited_for(mode: UpdateMode) -> None:
     fleet = fleet_of(2, mode=mode)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     orders = list(updates(fleet.poll(0.0, {0: 5, 1: 5})).values())
     assert [order.pause for order in orders] == [mode, mode]
     assert all(order.keeps_requests for order in orders)
@@ -331,7 +332,7 @@ def test_what_is_kept_is_not_waited_for(mode: UpdateMode) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_nothing_is_kept_of_a_server_whose_weights_are_unknown(mode: UpdateMode) -> None:
     fleet = fleet_of(mode=mode)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, {0: 5}))[0].attempt, "no", 0.0)
     again = updates(fleet.poll(BACKOFF.first_s, {0: 5}))[0]
     assert (again.pause, again.frozen) == ("abort", mode == "in_place")
@@ -339,11 +340,11 @@ def test_nothing_is_kept_of_a_server_whose_weights_are_unknown(mode: UpdateMode)
 
 def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since() -> None:
     fleet = fleet_of(mode="retract")
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     first = updates(fleet.poll(0.0, NOTHING))[0]
     assert not fleet.contradicted(0, first.attempt, "differs", 0.0)  # not there yet
     fleet.succeeded(0, first.attempt)
-    fleet.publish(target(2))
+    fleet.targets.publish(target(2))
     second = updates(fleet.poll(1.0, NOTHING))[0]
     assert not fleet.contradicted(0, first.attempt, "differs", 1.0)
     fleet.succeeded(0, second.attempt)
@@ -359,7 +360,7 @@ def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since
 
 def test_finish_lets_running_requests_end_first() -> None:
     fleet = fleet_of(mode="finish")
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     assert fleet.poll(0.0, {0: 3}) == []
     assert life_of(fleet).state is ServerState.DRAINING
     assert fleet.poll(500.0, {0: 1}) == []
@@ -371,7 +372,7 @@ def test_finish_lets_running_requests_end_first() -> None:
 
 def test_finish_keeps_one_server_serving_until_another_is_back() -> None:
     fleet = fleet_of(2, mode="finish")
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     assert fleet.poll(0.0, {0: 1, 1: 1}) == []
     assert [life.state for life in fleet.servers] == [ServerState.DRAINING, ServerState.SERVING]
     order = updates(fleet.poll(1.0, {1: 1}))[0]
@@ -383,7 +384,7 @@ def test_finish_keeps_one_server_serving_until_another_is_back() -> None:
 
 def test_finish_does_not_wait_for_a_quarantined_server() -> None:
     fleet = fleet_of(2, mode="finish")
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     order = updates(fleet.poll(0.0, {1: 1}))[0]
     fleet.failed(0, order.attempt, "no", 1.0)
     fleet.poll(1.0, {1: 1})
@@ -395,7 +396,7 @@ def test_a_rolling_update_takes_a_fraction_at_a_time(mode: UpdateMode) -> None:
     fleet = FleetDecisions(mode, LIMIT_S, 0.25)
     for index in range(10):
         fleet.register(index, f"http://{index}", 0, 0.0)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     updated: list[int] = []
     for _ in range(5):
         orders = updates(fleet.poll(0.0, NOTHING))
@@ -414,7 +415,7 @@ def test_servers_that_fail_do_not_hold_up_a_rolling_update() -> None:
     fleet = FleetDecisions("interrupt", LIMIT_S, 0.1)
     for index in range(10):
         fleet.register(index, f"http://{index}", 0, 0.0)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     now = 0.0
     for _ in range(10):
         for index, order in updates(fleet.poll(now, NOTHING)).items():
@@ -429,7 +430,7 @@ def test_the_least_fraction_updates_one_server_at_a_time() -> None:
     fleet = FleetDecisions("interrupt", LIMIT_S, 0.0)
     for index in range(3):
         fleet.register(index, f"http://{index}", 0, 0.0)
-    fleet.publish(target(1))
+    fleet.targets.publish(target(1))
     assert list(updates(fleet.poll(0.0, NOTHING))) == [0]
 
 
@@ -462,7 +463,7 @@ class AnyFaults(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self.version += 1
-        self.fleet.publish(target(self.version))
+        self.fleet.targets.publish(target(self.version))
 
     @rule(wait=st.floats(0.0, 12.0), busy=st.sets(st.integers(0, 2)))
     def poll(self, wait: float, busy: set[int]) -> None:

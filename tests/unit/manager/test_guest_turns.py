@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from asyncrl.comm.names import GuestMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, ServerState, Target
-from asyncrl.manager.fleet.turns import GuestTurns
+from asyncrl.manager.fleet.targets import Targets
 from asyncrl.manager.settings import UpdateMode
 from tests.examples import examples
 
@@ -60,7 +61,9 @@ class World:
 
     def manager(self) -> None:
         """A manager begins, in the place of the one before."""
-        self.fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns(range(GUESTS), "/base"))
+        self.fleet = FleetDecisions(
+            UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns(range(GUESTS))
+        )
         self.orders: dict[int, tuple[Order, bool]] = {}
         self.none_loading = False
         if self.store.turn is not None:
@@ -75,7 +78,7 @@ class World:
         for index, url in self.store.registered.items():
             self.fleet.register(index, url, 0, self.now, memory=self.memory.get(index))
         if self.store.version:
-            self.fleet.publish(Target(self.store.version, f"/v{self.store.version}"))
+            self.fleet.targets.publish(Target(self.store.version, f"/v{self.store.version}"))
         self.fleet.guests.announced = self.store.version
 
     def see_turn(self) -> None:
@@ -188,7 +191,7 @@ class World:
         self.store.turn = TrainerTurn(number + 1, training=training, version=self.store.version)
 
     def train(self) -> None:
-        """The master does its next step: as `asyncrl.master.guest_turns` has it."""
+        """The master does its next step: as `asyncrl.master.peers.guest_turns` has it."""
         match self.phase:
             case "begins":
                 self._announce(training=False)
@@ -281,7 +284,7 @@ def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: 
 
 def fleet_at(version: int, *, mode: UpdateMode = UpdateMode.interrupt) -> FleetDecisions:
     """Two guests that serve `version`."""
-    fleet = FleetDecisions(mode, LIMIT_S, guests=GuestTurns(range(2), "/base"))
+    fleet = FleetDecisions(mode, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns(range(2)))
     fleet.guests.begin(TrainerTurn(1, training=False, version=0))
     for index in range(2):
         fleet.register(index, f"http://{index}", version, 0.0)
@@ -307,7 +310,7 @@ def test_guests_wake_once_the_version_is_known_that_they_are_to_have() -> None:
     assert len(rest(fleet)) == 2
     assert fleet.served_version is None
     assert wake(fleet, version=1) == []
-    fleet.publish(Target(1, "/v1"))
+    fleet.targets.publish(Target(1, "/v1"))
     fleet.guests.announced = 1
     orders = fleet.poll(0.0, {})
     assert [order.target.version for order in orders if isinstance(order, BeginUpdate)] == [1, 1]
@@ -330,7 +333,7 @@ def test_before_any_version_guests_wake_with_the_initial_model() -> None:
 def test_a_damaged_version_leaves_a_rested_guest_the_one_before() -> None:
     fleet = fleet_at(0)
     for version in (1, 2):
-        fleet.publish(Target(version, f"/v{version}"))
+        fleet.targets.publish(Target(version, f"/v{version}"))
     fleet.guests.announced = 2
     rest(fleet)
     order = wake(fleet, version=2)[0]
@@ -364,7 +367,7 @@ def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
 
 @pytest.mark.parametrize("released", [True, False])
 def test_another_manager_knows_who_rests(released: bool) -> None:
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns(range(1), "/base"))
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns(range(1)))
     fleet.guests.begin(TrainerTurn(4, training=True, version=0))
     fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory("http://0", released=released))
     assert (fleet.not_resting == []) == released
@@ -373,11 +376,11 @@ def test_another_manager_knows_who_rests(released: bool) -> None:
 
 def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> None:
     """Each step ends with an update of all servers: guests are not to take the devices for that alone."""
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns([1], "/base"))
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns([1]))
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))
-    fleet.publish(Target(1, "/v1"))
+    fleet.targets.publish(Target(1, "/v1"))
     (update,) = (order for order in fleet.poll(0.0, {}) if isinstance(order, BeginUpdate))
     assert (update.server, fleet.served_version, fleet.others_in_service) == (0, None, 1)
     assert fleet.failed(0, update.attempt, "no answer", 1.0)
@@ -385,7 +388,7 @@ def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> 
 
 
 def test_servers_elsewhere_serve_while_guests_rest() -> None:
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns([1], "/base"))
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns([1]))
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))

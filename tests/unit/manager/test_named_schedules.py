@@ -102,7 +102,7 @@ def play_again(schedule: Schedule, prompt: str) -> None:
 
 def dropped_lines(schedule: Schedule) -> list[tuple[str, str]]:
     """Reason and fate of the prompt of every drop in the ledger."""
-    schedule.ledger.write()
+    schedule.ledger.lines_written()
 
     def find(place: str, what: str) -> None:
         raise AssertionError(what)
@@ -200,7 +200,8 @@ def one_speaks_late(schedule: Schedule) -> None:
     schedule.report_step()
     schedule.allocate(1, 1, "answered")
     schedule.all_speak()
-    assert schedule.service.gate.running_count == len(schedule.workers[0].running) + len(schedule.workers[1].running)
+    running = sum(len(worker.running) for worker in schedule.workers[:2])
+    assert schedule.service.gate.live.running_count == running
 
 
 def no_poll(patch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_a_server_of_a_pool_goes_back_to_an_older_version_and_returns_there_afte
     fleet = FleetDecisions(UpdateMode.finish, 10.0)
     fleet.register(0, "http://a", 0, 0.0)
     for version in (20, 10):
-        fleet.assign(0, Target(version, f"/v{version}"))
+        fleet.targets.assign(0, Target(version, f"/v{version}"))
         assert fleet.poll(0.0, {0: 1}) == [], "it is drained first"
         (order,) = fleet.poll(0.0, {})
         assert isinstance(order, BeginUpdate)
@@ -187,7 +187,7 @@ def test_the_gate_counts_by_the_least_version_of_all_trained_policies_servers() 
     assert fleets.served_version() is None, "the judge has no server"
     fleets.registered({0: ("http://judge", 0), 1: ("http://past", 0)})
     assert fleets.served_version() == 0
-    own.publish(Target(6, "/weights/actor/v6"))
+    own.targets.publish(Target(6, "/weights/actor/v6"))
     (order,) = own.poll(0.0, {})
     assert isinstance(order, BeginUpdate)
     own.succeeded(0, order.attempt)

@@ -8,13 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.pacing import LEAST_MARGIN, DeadlinePacing
+from asyncrl.manager.rollouts.pacing import (
+    DECAY,
+    DRAIN,
+    LARGEST_RISE,
+    LEAST_MARGIN,
+    STANDING_STEPS,
+    START_MARGIN,
+    DeadlinePacing,
+    Margin,
+    RecentRollouts,
+)
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from tests.examples import examples
@@ -128,6 +139,41 @@ def test_the_start_is_two_batches() -> None:
     assert pacing.room(0, 0.0) == 6
 
 
+def test_the_margin_rises_with_waits_and_falls_with_rollouts_that_stand() -> None:
+    margin = Margin(batch_size=4, max_staleness=1)
+    margin.waited(0.1)
+    assert margin.value == pytest.approx(START_MARGIN + 0.1 - DECAY)
+    margin.waited(0.9)
+    assert margin.value == pytest.approx(START_MARGIN + 0.1 + LARGEST_RISE - 2 * DECAY)
+    for _ in range(10):
+        margin.waited(1.0)
+    assert margin.value == 1.0, "at most the bound"
+    for left in range(STANDING_STEPS, 0, -1):
+        margin.left(left + 1)
+    margin.waited(0.0)
+    assert margin.value == pytest.approx(1.0 - DRAIN * 2 / 4), "two stood in all of these steps"
+    margin.waited(0.0)
+    assert margin.value == pytest.approx(1.0 - DRAIN * 2 / 4 - DECAY), "they are counted once"
+    for _ in range(500):
+        margin.waited(0.0)
+    assert margin.value == LEAST_MARGIN
+
+
+def test_recent_rollouts_tell_how_many_of_the_running_ones_finish_in_time() -> None:
+    recent = RecentRollouts(batch_size=4)
+    assert (len(recent), recent.share_in_time) == (0, 1.0)
+    recent.ended(0.5, kept=False)
+    assert recent.share_in_time == 0.25, "one in a batch, though none was kept yet"
+    for duration in (3.0, 1.0, 2.0, 4.0):
+        recent.ended(duration, kept=True)
+    assert len(recent) == 0, "until they are learned"
+    recent.learn()
+    assert (len(recent), recent.horizon, recent.share_kept) == (4, 2.0, 0.8)
+    assert recent.share_in_time == pytest.approx(0.8 * 0.5)
+    # a new one finishes within 2 s in 2 of 4 cases, one of 1.5 s within 3.5 s in 2 of 3, one of 9 s is unknown
+    assert recent.finish_in_time(np.array([0.0, 1.5, 9.0])) == pytest.approx(0.8 * (1 / 2 + 2 / 3))
+
+
 class Schedules(RuleBasedStateMachine):
     """Whatever is told in whatever order and at whatever times, a batch that lacks rollouts can get them."""
 
@@ -175,7 +221,7 @@ class Schedules(RuleBasedStateMachine):
     def something_can_happen(self) -> None:
         room = self.pacing.room(self.finished, self.now)
         assert room >= 0
-        assert LEAST_MARGIN <= self.pacing.margin <= self.most
+        assert LEAST_MARGIN <= self.pacing.margin.value <= self.most
         if not self.running and self.finished < self.batch:
             assert room > 0
         if not self.pacing.training:

@@ -47,7 +47,7 @@ def rebuilt(schedule: Schedule) -> RolloutState:
 
 def what_matters(books: RolloutState, orders: int) -> dict[str, Any]:
     gate, queue = books.gate, books.queue
-    live = {key: (gate.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live_ids}
+    live = {key: (gate.live.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live}
     used = [queue.is_used(order) for order in range(orders)]
     blocked = [(gate.is_blocked(step), sorted(gate.blocking(step))) for step in range(gate.trained_version, orders)]
     lost = sorted(rollout for rollout, _ in gate._retired.items() if gate.lost(rollout) is not None)
@@ -69,7 +69,7 @@ def test_what_is_rebuilt_equals_the_state_of_the_manager_that_died(seed: int) ->
             (chosen,) = random.choices(possible, [often[each.name] for each in possible])
             getattr(schedule, chosen.name)(**{name: random.choice(values) for name, values in chosen.choices.items()})
         settle(schedule)
-        books, lives = rebuilt(schedule), lives + len(schedule.service.gate.live_ids)
+        books, lives = rebuilt(schedule), lives + len(schedule.service.gate.live)
         assert not books.events.unrecorded, "the ledger has it all"
         orders, dead = schedule.highest + 3, schedule.service.rollouts
         schedule.the_manager_dies()

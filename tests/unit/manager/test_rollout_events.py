@@ -6,8 +6,8 @@ from collections import Counter
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 

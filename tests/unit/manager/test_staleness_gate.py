@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.manager.rollouts.staleness_gate import TRAINED, WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import TRAINED, WORKER_LOST, StalenessGate
 from tests.examples import examples
 
 
@@ -234,7 +235,7 @@ def test_running_of_names_the_running_rollouts_of_one_worker() -> None:
     start(gate, "a", "b", owner="w0")
     start(gate, "c", owner="w1")
     gate.finish("a")
-    assert gate.running_of("w0") == ["b"]
+    assert gate.live.running_of("w0") == ["b"]
     assert gate.admitted_at("b") == 0
     assert gate.admitted_at("a") is None
 
@@ -272,9 +273,9 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
         else:
             gate.advance(gate.version + 1)
         live = live_rows(gate)
-        assert gate.owners == {owner for _, owner, *_ in live}
+        assert gate.live.owners == {owner for _, owner, *_ in live}
         for owner in ("w0", "w1", "w2"):
-            assert gate.running_of(owner) == [row[0] for row in live if row[1] == owner and not row[-1]]
+            assert gate.live.running_of(owner) == [row[0] for row in live if row[1] == owner and not row[-1]]
         for step in range(gate.version, gate.version + 4):
             assert sorted(gate.blocking(step)) == sorted(blocking_by_hand(gate, step))
             assert gate.is_blocked(step) == bool(gate.blocking(step))
@@ -282,7 +283,7 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
 
 def live_rows(gate: StalenessGate) -> list[tuple[str, str, int, bool]]:
     """Rollout, owner, version of admission, and True if it is finished, of all live rollouts."""
-    return [(key, live.ticket.owner, live.version, live.finished) for key, live in gate._live.items()]
+    return [(key, live.ticket.owner, live.version, live.finished) for key, live in gate.live._by_id.items()]
 
 
 def blocking_by_hand(gate: StalenessGate, step: int) -> list[str]:
@@ -308,7 +309,7 @@ def test_whether_a_step_is_blocked_looks_at_versions_and_not_at_rollouts() -> No
             looked.append(1)
             return super().values()
 
-    gate._live = Untouchable(gate._live)
+    gate.live._by_id = Untouchable(gate.live._by_id)
     assert gate.is_blocked(1)
     assert not looked
     assert len(gate.blocking(1)) == 4_000

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from tests.examples import examples
 
 PICK = st.integers(0, 10_000)
@@ -66,14 +67,14 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     def reject(self, pick: int) -> None:
         name = sorted(self.running)[pick % len(self.running)]
         del self.running[name]
-        was_live = self.gate.is_live(name)
+        was_live = name in self.gate.live
         assert (self.gate.drop(name, "rejected") is not None) == was_live
         self.history.append(name)
 
     @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.booleans())
     def lease_runs_out(self, worker: str, dead: bool) -> None:
         """A worker that is not dead goes on with what it had."""
-        for name in self.gate.running_of(worker):
+        for name in self.gate.live.running_of(worker):
             self.gate.lose(name)
         for name in [name for name in self.running if dead and self.owner[name] == worker]:
             del self.running[name]

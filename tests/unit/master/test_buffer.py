@@ -167,7 +167,7 @@ class CountedRecords(dict[str, RolloutRecord]):
 def test_what_does_not_expire_is_not_looked_at() -> None:
     buffer = SampleBuffer(1_000, 4, "drop")
     buffer.add(record(order, order % 5) for order in range(500))
-    buffer._live = counted = CountedRecords(buffer._live)
+    buffer._live._records = counted = CountedRecords(buffer._live._records)
     for order in range(500, 600):
         buffer.add([record(order, 4)])
         buffer.expire(4)

@@ -9,33 +9,26 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
+from asyncrl.master.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from asyncrl.master.recovery.run_state import Progress
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import WrittenShare
 from asyncrl.trainer.settings import CheckpointConfig
 
 
-def due(tmp_path: Path, seconds_of_step: float, **settings: Any) -> list[int]:
+def due(seconds_of_step: float, **settings: Any) -> list[int]:
     """The versions, of twelve, after which a checkpoint is written."""
-    now, ranks = [1000.0], MagicMock(all=AsyncMock(return_value=[]), publisher=AsyncMock(), master="m")
-    checkpoints = Checkpoints(
-        CheckpointConfig(**settings), tmp_path, ranks, MagicMock(), lambda: None, clock=lambda: now[0]
-    )
-
-    async def train() -> list[int]:
-        written = []
-        for version in range(1, 13):
-            now[0] += seconds_of_step
-            published_with_folder = checkpoints.is_due(version)
-            now[0] += 30.0  # publishing takes its time
-            assert checkpoints.is_due(version) == published_with_folder
-            if published_with_folder:
-                await checkpoints.begin(Progress(version, 0), {})
-                written.append(version)
-        await checkpoints.finish()
-        return written
-
-    return asyncio.run(train())
+    now, written = [1000.0], []
+    schedule = CheckpointSchedule(CheckpointConfig(**settings), clock=lambda: now[0])
+    for version in range(1, 13):
+        now[0] += seconds_of_step
+        published_with_folder = schedule.is_due(version)
+        now[0] += 30.0  # publishing takes its time
+        assert schedule.is_due(version) == published_with_folder
+        if published_with_folder:
+            schedule.begun()
+            written.append(version)
+    return written
 
 
 @pytest.mark.parametrize(
@@ -49,9 +42,19 @@ def due(tmp_path: Path, seconds_of_step: float, **settings: Any) -> list[int]:
     ],
 )
 def test_a_checkpoint_is_due_by_steps_or_by_the_time_since_the_last_one_began(
-    tmp_path: Path, settings: dict[str, Any], versions: list[int]
+    settings: dict[str, Any], versions: list[int]
 ) -> None:
-    assert due(tmp_path, 60.0, **settings) == versions
+    assert due(60.0, **settings) == versions
+
+
+def test_a_checkpoint_that_was_due_before_this_process_began_is_written_after_the_next_step() -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(interval=5))
+    schedule.make_up(7, newest=5)
+    assert not schedule.is_due(8)
+    schedule.make_up(8, newest=0)
+    assert schedule.is_due(9)
+    schedule.begun()
+    assert not schedule.is_due(11)
 
 
 def test_a_checkpoint_that_is_whole_tells_its_seconds_and_bytes_once(tmp_path: Path) -> None:
@@ -62,12 +65,15 @@ def test_a_checkpoint_that_is_whole_tells_its_seconds_and_bytes_once(tmp_path: P
         now[0] += 4.0
 
     ranks = MagicMock(all=AsyncMock(return_value=shares), publisher=AsyncMock(side_effect=commit), master="m")
-    checkpoints = Checkpoints(CheckpointConfig(), tmp_path, ranks, MagicMock(), lambda: None, clock=lambda: now[0])
+    run = MagicMock(progress=Progress(1, 0), checkpoint=dict)
+    checkpoints = Checkpoints(CheckpointConfig(), tmp_path, ranks, run, MagicMock(), lambda: None, clock=lambda: now[0])
 
     async def save() -> None:
-        await checkpoints.begin(Progress(1, 0), {})
+        assert checkpoints.unsaved
+        await checkpoints.begin()
         assert checkpoints.figures() == {}
         await checkpoints.finish()
+        assert not checkpoints.unsaved
 
     asyncio.run(save())
     assert checkpoints.figures() == {"checkpoint/seconds": 4.0, "checkpoint/bytes": 42}

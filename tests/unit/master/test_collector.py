@@ -179,11 +179,11 @@ async def test_a_worker_that_is_silent_for_a_while_is_asked_again() -> None:
     try:
         waiting = asyncio.create_task(collector.refresh())
         await rounds(3)
-        assert collector.silent == {0}
+        assert collector.silent == [0]
         async with asyncio.timeout(300):
             await waiting
         assert len(buffer) == 1
-        assert collector.silent == set()
+        assert collector.silent == []
         collector.check()
     finally:
         await collector.close()

@@ -52,7 +52,7 @@ def test_a_checkpoints_line_outlives_the_master_that_wrote_it(tmp_path: Path) ->
         ledger.step(BATCH, BOOKS)
         state = ledger.saved(1, BOOKS)
         ledger.take(told("d"))
-        ledger.write()
+        ledger.lines_written()
 
         successor = open_ledger(folder, file_bytes)
         stayed = successor.go_on(kept)
@@ -69,7 +69,7 @@ def test_what_was_told_after_the_kept_state_is_not_told_again(tmp_path: Path) ->
     ledger, kept = begun(tmp_path)
     ledger.take(told("b"))
     ledger.step(BATCH, BOOKS)
-    ledger.write()
+    ledger.lines_written()
     successor = open_ledger(tmp_path)
     assert successor.go_on(kept) is True
     successor.close()
@@ -83,7 +83,7 @@ def test_a_checkpoint_before_the_kept_state_may_still_be_gone_on_from(tmp_path: 
     state = ledger.saved(1, BOOKS)
     kept = ledger.lines_written()
     ledger.take(told("b"))
-    ledger.write()
+    ledger.lines_written()
     successor = open_ledger(tmp_path)
     assert successor.go_on(kept) is False
     successor.close()

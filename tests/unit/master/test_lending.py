@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.master.lending import Lending
+from asyncrl.master.peers.lending import Lending
 
 TIMES = st.floats(0.0, 60.0)
 
@@ -32,32 +32,32 @@ def completed(missing: int, rate: float, others: int, guests: int, wake_s: float
 def test_guests_are_lent_only_if_the_step_can_begin_earlier(
     missing: int, rate: float, others: int, guests: int, wake_s: float, release_s: float
 ) -> None:
-    lending = Lending(rate, wake_s, release_s)
+    lending = Lending(others, rate, wake_s, release_s)
     alone = missing / (rate * others)
     lent = completed(missing, rate, others, guests, wake_s) + release_s
-    if lending.lends(missing, others, guests):
+    if lending.lends(missing, guests):
         assert lent < alone + 1e-6
-        assert lending.gain(missing, others, guests) == pytest.approx(alone - lent, abs=1e-6)
+        assert lending.gain(missing, guests) == pytest.approx(alone - lent, abs=1e-6)
     else:
         assert lent >= alone - 1e-6
 
 
 def test_without_servers_elsewhere_or_a_measurement_guests_are_always_lent() -> None:
-    assert Lending(rate=1.0, wake_s=1e6, release_s=1e6).lends(1, others=0, guests=1)
-    assert Lending(wake_s=1e6, release_s=1e6).lends(1, others=4, guests=1)
+    assert Lending(0, rate=1.0, wake_s=1e6, release_s=1e6).lends(1, guests=1)
+    assert Lending(4, wake_s=1e6, release_s=1e6).lends(1, guests=1)
 
 
 def test_the_rate_is_of_one_server_and_a_mean_over_waits() -> None:
-    lending = Lending()
-    lending.made(3, 4 * 1.5)
-    lending.made(5, 4 * 0.5)
+    lending = Lending(others=2)
+    lending.made(3, 1.5, guests=2)
+    lending.made(5, 0.5, guests=2)
     assert lending.rate is None
     lending.wait_ended()
     assert lending.rate == 1.0
-    lending.made(16, 4.0)
+    lending.made(16, 2.0, guests=0)
     lending.wait_ended()
     assert lending.rate == 2.5
     lending.wait_ended()
     assert lending.rate == 2.5
-    assert lending.gain(5, others=2, guests=2) == pytest.approx(0.5)
-    assert math.isinf(Lending().gain(5, others=2, guests=2))
+    assert lending.gain(5, guests=2) == pytest.approx(0.5)
+    assert math.isinf(Lending(others=2).gain(5, guests=2))

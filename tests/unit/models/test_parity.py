@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.model import cached_attention, masks, model_io
+from asyncrl.inference.embedded.model import cached_attention, masks, model_io, prefix_forward
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
@@ -358,11 +358,13 @@ def test_an_engine_whose_prefill_or_decoding_leaves_something_out_refuses(
 
 
 def _one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
-    original = model_io.ModelRunner.prefill
+    original = prefix_forward.PrefixForward.compute
     patch.setattr(
-        model_io.ModelRunner,
-        "prefill",
-        lambda self, prompts, slots, members: original(self, prompts, slots, [0 for _ in members]),
+        prefix_forward.PrefixForward,
+        "compute",
+        lambda self, slots_of, bases: original(
+            self, {prefix: [0 for _ in slots] for prefix, slots in slots_of.items()}, bases
+        ),
     )
 
 
@@ -376,7 +378,7 @@ def _late_position(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         model_io.ModelRunner,
         "decode",
-        lambda self, tokens, positions, full_rows: original(self, tokens, positions + 1, full_rows),
+        lambda self, tokens, positions, full_rows, deltas: original(self, tokens, positions + 1, full_rows, deltas),
     )
 
 
@@ -384,14 +386,14 @@ def _late_position(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("spread", SPREADS)
 def test_slots_that_are_mixed_up_are_seen(mutate: Mutation, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is not served"):
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM is not served.* differ from transformers"):
         GenerationEngine(build("llama", spread))
 
 
 def test_the_proof_leaves_the_engines_own_cache_empty() -> None:
     engine = GenerationEngine(build("llama"))
     cache = engine._batch.runner.cache
-    assert (cache.length, cache.tokens) == (0, 0)
+    assert (cache.layout.length, cache.layout.tokens) == (0, 0)
 
 
 # What only long sequences show.

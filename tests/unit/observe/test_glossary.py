@@ -13,7 +13,8 @@ import asyncrl
 from asyncrl.comm.ended_rollouts.drop_reasons import FAILURES, DropReason
 from asyncrl.manager.fleet.servers import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
-from asyncrl.observe.metrics.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
+from asyncrl.observe.metrics.glossary import GROUPS, METRICS, Metric, find
+from asyncrl.observe.metrics.observed_figures import OBSERVED, find_figure
 from asyncrl.rollout.user_code_pool.timing import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.observe.history import History
 from asyncrl.observe.metrics import grafana
-from asyncrl.observe.metrics.glossary import METRICS, OBSERVED
+from asyncrl.observe.metrics.glossary import METRICS
+from asyncrl.observe.metrics.observed_figures import OBSERVED
 from asyncrl.observe.metrics.prometheus import metric_name, prometheus_text
 
 LAUNCHERS = Path(__file__).parents[3] / "launchers"

@@ -60,7 +60,7 @@ class Scripted:
 def played(demo: Any, agent: str, answers: dict[str, str], **data: str) -> tuple[list[Any], list[str]]:
     policy = Scripted(answers)
     prompt = Prompt("e0-0", 0, {"prompt": "37+5=", **data}, tuple(TOKENIZER.encode("37+5=")), 1, SamplingParams())
-    client = EpisodeClient(policy, prompt, 0, None, ChatPolicy(policies=("judge",), trained=("judge",)))
+    client = EpisodeClient(policy, prompt, None, ChatPolicy(policies=("judge",), trained=("judge",)))
     return asyncio.run(getattr(demo, agent)(prompt, None, client, tokenizer=TOKENIZER)), policy.asked
 
 

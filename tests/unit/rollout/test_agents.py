@@ -83,7 +83,7 @@ async def roll_out(
     made = made if data is None else replace(made, data=data)
     async with asyncio.timeout(LIMIT_S):
         samples, _ = await run_group(
-            agent, env, made, LatestFirst(policy), lambda client, own: EpisodeClient(client, own, own.member, chat)
+            agent, env, made, LatestFirst(policy), lambda client, own: EpisodeClient(client, own, chat)
         )
     return samples
 

@@ -20,7 +20,7 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
-from asyncrl.rollout.episode import judge
+from asyncrl.rollout.episode import GroupRules
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
@@ -124,13 +124,12 @@ def test_a_declaration_that_names_no_source_is_refused_before_the_start(name: st
 
 def test_filters_look_at_a_part_of_the_reward_where_they_are_told_to() -> None:
     group = [sample(1.0, 0), sample(1.0, 1)]  # equal sums, parts of 0.5 and 1.5
-    assert not judge(group, [resolve("filter", "zero_variance")]).keep
-    assert judge(group, [resolve("filter", "zero_variance", {"on": "reward/format"})]).keep
-    assert judge(
-        group, [resolve("filter", "success_rate", {"on": "reward/format", "threshold": 1.0, "high": 0.5})]
-    ).keep
+    assert not GroupRules([resolve("filter", "zero_variance")]).judge(group).keep
+    assert GroupRules([resolve("filter", "zero_variance", {"on": "reward/format"})]).judge(group).keep
+    params = {"on": "reward/format", "threshold": 1.0, "high": 0.5}
+    assert GroupRules([resolve("filter", "success_rate", params)]).judge(group).keep
     with pytest.raises(ValueError, match="an episode has no 'reward/correct'; there are reward/format, agent/turns"):
-        judge(group, [resolve("filter", "zero_variance", {"on": "reward/correct"})])
+        GroupRules([resolve("filter", "zero_variance", {"on": "reward/correct"})]).judge(group)
 
 
 CODE = """

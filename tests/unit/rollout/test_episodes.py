@@ -102,7 +102,7 @@ async def roll_out_counted(
             lambda: (make or Env)(environments),
             prompt,
             policy or Policy(),
-            lambda client, own: EpisodeClient(client, own, own.member, None, rules),
+            lambda client, own: EpisodeClient(client, own, None, rules),
             tries,
         )
 

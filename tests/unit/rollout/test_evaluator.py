@@ -80,7 +80,7 @@ class FakeComponents:
         return await run_group(self.agent, lambda: SingleTurnEnv(reward=score), prompt, policy, self.client)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
-        return EpisodeClient(policy, prompt, prompt.member, None)
+        return EpisodeClient(policy, prompt, None)
 
     def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
         if row == 3:

@@ -22,7 +22,7 @@ class Following(RolloutWorker):
 
     def __init__(self, index: int, root: Path) -> None:
         self.spec = WorkerSpec(names.ROLLOUT_WORKER, index, root)
-        self.index, self.config, self.resolver = index, ExperimentConfig(), make_resolver(NameBackend.file, str(root))
+        self.config, self.resolver = ExperimentConfig(), make_resolver(NameBackend.file, str(root))
         self.config.rollout.workers = len(RANKS)
         self.addresses: set[str] = set()
 

@@ -229,7 +229,7 @@ async def test_what_an_environment_does_wrong_costs_its_episode_is_counted_and_t
             lambda: make("Hostile"),
             prompt,
             Policy(),
-            lambda client, own: EpisodeClient(client, own, own.member, None),
+            lambda client, own: EpisodeClient(client, own, None),
             RetryLimits(),
         )
         assert [deeds[sample.episode] for sample in samples] == ["fine", "prints_100_mb", "fine"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -13,7 +11,7 @@ from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.rollout.process import RolloutWorker
+from asyncrl.rollout.inputs.worker_inputs import check_same_data
 
 
 @pytest.mark.parametrize(("left", "message"), [(3, None), (2, "data.jsonl:2 is the last line with a row of training")])
@@ -25,15 +23,12 @@ def test_a_file_that_was_cut_off_since_it_was_checked_is_refused(
     file.write_text("\n".join(lines))
     DataRecord.of(FileDataset(path=str(file))).write(tmp_path / DATA_RECORD_FILE)
     file.write_text("\n".join(lines[:left]))
-    config = SimpleNamespace(dataset=SimpleNamespace(path=str(file)))
-    worker: Any = SimpleNamespace(_data_record=tmp_path / DATA_RECORD_FILE, config=config)
-    components: Any = SimpleNamespace(prompts=SimpleNamespace(train_set=FileDataset(path=str(file))))
-    check = cast(Any, RolloutWorker._check_same_data)
+    read = tmp_path / DATA_RECORD_FILE, FileDataset(path=str(file)), str(file)
     if message is None:
-        check(worker, components)
+        check_same_data(*read)
         return
     with pytest.raises(ConfigError, match=message) as caught:
-        check(worker, components)
+        check_same_data(*read)
     assert "the data changed while the run started" in str(caught.value)
 
 

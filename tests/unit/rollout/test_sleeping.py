@@ -13,8 +13,8 @@ import pytest
 from asyncrl.api import Completion, GenerationRequest, GenerationResult, RunIn, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout
+from asyncrl.manager.rollouts.leases import WorkerLeases
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop

@@ -73,7 +73,7 @@ def _prompt(question: str, answer: str) -> Prompt:
 async def _run(policy: Script, tools: Toolbox, expression: str = "347*29", **args):
     prompt = _prompt(f"What is {expression}?", str(value_of(expression)))
     agent = ToolAgent(tokenizer=TOKENIZER, tools=tools, **args)
-    return await agent.run(prompt, SingleTurnEnv(reward=numeric_match), EpisodeClient(policy, prompt, 0, CHAT))
+    return await agent.run(prompt, SingleTurnEnv(reward=numeric_match), EpisodeClient(policy, prompt, CHAT))
 
 
 def _generated(sample) -> str:

@@ -22,7 +22,8 @@ from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, failed_label
 from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, ChildCall, CodeTarget, packed
 from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits, Usage, excess, keep
-from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, SlowCalls, UserCodeRunner
+from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, Code, UserCodeRunner
+from asyncrl.rollout.user_code_pool.running_calls import QUIET_S, RunningCalls, SlowCalls
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
 
 LIMIT_S = 300.0
@@ -286,7 +287,7 @@ async def test_what_no_event_loop_can_carry_is_an_ordinary_failure(
 async def test_a_thread_that_does_not_return_is_abandoned_and_counted_until_it_does(runner: UserCodeRunner) -> None:
     release = threading.Event()
     for _ in range(MAX_ABANDONED):
-        with pytest.raises(UserCodeError, match=r"did not return within 0.001 s; its thread goes on") as caught:
+        with pytest.raises(UserCodeError, match=r"did not return within 0.001 s; its thread continues") as caught:
             await runner.call(in_thread(0.001), release.wait)
         assert caught.value.still_runs
     with pytest.raises(UserCodeError, match=f"is not called: {MAX_ABANDONED} calls of it never returned"):
@@ -417,16 +418,16 @@ async def test_a_call_runs_from_when_a_process_is_free(
 ) -> None:
     """A reward of 3 s is not said to have taken the 42 s in which it waited for its turn."""
     seen: list[str] = []
-    told = UserCodeRunner.told
+    track = RunningCalls.track
 
     @contextlib.contextmanager
-    def noted(self: UserCodeRunner, code: Code) -> Iterator[None]:
-        seen.append(f"{code.label} begins")
-        with told(self, code):
+    def noted(self: RunningCalls, label: str, activity: Activity) -> Iterator[None]:
+        seen.append(f"{label} begins")
+        with track(self, label, activity):
             yield
-        seen.append(f"{code.label} ends")
+        seen.append(f"{label} ends")
 
-    monkeypatch.setattr(UserCodeRunner, "told", noted)
+    monkeypatch.setattr(RunningCalls, "track", noted)
     with metered() as meter:
         first = asyncio.create_task(ask(runner, hostile("waits", folder=str(tmp_path))))
         while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it is another process
@@ -445,7 +446,7 @@ async def test_a_call_runs_from_when_a_process_is_free(
 async def test_what_holds_the_loops_is_named(
     runner: UserCodeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("asyncrl.rollout.user_code_pool.running_calls.WATCH_EVERY_S", 0.05)
 
     async def sleeps_synchronously() -> None:
         """It comes round now and then: what held the loop before this, a thread that begins late, was told then."""
@@ -458,7 +459,7 @@ async def test_what_holds_the_loops_is_named(
     async with UserCodeRunner(UserCodeConfig()) as watched:
         await watched.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), sleeps_synchronously)
         # From here on: a busy machine holds up this loop for as long, and then it is not the users' that is blamed.
-        monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.HELD_S", 0.1)
+        monkeypatch.setattr("asyncrl.rollout.user_code_pool.running_calls.HELD_S", 0.1)
         holding = Code("reward my.py:holds", Activity.reward, LIMIT_S, RunIn.loop)
         await watched.call(holding, time.sleep, 0.2)
         assert any(message.startswith("reward my.py:holds held an event loop for ") for message in caplog.messages)

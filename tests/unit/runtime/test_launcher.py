@@ -21,12 +21,13 @@ from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.remarks import remark
-from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.trials import run_processes
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 
 
@@ -448,7 +449,7 @@ def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
 
 @pytest.mark.usefixtures("trainer")
 def test_a_rank_that_gives_up_by_itself_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "CAUSE_LIMIT_S", 0.05)
+    monkeypatch.setattr(run_processes, "CAUSE_LIMIT_S", 0.05)
     code, stage, notes = play(rank=ends(1))
     assert (code, stage.started) == (EXIT_FAILED, ONCE)
     assert "FAILED: rank/0 (played) exited with 1" in notes
@@ -502,7 +503,7 @@ def test_a_process_is_not_replaced_once_the_run_is_to_stop(
 def _deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process ends because it was asked to."""
     monkeypatch.setattr(Played, "terminate", lambda worker: None)
-    monkeypatch.setattr(launcher_module, "STOP_LIMIT_S", 0.0)
+    monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.0)
 
 
 @pytest.mark.usefixtures("_deaf")

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.comm.files import retry_write
 from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
-from asyncrl.runtime import memory_checkpoint as module
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line
+from asyncrl.runtime.trials import memory_checkpoint as module
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line
 from tests.refusing_disk import refusing
 
 

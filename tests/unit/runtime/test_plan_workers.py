@@ -15,12 +15,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.memory_checkpoint import trains_elsewhere
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR
 from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.settings import HostConfig, SystemConfig
+from asyncrl.runtime.trials.memory_checkpoint import trains_elsewhere
 from asyncrl.trainer.settings import RoleRanks
 
 

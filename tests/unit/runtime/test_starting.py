@@ -13,19 +13,17 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, WorkerStatus, status_key
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import write_run_config
-from asyncrl.runtime.process import starting, worker
+from asyncrl.runtime.process import starting
 from asyncrl.runtime.process.starting import (
     BEFORE_BEGIN,
     LONGEST_STARTS,
     Effort,
     NotStarted,
+    ReportedStatus,
     StartLimit,
     StartWait,
     await_start,
 )
-from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 LIMIT_S = 300.0
 
@@ -167,22 +165,32 @@ async def test_what_hangs_as_it_starts_is_given_up_and_what_works_is_awaited() -
 def test_a_process_counts_its_progress_in_its_status_until_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.Effort, "grew", lambda self: True)
-    config = ExperimentConfig()
-    config.system.encrypt, config.system.lease_s = False, 0.5
-    write_run_config(config, tmp_path)
-
-    class Loads(Worker):
-        def run(self) -> None:
-            raise AssertionError("it is not started")
-
-    loads, key = Loads(WorkerSpec(GSERVER_MANAGER, 0, tmp_path)), status_key(GSERVER_MANAGER, 0)
-    with loads.resolver as resolver, ThreadPoolExecutor(1) as pool:
-        loads.set_status("starting")
-        reporting = pool.submit(loads._report_progress)
+    monkeypatch.setattr(starting.Effort, "grew", lambda self: True)
+    key = status_key(GSERVER_MANAGER, 0)
+    with FileResolver(tmp_path) as resolver, ThreadPoolExecutor(1) as pool:
+        reported = ReportedStatus(resolver, key, 0, 0.5, always=False)
+        reported.set("starting")
+        counting = pool.submit(reported.count_progress)
         while (status := WorkerStatus.decode(resolver.get(key))).progress < 2:
             resolver.watch(key, LIMIT_S, status.encode())
         assert status.state == "starting"
-        loads.set_status("ready")
-        reporting.result(LIMIT_S)
+        reported.set("ready")
+        counting.result(LIMIT_S)
         assert WorkerStatus.decode(resolver.get(key)).state == "ready"
+
+
+def test_the_progress_of_awaited_processes_counts_and_may_count_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting.Effort, "grew", lambda self: False)
+    key = status_key(GSERVER_MANAGER, 0)
+    with FileResolver(tmp_path) as resolver, ThreadPoolExecutor(1) as pool:
+        reported = ReportedStatus(resolver, key, 3, 0.1, always=True)
+        reported.set("ready")
+        reported.others_progressed()
+        counting = pool.submit(reported.count_progress)
+        while (status := WorkerStatus.decode(resolver.get(key))).progress < 1:
+            resolver.watch(key, LIMIT_S, status.encode())
+        assert (status.state, status.incarnation) == ("ready", 3)
+        reported.stop()
+        counting.result(LIMIT_S)

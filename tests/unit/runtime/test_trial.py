@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.trial import Trial
 
 

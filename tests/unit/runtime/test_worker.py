@@ -18,14 +18,17 @@ STOPPED_AT_ONCE = """
 import os, signal, sys
 from pathlib import Path
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
-class Early(Worker):
-    def set_status(self, state, reason=""):
-        print(self.kind, self.index, state)
-        if state == "starting":
-            os.kill(os.getpid(), STOP_SIGNAL)
+def show(status, state, reason=""):
+    print(state)
+    if state == "starting":
+        os.kill(os.getpid(), STOP_SIGNAL)
 
+ReportedStatus.set = show
+
+class Early(Worker):
     def configure(self):
         print("configured")
 
@@ -43,7 +46,7 @@ def test_a_stop_request_in_the_first_moments_is_a_clean_end(tmp_path: Path) -> N
     command = [sys.executable, "-c", STOPPED_AT_ONCE, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["early 3 starting", "early 3 done"]
+    assert ended.stdout.splitlines() == ["starting", "done"]
 
 
 REFUSES = """
@@ -51,12 +54,12 @@ import sys
 from pathlib import Path
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
-class Refuses(Worker):
-    def set_status(self, state, reason=""):
-        print(state, reason)
+ReportedStatus.set = lambda status, state, reason="": print(state, reason)
 
+class Refuses(Worker):
     def run(self):
         raise {raised}
 
@@ -83,12 +86,12 @@ CUT_OFF = """
 import sys
 from pathlib import Path
 from asyncrl.comm.name_resolve import NameResolveUnavailable
+from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
-class CutOff(Worker):
-    def set_status(self, state, reason=""):
-        print(state, reason)
+ReportedStatus.set = lambda status, state, reason="": print(state, reason)
 
+class CutOff(Worker):
     def run(self):
         raise ExceptionGroup("loops", [ExceptionGroup("calls", [NameResolveUnavailable("etcd does not answer")])])
 
@@ -111,12 +114,12 @@ def test_an_outage_of_name_resolution_is_told_by_a_sentence_with_its_setting(tmp
 SENT_TO_ALL = """
 import os, signal, subprocess, sys
 from pathlib import Path
+from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
-class Sent(Worker):
-    def set_status(self, state, reason=""):
-        print(state, flush=True)
+ReportedStatus.set = lambda status, state, reason="": print(state, flush=True)
 
+class Sent(Worker):
     def run(self):
         os.kill(os.getpid(), signal.SIGTERM)
         child = subprocess.Popen(["sleep", "600"])
@@ -236,6 +239,7 @@ DOES_NOT_STOP = """
 import asyncio, logging, os, signal, sys, time
 from pathlib import Path
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 
 logging.basicConfig(level=logging.INFO)
@@ -243,11 +247,10 @@ logging.basicConfig(level=logging.INFO)
 async def answer_a_stranger():
     await asyncio.Event().wait()
 
+ReportedStatus.set = lambda status, state, reason="": print(state, flush=True)
+
 class Slow(AsyncWorker):
     stop_limit_s = float(sys.argv[2])
-
-    def set_status(self, state, reason=""):
-        print(state, flush=True)
 
     async def main(self):
         waiting = asyncio.create_task(answer_a_stranger())

@@ -19,12 +19,12 @@ from asyncrl.api.columns import ColumnError
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.launch.train import with_model
+from asyncrl.launch.before_start.base_model import with_model
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.score_ahead import frozen_calls
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.settings import SourceConfig
-from asyncrl.rollout.user_code.taught import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.teachers import scored_by_teachers, with_source_number
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.checks import check

@@ -17,8 +17,9 @@ import pytest
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes, RunSettings
 from asyncrl.manager.messages import GateBooks
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_events import RolloutEvents
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics

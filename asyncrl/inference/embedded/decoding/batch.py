@@ -5,7 +5,7 @@ A step:
 1. Every few steps, or at once if much has changed, fill the holes of finished samples with waiting ones (each distinct
    prefix is prefilled once), and close the remaining holes, so that rows stay packed.
 2. Decode one token for every slot, and sample from it for every row of the slot.
-3. Return the outputs of finished samples; give samples of one slot that continue differently slots of their own.
+3. Return the outputs of finished samples; give samples of one slot that continue differently separate slots.
 
 A sample is prefilled up to its last prompt token but one. That last token is decoded with those of the other samples.
 So there is one sampling path, and a sample whose prompt is in the cache joins by a copy.
@@ -15,9 +15,8 @@ This class runs on one thread, without clocks and sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from asyncrl.api.generation import FinishReason
@@ -27,12 +26,13 @@ from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
 from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
-from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
 from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
 
 Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]
+ReadOutputs = Callable[[list[Sequence]], list[tuple[list[int], list[float]]]]
 
 CHANGE_SHARE = 16
 """A batch is reorganised as soon as one row in this number has left or could join. A join costs a prefill, which is
@@ -40,35 +40,49 @@ most of a decode step for a small model; a hole costs its share of the steps unt
 """
 
 
-class Lengths:
-    """Lengths of the samples less the step count. All grow by one per step, so they change only if samples come or go.
+class WatchedSamples:
+    """Running samples that Python looks at after every step: they are streamed, or stop at a string.
 
-    Attributes:
-        longest: the largest of them.
-        total: their sum.
-        uniform: True if all are equal.
-        changed: a sample has come or gone since `refresh`.
+    Args:
+        detokenize: ids to text, needed for stop strings.
     """
 
-    def __init__(self) -> None:
-        self.longest = self.total = 0
-        self.uniform = False
-        self.changed = False
+    def __init__(self, detokenize: Detokenize | None) -> None:
+        self._detokenize = detokenize
+        self._samples: list[Sequence] = []
 
-    def refresh(self, running: Iterable[Sequence]) -> None:
-        """Update the lengths from the samples `running`, if some came or went."""
-        if self.changed:
-            ahead = [len(sequence.prefix) - sequence.joined_at for sequence in running]
-            self.longest, self.total = max(ahead, default=0), sum(ahead)
-            self.uniform = self.longest == min(ahead, default=0)
-            self.changed = False
+    def refresh(self, running: list[Sequence]) -> None:
+        """Select the samples to watch from `running`, after some have joined."""
+        self._samples = [
+            sequence for sequence in running if sequence.job.on_progress is not None or sequence.request.sampling.stop
+        ]
+
+    def look(self, read: ReadOutputs, version: str) -> list[tuple[Sequence, str]]:
+        """Publish the progress of streamed samples; return those that stop, each with its stop string.
+
+        Args:
+            read: reads tokens and log-probabilities of samples.
+            version: label of the present weights.
+        """
+        stopped: list[tuple[Sequence, str]] = []
+        watched = [sequence for sequence in self._samples if sequence.row >= 0]
+        for sequence, (tokens, logprobs) in zip(watched, read(watched) if watched else (), strict=True):
+            strings, decode = sequence.request.sampling.stop, self._detokenize
+            text = None if decode is None else completed_by_last(tokens, strings, decode)
+            if text is not None:
+                stopped.append((sequence, text))
+            elif sequence.job.on_progress is not None:
+                sequence.job.on_progress(
+                    sequence.index, sequence.partial.reply(sequence.request, tokens, logprobs, version, None)
+                )
+        return stopped
 
 
 class DecodeBatch:
     """The running samples, the queue before them, and the step that continues them.
 
     Args:
-        runner: the model with its cache.
+        forward: computes prefixes with the model and its cache.
         queue: queue and admission rule.
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
@@ -78,7 +92,7 @@ class DecodeBatch:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        forward: PrefixForward,
         queue: AdmissionQueue,
         on_finish: OnFinish,
         detokenize: Detokenize | None,
@@ -86,20 +100,17 @@ class DecodeBatch:
         room: int,
         part: int,
     ) -> None:
-        self.runner, self.queue = runner, queue
-        self._on_finish, self._detokenize = on_finish, detokenize
-        self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
-        self.samples = SlotRows(runner)
+        self.runner, self.queue = forward.runner, queue
+        self._on_finish = on_finish
+        self._table = RowTable(queue.max_running, self.runner.vocab_size, self.runner.device)
+        self.samples = SlotRows(self.runner)
         self.counts = TokenCounts()
-        self.prefills = Prefills(runner, self.samples, self.counts, room, queue.max_running)
+        self.prefills = Prefills(forward, self.samples, self.counts, room, queue.max_running)
         self.long_prompts = LongPrompts(self.prefills, part)
         self.version = ""
-        self.weights_epoch = 0
         self.steps = 0
-        self._lengths = Lengths()
-        self._spent_columns: list[int] = []
         self._reorganised_at = 0
-        self._watched: list[Sequence] = []
+        self._watched = WatchedSamples(detokenize)
 
     @property
     def runnable(self) -> bool:
@@ -114,25 +125,21 @@ class DecodeBatch:
     @property
     def used_tokens(self) -> int:
         """Positions of the KV cache that running samples occupy."""
-        return self._current_lengths().total + self.samples.live * self.steps
-
-    def _current_lengths(self) -> Lengths:
-        self._lengths.refresh(self.samples.running)
-        return self._lengths
+        return self.samples.lengths().total + self.samples.live * self.steps
 
     @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, then continue every running sample by one token."""
         if self._reorganisation_due():
             self._reorganise()
-        self.long_prompts.advance(self.weights_epoch)
+        self.long_prompts.advance()
         if not self.samples.rows:
             return
         count, slots = len(self.samples.rows), len(self.samples.slots)
-        lengths = self._current_lengths()
+        lengths = self.samples.lengths()
         length = lengths.longest + self.steps + 1
         self.runner.cache.reserve(slots, length, slots, length - 1)
-        full_rows = lengths.uniform and length == self.runner.cache.length
+        full_rows = lengths.uniform and length == self.runner.cache.layout.length
         deltas = self._table.deltas(count) if self.runner.three_positions else None
         logits = self.samples.logits(self._table.inputs(count), self._table.positions(count), full_rows, deltas)
         finished = self._table.advance(logits, count)
@@ -142,17 +149,17 @@ class DecodeBatch:
         leaving = [self.samples.rows[row] for row in finished.nonzero().view(-1).tolist()]
         if leaving:
             self._leave([sequence for sequence in leaving if sequence is not None], None)
-        if self._watched:
-            self._watch()
+        for sequence, text in self._watched.look(self._outputs, self.version):
+            self._leave([sequence], Finish(FinishReason.stop, matched=text))
         if self.samples.slots.shared:
             self._part()
 
     def _part(self) -> None:
-        """Give samples whose last token differs from that of their slot's first sample a slot of their own."""
+        """Give samples whose last token differs from that of their slot's first sample another slot."""
         differing = self.samples.differing(self._table.inputs(len(self.samples.rows)))
         if not differing:
             return
-        cached, before = self._current_lengths().longest + self.steps, len(self.samples.slots)
+        cached, before = self.samples.lengths().longest + self.steps, len(self.samples.slots)
         copies = self.samples.part(differing)
         self.runner.cache.reserve(len(self.samples.slots), cached + 1, before, cached)
         self.samples.copy(copies, cached)
@@ -179,12 +186,11 @@ class DecodeBatch:
         Either way no hole remains when the cache is resized, so its extent is the one that the admission rule assumed.
         """
         self._reorganised_at = self.steps
-        self._table.release_columns(self._spent_columns)
-        self._spent_columns = []
+        self._table.outputs.reclaim()
         samples = self.samples
         running = samples.running
         admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
-        admitted = self.long_prompts.sift(admitted, self.weights_epoch)
+        admitted = self.long_prompts.sift(admitted)
         if samples.holes > len(admitted) and (moved := samples.pack_rows()):
             self._table.move(samples.indices(list(moved)), samples.indices(list(moved.values())))
         if len(samples.slots.holes) > len({sequence.context for sequence in admitted}):
@@ -193,23 +199,24 @@ class DecodeBatch:
             self._join(admitted, running)
         running = samples.running
         self._table.refresh(running)
-        self._watched = [sequence for sequence in running if sequence.watched]
-        self._lengths.changed = True
+        self._watched.refresh(running)
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
         """Score prompts if asked to, and finish samples that want no token; return the others."""
         for sequence in admitted:
             request = sequence.request
-            if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs = self.runner.prompt_logprobs(sequence.prompt, request.prompt_logprobs_from)
+            if request.prompt_logprobs_from >= 0 and sequence.partial.prompt_logprobs is None:
+                sequence.partial.prompt_logprobs = self.runner.prompt_logprobs(
+                    sequence.prompt, request.prompt_logprobs_from
+                )
             if request.sampling.max_new_tokens == 0:
                 self.counts.prompt += len(request.input_ids)
-                self._on_finish(sequence, sequence.output([], [], self.version, Finish(FinishReason.length)))
+                self._finish(sequence, [], [], Finish(FinishReason.length))
         return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         for row, sequence in zip(self.samples.take_rows(admitted), admitted, strict=True):
-            sequence.join(row, self._table.take_column(), self.steps, self.version, self.weights_epoch)
+            sequence.join(row, self._table.outputs.take(), self.steps, self.version)
         alike: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in admitted:
             alike.setdefault(sequence.context, []).append(sequence)
@@ -218,10 +225,10 @@ class DecodeBatch:
             self.samples.enter(sequences)
         live_length = self._longest_cached(running)
         longest = max(len(sequence.prefix) for sequence in admitted)
-        self.prefills.announce(admitted, self.weights_epoch)
+        self.prefills.announce(admitted)
         self.runner.cache.reserve(len(self.samples.slots), max(live_length, longest) + 1, live_slots, live_length)
         self._table.join(admitted)
-        self.prefills.fill(admitted, running, self.weights_epoch)
+        self.prefills.fill(admitted, running)
 
     def _longest_cached(self, running: list[Sequence]) -> int:
         return max(map(self._cached_positions, running), default=0)
@@ -239,55 +246,32 @@ class DecodeBatch:
         self._vacate(sequences)
         for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
             ending = _natural_end(sequence, tokens) if finish is None else finish
-            self._on_finish(sequence, sequence.output(tokens, logprobs, self.version, ending))
+            self._finish(sequence, tokens, logprobs, ending)
+
+    def _finish(self, sequence: Sequence, tokens: list[int], logprobs: list[float], finish: Finish) -> None:
+        """Return the output of a sample that has ended."""
+        self._on_finish(sequence, sequence.partial.reply(sequence.request, tokens, logprobs, self.version, finish))
 
     def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
         lengths = [sequence.produced(self.steps) for sequence in sequences]
-        tokens, logprobs = self._table.read([sequence.column for sequence in sequences], max(lengths, default=0))
+        tokens, logprobs = self._table.outputs.read(
+            [sequence.column for sequence in sequences], max(lengths, default=0)
+        )
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
 
     def _read_routing(self, sequences: list[Sequence]) -> None:
-        """Copy the experts chosen in the slots of leaving samples.
-
-        What was read before a retraction stays: each token keeps the experts of the forward that sampled the next
-        token.
-        """
-        if self.runner.routing is None:
-            return
-        for sequence in sequences:
-            if sequence.request.routing_from < 0:
-                continue
-            read = sequence.routing
-            start = sequence.request.routing_from + (0 if read is None else len(read))
-            end = self._cached_positions(sequence)
-            if end > start:
-                fresh = self.runner.routing.choices(sequence.slot, start, end)
-                sequence.routing = fresh if read is None else np.concatenate((read, fresh))
+        """Copy the experts chosen in the slots of leaving samples."""
+        if self.runner.experts is not None:
+            for sequence in sequences:
+                self.runner.experts.read(sequence, self._cached_positions(sequence))
 
     def _vacate(self, sequences: list[Sequence]) -> None:
         """Turn the samples' rows into holes."""
         if not sequences:
             return
-        self._table.idle([sequence.row for sequence in sequences])
-        self._spent_columns += [sequence.column for sequence in sequences]
+        self._table.leave(sequences)
         for sequence in sequences:
             self.samples.leave(sequence)
-            sequence.column = -1
-        self._lengths.changed = True
-
-    def _watch(self) -> None:
-        """Publish the progress of streamed samples, and search for stop strings."""
-        watched = [sequence for sequence in self._watched if sequence.row >= 0]
-        stopped: list[tuple[Sequence, str]] = []
-        for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
-            strings, decode = sequence.request.sampling.stop, self._detokenize
-            text = None if decode is None else completed_by_last(tokens, strings, decode)
-            if text is not None:
-                stopped.append((sequence, text))
-            elif sequence.job.on_progress is not None:
-                sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, self.version, None))
-        for sequence, text in stopped:
-            self._leave([sequence], Finish(FinishReason.stop, matched=text))
 
     @torch.inference_mode()
     def abort(self, matches: Callable[[Sequence], bool]) -> int:
@@ -301,11 +285,9 @@ class DecodeBatch:
         for sequence in queued:
             self.queue.waiting.remove(sequence)
         for sequence in (*held, *queued):
-            partial = bool(sequence.tokens)
-            output = sequence.output(
-                sequence.tokens, sequence.logprobs, self.version, Finish(FinishReason.abort, queued=not partial)
-            )
-            self._on_finish(sequence, output)
+            partial = sequence.partial
+            finish = Finish(FinishReason.abort, queued=not partial.tokens)
+            self._finish(sequence, partial.tokens, partial.logprobs, finish)
         return len(running) + len(held) + len(queued)
 
     @torch.inference_mode()
@@ -316,9 +298,9 @@ class DecodeBatch:
         self._read_routing(running)
         self._vacate(running)
         for sequence, (tokens, logprobs) in zip(running, outputs, strict=True):
-            sequence.tokens, sequence.logprobs = tokens, logprobs
+            sequence.partial.tokens, sequence.partial.logprobs = tokens, logprobs
             sequence.joined_at = self.steps
-            sequence.retractions += 1
+            sequence.partial.retractions += 1
             sequence.set_prefix()
         held = self.long_prompts.held
         self.long_prompts.take(held)
@@ -337,10 +319,8 @@ class DecodeBatch:
         """Stop other samples from copying keys and values of the older weights. With `keep_cache` later turns of the
         samples that have them still may.
         """
-        self.weights_epoch += 1
+        self.prefills.weights_changed(keep=keep_cache)
         self.runner.weights_changed()
-        if not keep_cache:
-            self.prefills.forget()
         if not self.samples.running:
             self.runner.cache.scrub()
 

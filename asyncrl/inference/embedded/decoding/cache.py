@@ -21,42 +21,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.plans import DecodePlan, PartPlan, PrefillPlan
-from asyncrl.inference.embedded.model.states import SlotStates, StateLayer
+from asyncrl.inference.embedded.decoding.slot_layout import DecodePlan, PartPlan, PrefillPlan, SlotLayout, plan_length
+from asyncrl.inference.embedded.model.states import ModuleStates, Place, SlotStates, StateLayer
 from asyncrl.models.storages import storages
-from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
+from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory, layer_memories
 
-LENGTH_STEP = 16
-"""Smallest step of the length: the largest waste of a short sample, against one new layout in this number of decode
-steps.
-"""
-STEP_DIVISOR = 16
-"""Long slots grow by this fraction of their length, so that a re-layout stays a few percent of the decode steps'
-work."""
 BUFFER_GROWTH = 1.25
 SHRINK = 2
 """Buffers are given back only where they have so many times what is needed."""
-
-
-def plan_length(current: int, needed: int, most: int) -> int:
-    """Return the slot length for samples of up to `needed` positions: the present one while it fits and does not waste
-    much.
-
-    Args:
-        current: present length, 0 for none.
-        needed: longest sample after the coming step.
-        most: limit given by memory.
-
-    Raises:
-        ValueError: `most` is less than `needed`; admission should have prevented it.
-    """
-    if needed > most:
-        raise ValueError(f"samples of {needed} tokens exceed the {most} that max_total_tokens leaves to each row")
-    step = max(LENGTH_STEP, needed // STEP_DIVISOR)
-    if needed <= current <= min(most, needed + 2 * step):
-        return current
-    return min(most, -(-needed // step) * step)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -76,17 +50,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots once the shape of a key is known."""
-        self._key_buffer = key_states.new_zeros(self._owner.tokens, key_states.shape[1] * key_states.shape[3])
-        self._value_buffer = value_states.new_zeros(self._owner.tokens, value_states.shape[1] * value_states.shape[3])
-        self.keys = self._view(self._key_buffer, key_states.shape[1])
-        self.values = self._view(self._value_buffer, value_states.shape[1])
+        layout = self._owner.layout
+        self._key_buffer = key_states.new_zeros(layout.tokens, key_states.shape[1] * key_states.shape[3])
+        self._value_buffer = value_states.new_zeros(layout.tokens, value_states.shape[1] * value_states.shape[3])
+        self.keys = layout.view(self._key_buffer, key_states.shape[1])
+        self.values = layout.view(self._value_buffer, value_states.shape[1])
         self.is_initialized = True
-
-    def _view(self, buffer: Tensor, heads: int) -> Tensor:
-        """Return a buffer `[tokens, heads * dim]` as slots `[rows, heads, length, dim]` of the owner's layout."""
-        length, dim = self._owner.length, buffer.shape[1] // heads
-        rows = self._owner.tokens // length
-        return buffer[: rows * length].view(rows, heads, length, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new keys and values to the slots; return the keys and values that this forward attends to."""
@@ -102,7 +71,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return both
             return torch.cat((before[0], key_states), 2), torch.cat((before[1], value_states), 2)
         if isinstance(plan, PrefillPlan):
-            index = self._owner.prefill_index(self.keys.shape[1])
+            index = plan.index(self._owner.layout, self.keys.shape[1])
             for slots, states in ((self.keys, key_states), (self.values, value_states)):
                 written = plan.targets.gather(states.transpose(1, 2))
                 slots.view(-1, slots.shape[3]).index_copy_(0, index, written.reshape(-1, slots.shape[3]))
@@ -112,7 +81,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 slots[:, :, : plan.before].index_select(0, plan.sources_B) for slots in (self.keys, self.values)
             )
             return torch.cat((known, key_states), 2), torch.cat((values, value_states), 2)
-        index = self._owner.write_index(self.keys.shape[1])
+        index = plan.index(self._owner.layout, self.keys.shape[1])
         for slots, states in ((self.keys, key_states), (self.values, value_states)):
             slots.view(-1, slots.shape[3]).index_copy_(0, index, states.reshape(-1, slots.shape[3]))
         return self.keys[: plan.rows], self.values[: plan.rows]
@@ -127,8 +96,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.values, self._value_buffer = self._moved(self.values, self._value_buffer, rows, length)
 
     def _moved(self, slots: Tensor, buffer: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        target = self._owner.swap_spare(buffer)
-        view = self._view(target, slots.shape[1])
+        target = self._owner.layout.swap_spare(buffer)
+        view = self._owner.layout.view(target, slots.shape[1])
         view[:rows, :, :length] = slots[:rows, :, :length]
         return view, target
 
@@ -159,7 +128,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return the number of keys attended to and their offset. The engine passes its own masks; transformers asks
         for the form only.
         """
-        return self._owner.length, 0
+        return self._owner.layout.length, 0
 
     def get_seq_length(self) -> int:
         """Return the positions before this forward's first query. The engine passes its own position ids."""
@@ -167,7 +136,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_max_length(self) -> int:
         """Return the longest sequence that a slot can hold at present."""
-        return self._owner.length
+        return self._owner.layout.length
 
 
 class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,override]
@@ -207,9 +176,11 @@ class SlotCache(Cache):
         max_total_tokens: limit of rows x length.
 
     Attributes:
-        tokens: positions that are allocated.
+        layout: layout of the slots.
+        limit: bound of rows x length.
+        plan: plan of the writes of the next forward pass.
         state_rows: slots for which recurrent states are allocated; 0 if the model has none.
-        make_room: called before one of these grows, with both as they will be.
+        make_room: called before allocated positions or states grow, with both as they will be.
         spare_room: True makes the next `reserve` release what is far more than it needs.
     """
 
@@ -219,16 +190,10 @@ class SlotCache(Cache):
         self.states: list[SlotStates] = [layer for layer in layers if isinstance(layer, SlotStates)]
         self.companions: list[CacheExtension] = []
         super().__init__(layers=list(layers))
-        self._device = device
         self.limit = max_total_tokens
-        """Bound of rows x length."""
-        self.length = 0
-        self.tokens = self.state_rows = 0
+        self.layout = SlotLayout(device)
+        self.state_rows = 0
         self.plan: PrefillPlan | PartPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
-        """Plan of the writes of the next forward pass."""
-        self._spares: dict[int, Tensor] = {}
-        self._bases: dict[int, Tensor] = {}
-        self._index: tuple[int, Tensor] | None = None
         self.make_room: Callable[[int, int], None] = lambda tokens, states: None
         self.spare_room = False
 
@@ -245,27 +210,27 @@ class SlotCache(Cache):
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self._slot_layers:
             yield from layer.buffers
-        yield from self._spares.values()
+        yield from self.layout.spares.values()
 
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""
-        planned = plan_length(self.length, length, self.limit // rows)
-        laid_out = planned == self.length and rows * planned <= self.tokens
+        layout = self.layout
+        planned = plan_length(layout.length, length, self.limit // rows)
+        laid_out = planned == layout.length and rows * planned <= layout.tokens
         if laid_out and not self.spare_room and (rows <= self.state_rows or not self.states):
             return
-        tokens = self._allocation(self.tokens, rows * planned, self.limit)
+        tokens = self._allocation(layout.tokens, rows * planned, self.limit)
         states = self._allocation(self.state_rows, rows if self.states else 0, None)
-        if tokens > self.tokens or states > self.state_rows:
+        if tokens > layout.tokens or states > self.state_rows:
             self.make_room(tokens, states)
         self.spare_room = False
         if states != self.state_rows:
             self.state_rows = states
             for each in self.states:
                 each.resize(states, live_rows)
-        if laid_out and tokens == self.tokens:
+        if laid_out and tokens == layout.tokens:
             return
-        self.length, self.tokens = planned, tokens
-        self._bases.clear()
+        layout.change(planned, tokens)
         for layer in (*self._slot_layers, *self.companions):
             layer.relayout(live_rows, min(live_length, planned))
 
@@ -277,17 +242,9 @@ class SlotCache(Cache):
         wanted = wanted if most is None else max(needed, min(most, wanted))
         return wanted if needed > now or (self.spare_room and now >= SHRINK * wanted) else now
 
-    def swap_spare(self, buffer: Tensor) -> Tensor:
-        """Return a buffer like `buffer`, of the present size, and keep `buffer` as the next spare one."""
-        spare = self._spares.get(buffer.shape[1])
-        self._spares[buffer.shape[1]] = buffer
-        if spare is None or len(spare) != self.tokens:
-            return buffer.new_zeros(self.tokens, buffer.shape[1])
-        return spare
-
     def begin_prefill(self, plan: PrefillPlan) -> None:
         """Set the plan: whole prefixes."""
-        self.plan, self._index = plan, None
+        self.plan = plan
         for states in self.states:
             states.begin_prefill(plan.sources_B if plan.before else None)
 
@@ -298,8 +255,8 @@ class SlotCache(Cache):
             rows: keys and values before the part, in the form of `read`; empty if there are none.
             states: recurrent states before the part, in the form of `read_states`; empty if there are none.
         """
-        if not self.length:
-            self.reserve(1, 1, 0, 0)  # the forward tells the layers' shapes
+        if not self.layout.length:
+            self.reserve(1, 1, 0, 0)  # the forward shows the layers' shapes
         known, left = iter(rows), iter(states)
         layers = [layer for layer in self._slot_layers if layer.keys is not None] if rows else []
         self.plan = PartPlan({layer: (next(known)[None], next(known)[None]) for layer in layers})
@@ -313,12 +270,12 @@ class SlotCache(Cache):
         layers = (*self._slot_layers, *self.companions)
         return [tensor for layer in layers for tensor in plan.made.get(layer, ())], plan.states
 
-    def begin_decode(self, rows: int, positions: Tensor) -> None:
-        """Set the plan: one token for each of the first `rows` slots, at `positions[R]`."""
-        self.plan = DecodePlan(rows, positions)
-        self._index = None
+    def begin_decode(self, rows: int, positions: Tensor) -> DecodePlan:
+        """Set the plan, and return it: one token for each of the first `rows` slots, at `positions[R]`."""
+        self.plan = plan = DecodePlan(rows, positions)
         for states in self.states:
             states.begin_decode(rows)
+        return plan
 
     def end_forward(self) -> None:
         """Keep the states that the planned forward has made; keys and values are in their slots already."""
@@ -330,37 +287,6 @@ class SlotCache(Cache):
                 states.end_prefill(plan.targets.slots_N, plan.targets.rows_N)
             else:
                 states.end_decode(plan.rows)
-
-    def write_index(self, kv_heads: int) -> Tensor:
-        """Return the flat index `[R * kv_heads]` of this step's positions in a `[rows * kv_heads * length, head_dim]`
-        view.
-        """
-        if self._index is not None and self._index[0] == kv_heads:
-            return self._index[1]
-        plan = self.plan
-        assert isinstance(plan, DecodePlan)
-        index = (self._begins(kv_heads)[: plan.rows] + plan.positions[:, None]).view(-1)
-        self._index = (kv_heads, index)
-        return index
-
-    def prefill_index(self, kv_heads: int) -> Tensor:
-        """As `write_index`, for the positions that the planned prefill writes, `[M * kv_heads]`."""
-        if self._index is not None and self._index[0] == kv_heads:
-            return self._index[1]
-        plan = self.plan
-        assert isinstance(plan, PrefillPlan)
-        index = (self._begins(kv_heads)[plan.targets.slots_M] + plan.targets.positions_M[:, None]).view(-1)
-        self._index = (kv_heads, index)
-        return index
-
-    def _begins(self, kv_heads: int) -> Tensor:
-        """Return the flat index of the first position of every head of every slot, `[rows, kv_heads]`."""
-        begins = self._bases.get(kv_heads)
-        if begins is None:
-            count = self.tokens // self.length * kv_heads
-            begins = (torch.arange(count, device=self._device) * self.length).view(-1, kv_heads)
-            self._bases[kv_heads] = begins
-        return begins
 
     def decode_slots(self) -> list[Tensor] | None:
         """Return keys and values of every layer for the planned decode step; None before the first forward has
@@ -413,5 +339,29 @@ class SlotCache(Cache):
             states.zero()
         for layer in self._slot_layers:
             layer.scrub()
-        for spare in self._spares.values():
+        for spare in self.layout.spares.values():
             spare.zero_()
+
+
+class CacheMaker:
+    """Makes empty caches with the kinds of memory that `model` needs.
+
+    Attributes:
+        places: attributes of the model's modules that hold recurrent states.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._memories, self._device = layer_memories(model.config), model.device
+        self.places: list[Place] = []
+
+    @property
+    def has_keys(self) -> bool:
+        """True if some layers have keys and values."""
+        return any(memory.keys for memory in self._memories)
+
+    def make(self, max_total_tokens: int) -> SlotCache:
+        """Return an empty cache with this number of positions."""
+        cache = SlotCache(self._memories, self._device, max_total_tokens)
+        if self.places:
+            cache.states.append(ModuleStates(self.places))
+        return cache

@@ -1,9 +1,7 @@
 """State of the decode batch by row, as tensors, so that a step runs no Python per sample.
 
-A row is a sample. Its slot of the KV cache is not known here (`slots`). The tokens of a sample are written to a column
-of the output buffers, which it keeps while its row may change. One more column receives the tokens of empty rows. The
-buffers are indexed `[output position, column]` and addressed flat: the next output position is one addition for all
-rows, and a longer buffer leaves every index valid.
+A row is a sample. Its slot of the KV cache is not known here (`slots`). The tokens of a sample are written to an output
+column, which it keeps while its row may change.
 
 Shapes: R = rows in use, N = most rows, T = output positions, V = vocabulary.
 """
@@ -28,45 +26,112 @@ IDLE_STEPS = 4
 """Most decode steps that the row of a sample that has left keeps running empty, until the batch is reorganised."""
 
 
+class OutputColumns:
+    """Tokens, log-probabilities and random numbers by output position, in a column for each of `most` samples.
+
+    One more column receives the tokens of empty rows. The buffers are indexed `[output position, column]` and addressed
+    flat: the next output position is one addition for all rows, and a longer buffer leaves every index valid.
+
+    Attributes:
+        stride: difference between the flat indices of two output positions of a column.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.stride = most + 1
+        self._tokens = torch.zeros(IDLE_STEPS, self.stride, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(IDLE_STEPS, self.stride, device=device)
+        self._uniforms = torch.zeros(IDLE_STEPS, self.stride, dtype=torch.float64, device=device)
+        self._free = list(range(most))
+        self._spent: list[int] = []
+
+    def take(self) -> int:
+        """Reserve a column."""
+        return self._free.pop()
+
+    def leave(self, columns: list[int]) -> None:
+        """Mark columns whose samples have left, for the next `reclaim`."""
+        self._spent += columns
+
+    def reclaim(self) -> None:
+        """Release the columns that samples have left. No row may write to them any more."""
+        self._free += self._spent
+        self._spent = []
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """Fill the columns: the random numbers of the stream, and the earlier output of a retracted sample."""
+        length = max(sequence.request.sampling.max_new_tokens for sequence in sequences)
+        missing = length - self._tokens.shape[0]
+        if missing > 0:
+            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(missing, self.stride)))
+            self._logprobs = torch.cat((self._logprobs, self._logprobs.new_zeros(missing, self.stride)))
+            self._uniforms = torch.cat((self._uniforms, self._uniforms.new_zeros(missing, self.stride)))
+        device = self._tokens.device
+        columns = _longs([sequence.column for sequence in sequences], device)
+        seeds = _longs([signed_64(sequence.seed) for sequence in sequences], device)
+        offsets = _longs([sequence.request.sampling.seed_offset for sequence in sequences], device)
+        self._uniforms[:length, columns] = uniforms_TR(seeds, offsets, length)
+        for sequence in sequences:
+            if done := len(sequence.partial.tokens):
+                self._tokens[:done, sequence.column] = _longs(sequence.partial.tokens, device)
+                self._logprobs[:done, sequence.column] = torch.tensor(sequence.partial.logprobs, device=device)
+
+    def uniforms(self, output_R: Tensor) -> Tensor:
+        """Return the random numbers `[R]` at flat indices `output_R`."""
+        return self._uniforms.view(-1).index_select(0, output_R)
+
+    def write(self, output_R: Tensor, tokens_R: Tensor, logprobs_R: Tensor) -> None:
+        """Record a step's tokens and log-probabilities at flat indices `output_R`."""
+        self._tokens.view(-1).index_copy_(0, output_R, tokens_R)
+        self._logprobs.view(-1).index_copy_(0, output_R, logprobs_R)
+
+    def read(self, columns: list[int], length: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the first `length` tokens and log-probabilities of `columns`, as lists."""
+        index = _longs(columns, self._tokens.device)
+        tokens: list[list[int]] = self._tokens[:length].index_select(1, index).T.tolist()
+        logprobs: list[list[float]] = self._logprobs[:length].index_select(1, index).T.tolist()
+        return tokens, logprobs
+
+
+def _longs(values: Collection[int] | Collection[Collection[int]], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.long, device=device)
+
+
 class RowTable:
-    """State of at most `max_rows` running samples of a model with `vocab_size` tokens."""
+    """State of at most `max_rows` running samples of a model with `vocab_size` tokens.
+
+    Attributes:
+        outputs: output of the samples, by column.
+    """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._max_rows, self._vocab_size, self._device = max_rows, vocab_size, device
+        self._vocab_size, self._device = vocab_size, device
+        self.outputs = OutputColumns(max_rows, device)
         self._ints = torch.zeros(7, max_rows, dtype=torch.long, device=device)
         self._floats = torch.zeros(3, max_rows, device=device)
         self._stops = torch.full((max_rows, 1), NO_STOP, dtype=torch.long, device=device)
-        self._stride = max_rows + 1
-        self._tokens = torch.zeros(IDLE_STEPS, self._stride, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(IDLE_STEPS, self._stride, device=device)
-        self._uniforms = torch.zeros(IDLE_STEPS, self._stride, dtype=torch.float64, device=device)
-        self._advance = torch.tensor([[1], [self._stride]], device=device)
+        self._advance = torch.tensor([[1], [self.outputs.stride]], device=device)
         self._idle_state = torch.tensor([[0], [max_rows], [-1], [0], [0], [vocab_size], [0]], device=device)
-        self._columns = list(range(max_rows))
         self._sampling: RowSampling | None = None
         self._minimum_lengths = False
 
-    def take_column(self) -> int:
-        """Reserve an output column."""
-        return self._columns.pop()
-
-    def release_columns(self, columns: list[int]) -> None:
-        """Release output columns; their rows must have been idled or reused."""
-        self._columns += columns
-
-    def idle(self, rows: list[int]) -> None:
-        """Let rows run empty: at position 0, writing to the spare output column, never finishing by length."""
-        self._ints[:, self._tensor(rows)] = self._idle_state
+    def leave(self, sequences: list[Sequence]) -> None:
+        """Let the rows of `sequences` run empty: at position 0, writing to the spare output column, never finishing by
+        length.
+        """
+        self._ints[:, self._tensor([sequence.row for sequence in sequences])] = self._idle_state
+        self.outputs.leave([sequence.column for sequence in sequences])
+        for sequence in sequences:
+            sequence.column = -1
 
     def join(self, sequences: list[Sequence]) -> None:
         """Write the state of samples that enter the batch; each knows its row and column."""
-        self._grow(sequences)
+        self._widen_stops(sequences)
         rows = self._tensor([sequence.row for sequence in sequences])
-        n = self._stride
+        n = self.outputs.stride
         ints, floats = [], []
         for sequence in sequences:
             spec = sequence.request.sampling
-            done, column = len(sequence.tokens), sequence.column
+            done, column = len(sequence.partial.tokens), sequence.column
             ints.append(
                 (
                     len(sequence.prefix),
@@ -84,34 +149,16 @@ class RowTable:
         width = self._stops.shape[1]
         stops = [(*s.request.sampling.stop_token_ids, *[NO_STOP] * width)[:width] for s in sequences]
         self._stops[rows] = self._tensor(stops)
-        self._restore_outputs(sequences)
+        self.outputs.begin(sequences)
 
-    def _restore_outputs(self, sequences: list[Sequence]) -> None:
-        """Fill the columns: the random numbers of the stream, and the earlier output of a retracted sample."""
-        columns = self._tensor([sequence.column for sequence in sequences])
-        length = max(sequence.request.sampling.max_new_tokens for sequence in sequences)
-        seeds = self._tensor([signed_64(sequence.seed) for sequence in sequences])
-        offsets = self._tensor([sequence.request.sampling.seed_offset for sequence in sequences])
-        self._uniforms[:length, columns] = uniforms_TR(seeds, offsets, length)
-        for sequence in sequences:
-            if done := len(sequence.tokens):
-                self._tokens[:done, sequence.column] = self._tensor(sequence.tokens)
-                self._logprobs[:done, sequence.column] = torch.tensor(sequence.logprobs, device=self._device)
-
-    def _grow(self, sequences: list[Sequence]) -> None:
-        length = max(sequence.request.sampling.max_new_tokens for sequence in sequences)
-        missing = length - self._tokens.shape[0]
-        if missing > 0:
-            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(missing, self._stride)))
-            self._logprobs = torch.cat((self._logprobs, self._logprobs.new_zeros(missing, self._stride)))
-            self._uniforms = torch.cat((self._uniforms, self._uniforms.new_zeros(missing, self._stride)))
+    def _widen_stops(self, sequences: list[Sequence]) -> None:
         stops = max(len(sequence.request.sampling.stop_token_ids) for sequence in sequences)
-        if stops > self._stops.shape[1]:
-            padding = self._stops.new_full((self._max_rows, stops - self._stops.shape[1]), NO_STOP)
-            self._stops = torch.cat((self._stops, padding), dim=1)
+        rows, width = self._stops.shape
+        if stops > width:
+            self._stops = torch.cat((self._stops, self._stops.new_full((rows, stops - width), NO_STOP)), dim=1)
 
     def _tensor(self, values: Collection[int] | Collection[Collection[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+        return _longs(values, self._device)
 
     def move(self, targets: Tensor, sources: Tensor) -> None:
         """Copy the state of rows `sources` to rows `targets`."""
@@ -175,9 +222,8 @@ class RowTable:
         stops = self._stops[:rows]
         if self._minimum_lengths:
             self._suppress_stops(logits_RV, output, stops)
-        tokens, logprobs = sample(logits_RV, self._uniforms.view(-1).index_select(0, output), self._sampling)
-        self._tokens.view(-1).index_copy_(0, output, tokens)
-        self._logprobs.view(-1).index_copy_(0, output, logprobs)
+        tokens, logprobs = sample(logits_RV, self.outputs.uniforms(output), self._sampling)
+        self.outputs.write(output, tokens, logprobs)
         stopped = stops[:, 0] == tokens if stops.shape[1] == 1 else (stops == tokens[:, None]).any(1)
         finished = stopped.logical_or_(output == ints[LAST_OUTPUT])
         ints[TOKEN].copy_(tokens)
@@ -188,10 +234,3 @@ class RowTable:
         early = (output < self._ints[FIRST_STOP, : len(output)])[:, None] & (stops >= 0)
         rows, columns = early.nonzero(as_tuple=True)
         logits_RV[rows, stops[rows, columns]] = -torch.inf
-
-    def read(self, columns: list[int], length: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the first `length` tokens and log-probabilities of output columns, as lists."""
-        index = self._tensor(columns)
-        tokens: list[list[int]] = self._tokens[:length].index_select(1, index).T.tolist()
-        logprobs: list[list[float]] = self._logprobs[:length].index_select(1, index).T.tolist()
-        return tokens, logprobs

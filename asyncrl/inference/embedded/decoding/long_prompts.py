@@ -33,31 +33,31 @@ class LongPrompts:
         """All samples that wait for parts or may join."""
         return [*self.waiting, *self.ready]
 
-    def sift(self, admitted: list[Sequence], epoch: int) -> list[Sequence]:
+    def sift(self, admitted: list[Sequence]) -> list[Sequence]:
         """Hold the samples of `admitted` whose prompts are long; return the others, and those held earlier that may
         join now.
         """
         joining: list[Sequence] = []
         for sequence in (*self.ready, *admitted):
-            (self.waiting if self._is_long(sequence, epoch) else joining).append(sequence)
+            (self.waiting if self._is_long(sequence) else joining).append(sequence)
         self.ready = []
         return joining
 
-    def advance(self, epoch: int) -> None:
+    def advance(self) -> None:
         """Compute one part of the first prompt."""
         if not self.waiting:
             return
-        self._prefills.compute_part(self.waiting[0], epoch, self._part)
+        self._prefills.compute_part(self.waiting[0], self._part)
         waiting, self.waiting = self.waiting, []
         for sequence in waiting:
-            (self.waiting if self._is_long(sequence, epoch) else self.ready).append(sequence)
+            (self.waiting if self._is_long(sequence) else self.ready).append(sequence)
 
     def take(self, sequences: list[Sequence]) -> None:
         """Remove `sequences`."""
         self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
         self.ready = [sequence for sequence in self.ready if sequence not in sequences]
 
-    def _is_long(self, sequence: Sequence, epoch: int) -> bool:
+    def _is_long(self, sequence: Sequence) -> bool:
         if self._prefills.kept is None or not sequence.in_parts or len(sequence.prefix) <= self._part:
             return False
-        return self._prefills.missing(sequence, epoch) > self._part
+        return self._prefills.missing(sequence) > self._part

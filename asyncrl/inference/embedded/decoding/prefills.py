@@ -22,7 +22,7 @@ from asyncrl.inference.embedded.decoding.prefix_cache import Match, PrefixCache,
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, common_length, rows_of
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
-from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 
 WORTH_A_FORWARD = 64
 """Number of common tokens from which on other prefixes wait until the first has computed them. That takes one more
@@ -46,7 +46,7 @@ class Prefills:
     """Fills the slots of samples that join.
 
     Args:
-        runner: the model with its cache.
+        forward: computes prefixes.
         samples: the slots.
         counts: token counts, to which common tokens are added.
         room: positions of the KV cache for slots and kept rows.
@@ -54,17 +54,20 @@ class Prefills:
 
     Attributes:
         kept: rows of earlier requests; None if the model computes every prefix from its beginning.
+        epoch: number of weight updates so far.
     """
 
     def __init__(
-        self, runner: ModelRunner, samples: SlotRows, counts: TokenCounts, room: int, max_running: int
+        self, forward: PrefixForward, samples: SlotRows, counts: TokenCounts, room: int, max_running: int
     ) -> None:
-        self._runner, self._samples, self._counts = runner, samples, counts
+        self.forward, self._runner = forward, forward.runner
+        self._samples, self._counts = samples, counts
         self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
+        self.epoch = 0
         self.kept: PrefixCache | None = None
-        if runner.goes_on:
-            self.kept = PrefixCache(has_states=bool(runner.cache.states), pictures_in=self._pictures_in())
-            runner.cache.make_room = self._fit
+        if forward.goes_on:
+            self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=self._pictures_in())
+            self._runner.cache.make_room = self._fit
 
     @property
     def kept_tokens(self) -> int:
@@ -87,7 +90,15 @@ class Prefills:
         if self.kept is not None:
             self.kept.clear()
 
-    def announce(self, sequences: Iterable[Sequence], epoch: int) -> None:
+    def weights_changed(self, *, keep: bool) -> None:
+        """Use no rows of earlier weights for other samples; with `keep` later turns of the samples that have them
+        still do.
+        """
+        self.epoch += 1
+        if not keep:
+            self.forget()
+
+    def announce(self, sequences: Iterable[Sequence]) -> None:
         """Name the samples whose slots will be filled, so that rows they need are not evicted for the room of these
         slots.
         """
@@ -95,31 +106,31 @@ class Prefills:
             return
         in_parts = {sequence.prefix for sequence in sequences if sequence.known_before is not None}
         for prefix in {sequence.prefix for sequence in sequences}:
-            match = self.kept.match(prefix, epoch)
+            match = self.kept.match(prefix, self.epoch)
             if match is not None and prefix in in_parts:
-                self.kept.pinned.append(match.path[-1][0])
+                self.kept.order.pinned.append(match.path[-1][0])
 
-    def missing(self, sequence: Sequence, epoch: int) -> int:
+    def missing(self, sequence: Sequence) -> int:
         """Return the number of tokens of the sample's prefix that have to be computed."""
-        match = self._known(sequence.prefix, epoch)
+        match = self._known(sequence.prefix)
         return len(sequence.prefix) - (0 if match is None else match.length)
 
-    def compute_part(self, sequence: Sequence, epoch: int, most: int) -> None:
+    def compute_part(self, sequence: Sequence, most: int) -> None:
         """Compute the next `most` tokens of the sample's prefix, and keep them. Without room for them it is no longer
         prefilled in parts.
         """
         assert self.kept is not None
-        match, cache = self._known(sequence.prefix, epoch), self._runner.cache
-        base, states, before = 0, [], []
+        match, cache = self._known(sequence.prefix), self._runner.cache
+        base, epoch, states, before = 0, self.epoch, [], []
         if match is not None:
             base, epoch, states = match.length, match.epoch, match.states or []
             parts = [[rows[..., :used, :] for rows in node.rows] for node, used in match.path]
             before = [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
         if sequence.known_before is None or base < sequence.known_before:
             sequence.known_before = base
-        prefix = sequence.prefix[: self._runner.end_of_part(sequence.prefix, base + most)]
-        rows, after = self._runner.prefill_part(prefix, base, before, states)
-        self._fit(cache.tokens, cache.state_rows)
+        prefix = sequence.prefix[: self.forward.end_of_part(sequence.prefix, base + most)]
+        rows, after = self.forward.compute_part(prefix, base, before, states)
+        self._fit(cache.layout.tokens, cache.state_rows)
         kept = self.kept.insert(
             prefix,
             epoch,
@@ -128,7 +139,7 @@ class Prefills:
         )
         sequence.in_parts = kept
 
-    def fill(self, admitted: list[Sequence], running: list[Sequence], epoch: int) -> None:
+    def fill(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         """Fill the slots of `admitted`; each distinct prefix is computed once.
 
         Recurrent states are those of a sample's whole length. So a running sample that has continued since it joined
@@ -137,14 +148,14 @@ class Prefills:
         Args:
             admitted: samples that join; their slots are reserved.
             running: samples that joined before.
-            epoch: epoch of the weights.
         """
         donating = [] if self._runner.cache.states else running
-        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == epoch}
+        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == self.epoch}
         fresh: dict[Prefix, list[Sequence]] = {}
         copies: dict[int, int] = {}
         longest = 0
         for sequence in admitted:
+            sequence.weights_epoch = self.epoch
             self._counts.prompt += len(sequence.request.input_ids)
             donor = donors.get(sequence.prefix_hash)
             if donor is not None and donor.prefix == sequence.prefix != ():
@@ -154,28 +165,26 @@ class Prefills:
             else:
                 fresh.setdefault(sequence.prefix, []).append(sequence)
         self._samples.copy(copies, longest)
-        known = {prefix: self._known(prefix, epoch) for prefix in fresh}
+        known = {prefix: self._known(prefix) for prefix in fresh}
         later = self._later({prefix: 0 if match is None else match.length for prefix, match in known.items()})
         self._prefill({prefix: alike for prefix, alike in fresh.items() if prefix not in later}, known)
-        known = {prefix: self._known(prefix, epoch) for prefix in later}
+        known = {prefix: self._known(prefix) for prefix in later}
         self._prefill({prefix: fresh[prefix] for prefix in later}, known)
-        if self.kept is not None and self.kept.pinned:
-            self.kept.pinned.clear()
-            self._fit(self._runner.cache.tokens, self._runner.cache.state_rows)
+        if self.kept is not None and self.kept.order.pinned:
+            self.kept.order.pinned.clear()
+            self._fit(self._runner.cache.layout.tokens, self._runner.cache.state_rows)
 
-    def _known(self, prefix: Prefix, epoch: int) -> Match | None:
-        return None if self.kept is None else self.kept.match(prefix, epoch)
+    def _known(self, prefix: Prefix) -> Match | None:
+        return None if self.kept is None else self.kept.match(prefix, self.epoch)
 
     def _later(self, bases: Mapping[Prefix, int]) -> list[Prefix]:
-        """Return the prefixes, in rows of their own, that begin like others and are computed after them, to use their
-        rows.
-        """
+        """Return the prefixes that begin like others in another row and are computed after them, to use their rows."""
         if self.kept is None or self._runner.cache.states:
             return []
         later: list[Prefix] = []
         first: Prefix = ()
         unknown = (prefix for prefix, base in bases.items() if base < len(prefix))
-        for row in rows_of(unknown, self._runner.pairs_per_token, bases):
+        for row in rows_of(unknown, self.forward.pairs_per_token, bases):
             if common_length(first, row.prefixes[0]) - row.base >= WORTH_A_FORWARD:
                 later += row.prefixes
             else:
@@ -197,7 +206,7 @@ class Prefills:
                     del slots_of[prefix]
         if not slots_of:
             return
-        for prefix, shared in self._runner.prefill(slots_of, bases).items():
+        for prefix, shared in self.forward.compute(slots_of, bases).items():
             first, *others = sorted(fresh[prefix], key=lambda sequence: sequence.known_before is None)
             self._count_cached([first], bases.get(prefix, 0) + shared)
             self._count_cached(others, len(prefix))
@@ -222,7 +231,7 @@ class Prefills:
         if self.kept is None:
             return
         cache, slot = self._runner.cache, sequence.slot
-        self._fit(cache.tokens, cache.state_rows)
+        self._fit(cache.layout.tokens, cache.state_rows)
         states: Callable[[], Rows] | None = partial(cache.read_states, slot) if cache.states else None
         self.kept.insert(tokens, sequence.weights_epoch, partial(cache.read, slot), states, ends_turn=ends_turn)
         cache.spare_room |= self.kept.lacked_room
@@ -232,5 +241,5 @@ class Prefills:
         """Count this number of positions of each sample's prefix as not computed for it alone."""
         for sequence in sequences:
             own = sequence.known_before is not None
-            sequence.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens
-            self._counts.cached += sequence.cached_tokens
+            sequence.partial.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens
+            self._counts.cached += sequence.partial.cached_tokens

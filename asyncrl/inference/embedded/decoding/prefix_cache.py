@@ -5,11 +5,11 @@ A node has the tokens between two branchings, and what the model computed for th
 conversation, or a system prompt of other rollouts. Recurrent states stand for all tokens so far, so they belong to the
 end of a node. For a model with states, a match ends at the last node that has states.
 
-Rows of pictures have ids of their own as long as the picture is held somewhere (`models/pictures/picture_ids.py`). The
+Rows of pictures have their own ids as long as the picture is held somewhere (`models/pictures/picture_ids.py`). The
 tree does not hold pictures: nodes whose pictures are gone are dropped.
 
 Rows belong to the weights that computed them. After an `in_place` update, running samples continue with rows of older
-weights. So every version has a tree of its own. An older tree gives its rows only to prompts that continue after the
+weights. So every version has its own tree. An older tree gives its rows only to prompts that continue after the
 end of one of its answers, which are the next turns of those samples.
 
 The room is what the slots leave (`fit`). The least recently used leaves are evicted first.
@@ -77,6 +77,60 @@ class Match(NamedTuple):
         return node.states if used == len(node.tokens) else None
 
 
+class EvictionOrder:
+    """The leaves of all trees, least recently used first: a heap, in which each leaf has at least one entry, perhaps of
+    an earlier use.
+
+    Attributes:
+        pinned: ends of paths that may not be evicted now.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Node]] = []
+        self._clock, self._serial = 0, count()
+        self.pinned: list[Node] = []
+
+    def clear(self) -> None:
+        """Forget all leaves."""
+        self._heap.clear()
+        self.pinned.clear()
+
+    def touch(self, node: Node | None) -> None:
+        """Record that the path to `node` is used now."""
+        self._clock += 1
+        while node is not None:
+            node.used = self._clock
+            node = node.parent
+
+    def is_newest(self, node: Node) -> bool:
+        """True if `node` is on the path that was used last."""
+        return node.used == self._clock
+
+    def add(self, leaf: Node) -> None:
+        """Add a node that has become a leaf."""
+        heapq.heappush(self._heap, (leaf.used, next(self._serial), leaf))
+
+    def take_oldest(self, *, spare_newest: bool) -> Node | None:
+        """Remove the least recently used leaf that is not pinned, and return it; None if there is none."""
+        passed: list[tuple[int, int, Node]] = []
+        found: Node | None = None
+        while self._heap and found is None:
+            used, _, node = self._heap[0]
+            if node.parent is None or node.children:
+                heapq.heappop(self._heap)
+            elif used != node.used:
+                heapq.heapreplace(self._heap, (node.used, next(self._serial), node))
+            elif spare_newest and self.is_newest(node):
+                break
+            elif node in self.pinned:
+                passed.append(heapq.heappop(self._heap))
+            else:
+                found = heapq.heappop(self._heap)[2]
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
+
+
 class PrefixCache:
     """The trees of all versions, which share one room.
 
@@ -89,18 +143,16 @@ class PrefixCache:
         states: number of states kept now.
         lacked_room: rows were evicted, or not taken in, since this was last set to False.
         evicted: number of tokens evicted so far.
-        pinned: ends of paths that may not be evicted now.
+        order: order in which leaves are evicted.
     """
 
     def __init__(self, *, has_states: bool = False, pictures_in: FindPictures | None = None) -> None:
         self._has_states, self._pictures_in = has_states, pictures_in
         self._roots: dict[int, Node] = {}
         self._capacity = self._state_capacity = 0
-        self._leaves: list[tuple[int, int, Node]] = []
-        self._clock, self._serial = 0, count()
+        self.order = EvictionOrder()
         self.tokens = self.states = self.evicted = 0
         self.lacked_room = False
-        self.pinned: list[Node] = []
 
     def fit(self, tokens: int, states: int) -> None:
         """Set the room for tokens and states; evict what exceeds it."""
@@ -110,8 +162,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Drop everything."""
         self._roots.clear()
-        self._leaves.clear()
-        self.pinned.clear()
+        self.order.clear()
         self.tokens = self.states = 0
 
     def match(self, prefix: Prefix, epoch: int) -> Match | None:
@@ -126,7 +177,7 @@ class PrefixCache:
             if each == epoch or any(node.ends_turn and used == len(node.tokens) for node, used in found.path):
                 best = found
         if best is not None:
-            self._touch(best.path[-1][0])
+            self.order.touch(best.path[-1][0])
         return best
 
     def insert(
@@ -150,7 +201,7 @@ class PrefixCache:
         if part and (at + part < len(tokens) or states is not None or ends_turn):
             node = self._split(node.children[tokens[at]], part)
             at, part = at + part, 0
-        self._touch(node)
+        self.order.touch(node)
         if at + part == len(tokens):
             node.ends_turn |= ends_turn
             if states is None or node.states is not None:
@@ -172,8 +223,8 @@ class PrefixCache:
         leaf.pictures = self._pictures_of(leaf.tokens)
         node.children[leaf.tokens[0]] = leaf
         self.tokens += len(leaf.tokens)
-        self._touch(leaf)
-        self._note_leaf(leaf)
+        self.order.touch(leaf)
+        self.order.add(leaf)
         return True
 
     def _match_in(self, root: Node, prefix: Prefix, epoch: int) -> Match | None:
@@ -222,47 +273,16 @@ class PrefixCache:
     def _pictures_of(self, tokens: Prefix) -> tuple[weakref.ref[Any], ...]:
         return () if self._pictures_in is None else tuple(map(weakref.ref, self._pictures_in(tokens)))
 
-    def _touch(self, node: Node | None) -> None:
-        self._clock += 1
-        while node is not None:
-            node.used = self._clock
-            node = node.parent
-
-    def _note_leaf(self, node: Node) -> None:
-        heapq.heappush(self._leaves, (node.used, next(self._serial), node))
-
     def _make_room(self, tokens: int, states: int) -> bool:
         """Evict leaves, except those used now, until there is room for this number of further tokens and states."""
         while self.tokens + tokens > self._capacity or self.states + states > self._state_capacity:
             self.lacked_room = True
-            leaf = self._oldest_leaf(tokens + states > 0)
+            leaf = self.order.take_oldest(spare_newest=tokens + states > 0)
             if leaf is None:
                 return False
             self.evicted += len(leaf.tokens)
             self._drop(leaf)
         return True
-
-    def _oldest_leaf(self, spare_newest: bool) -> Node | None:
-        """Take the least recently used leaf from the heap. Each leaf has at least one entry there, perhaps of an
-        earlier use.
-        """
-        passed: list[tuple[int, int, Node]] = []
-        found: Node | None = None
-        while self._leaves and found is None:
-            used, _, node = self._leaves[0]
-            if node.parent is None or node.children:
-                heapq.heappop(self._leaves)
-            elif used != node.used:
-                heapq.heapreplace(self._leaves, (node.used, next(self._serial), node))
-            elif spare_newest and used == self._clock:
-                break
-            elif node in self.pinned:
-                passed.append(heapq.heappop(self._leaves))
-            else:
-                found = heapq.heappop(self._leaves)[2]
-        for entry in passed:
-            heapq.heappush(self._leaves, entry)
-        return found
 
     def _drop(self, node: Node) -> None:
         """Drop `node` with its descendants, and ancestors that were of use to it alone."""
@@ -278,10 +298,10 @@ class PrefixCache:
             each.parent, each.rows, each.states = None, [], None
             each.children = {}
         if parent.parent is not None and not parent.children:
-            if self._has_states and parent.states is None and parent.used != self._clock:
+            if self._has_states and parent.states is None and not self.order.is_newest(parent):
                 self._drop(parent)
             else:
-                self._note_leaf(parent)
+                self.order.add(parent)
         elif parent.parent is None:
             self._prune(next(epoch for epoch, root in self._roots.items() if root is parent))
 

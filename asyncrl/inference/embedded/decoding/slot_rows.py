@@ -6,12 +6,30 @@ tokens so far have separate rows and share a slot (`slots`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slots import Slots
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+
+
+class Lengths:
+    """Lengths of the running samples less the step count. All grow by one per step, so they change only if samples come
+    or go.
+
+    Attributes:
+        longest: the largest of them.
+        total: their sum.
+        uniform: True if all are equal.
+    """
+
+    def __init__(self, running: Iterable[Sequence]) -> None:
+        ahead = [len(sequence.prefix) - sequence.joined_at for sequence in running]
+        self.longest, self.total = max(ahead, default=0), sum(ahead)
+        self.uniform = self.longest == min(ahead, default=0)
 
 
 class SlotRows:
@@ -31,6 +49,7 @@ class SlotRows:
         self._first_rows = self._slot_of_rows = torch.empty(0, dtype=torch.long, device=runner.device)
         self._one_to_one = True
         self._changed = False
+        self._lengths: Lengths | None = None
 
     @property
     def running(self) -> list[Sequence]:
@@ -41,6 +60,12 @@ class SlotRows:
     def live(self) -> int:
         """Number of samples in the batch."""
         return len(self.rows) - self.holes
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of the running samples."""
+        if self._lengths is None:
+            self._lengths = Lengths(self.running)
+        return self._lengths
 
     def take_rows(self, sequences: list[Sequence]) -> list[int]:
         """Give each of `sequences` a row, holes first; return the rows."""
@@ -59,7 +84,7 @@ class SlotRows:
     def enter(self, sequences: list[Sequence]) -> None:
         """Give samples with the same tokens a slot."""
         self.slots.enter(sequences)
-        self._changed = True
+        self._changed, self._lengths = True, None
 
     def leave(self, sequence: Sequence) -> None:
         """Turn the row of `sequence` into a hole, and its slot too if no other sample reads it."""
@@ -67,7 +92,7 @@ class SlotRows:
         self.holes += 1
         self.slots.leave(sequence)
         sequence.row = -1
-        self._changed = True
+        self._changed, self._lengths = True, None
 
     def logits(self, tokens: Tensor, positions: Tensor, full_rows: bool, deltas: Tensor | None = None) -> Tensor:
         """Compute one decode step of every slot; return logits `[rows, V]`.
@@ -97,7 +122,7 @@ class SlotRows:
         return [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
 
     def part(self, differing: list[tuple[Sequence, int]]) -> dict[int, int]:
-        """Give samples that continue differently a slot of their own; return by new slot the slot to copy."""
+        """Give samples that continue differently other slots; return by new slot the slot to copy."""
         self._changed = True
         return self.slots.part(differing)
 

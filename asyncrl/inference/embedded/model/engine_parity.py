@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP
+from asyncrl.inference.embedded.decoding.slot_layout import LENGTH_STEP
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.models.parity import (
     Difference,
     Tokens,
@@ -79,8 +80,8 @@ def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
         )
 
 
-def check_parity(runner: ModelRunner, longest: int) -> None:
-    """Find a way in which `runner` computes what transformers' plain forward computes, and leave it set to that.
+def check_parity(forward: PrefixForward, longest: int) -> None:
+    """Find settings of `forward` and its runner that compute what transformers' plain forward computes; leave them so.
 
     Several sequences share the batch. They are computed by the model, and by a copy with lengths below theirs.
 
@@ -90,14 +91,14 @@ def check_parity(runner: ModelRunner, longest: int) -> None:
     Raises:
         UnsupportedModelError: the results differ by more than rounding, or the model cannot be computed so.
     """
-    model, subject, sharing = runner.model, _Subject(runner), runner.pairs_per_token
+    model, subject, sharing = forward.runner.model, _Subject(forward), forward.pairs_per_token
     own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
     fault, hint = "", ""
     # An attention may go by places in a row, not by positions, as MPT's does; a scan may begin afresh at every prefill.
     for pairs_per_token, goes_on in dict.fromkeys(product((sharing, None), (True, False))):
-        reach = longest if pairs_per_token is None else max(longest, runner.prefill_tokens)
+        reach = longest if pairs_per_token is None else max(longest, forward.most_tokens)
         short = subject.with_short_lengths(reach)
-        for pattern in range(len(runner.masks.patterns)):
+        for pattern in range(len(forward.runner.masks.patterns)):
             hint, found = "", subject.fault(pattern, pairs_per_token, goes_on)
             if found is None and short is not None:
                 hint = f"generation.context_length={short.shortest - 1} or less, or "
@@ -113,10 +114,10 @@ def check_parity(runner: ModelRunner, longest: int) -> None:
 
 
 class _Subject:
-    """A model that its runner has to compute right, and the results of transformers' plain forward for it.
+    """A model that the engine has to compute right, and the results of transformers' plain forward for it.
 
     Args:
-        runner: computes the model.
+        forward: computes the model.
         original: of a copy with short lengths, the subject that it is a copy of.
         lengths: of a copy, the fields that were lowered and the original's values.
 
@@ -125,17 +126,17 @@ class _Subject:
     """
 
     def __init__(
-        self, runner: ModelRunner, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
+        self, forward: PrefixForward, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
     ) -> None:
-        self._runner, self._original, self._lengths = runner, original, lengths or {}
+        self._forward, self._original, self._lengths = forward, original, lengths or {}
         self._rounding = 0.0
-        model, pictures = runner.model, runner.pictures
+        model, pictures = self._model, forward.runner.pictures
         self._sequences: list[list[int]] = _sequences(model) if original is None else original._sequences
         try:
             self.plain = [plain_logprobs(model, tokens) for tokens in self._sequences]
             self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self._sequences)
             self._plain_shown = [plain_logprobs(model, tokens, pictures) for tokens in self._shown]
-            runner.find_states()
+            forward.runner.find_states()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model's own code raises is the reason of its refusal
@@ -146,13 +147,18 @@ class _Subject:
         """Return a copy whose lengths are below its sequences', of the lengths that rows of `reach` tokens reach; None
         if there is no such length.
         """
-        model, fitting = self._runner.model, max(len(tokens) for tokens in self._sequences)
+        model, fitting = self._model, max(len(tokens) for tokens in self._sequences)
         short = short_model(model, dict(model.named_parameters(remove_duplicate=False)), reach, fitting)
         if short is None:
             return None
-        pictures = None if self._runner.pictures is None else self._runner.pictures.around(short.model)
+        known = self._forward.runner.pictures
+        pictures = None if known is None else known.around(short.model)
         runner = ModelRunner(short.model, _positions(self._sequences), lean=True, pictures=pictures)
-        return _Subject(runner, self, short.lengths)
+        return _Subject(PrefixForward(runner), self, short.lengths)
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self._forward.runner.model
 
     @property
     def shortest(self) -> int:
@@ -163,12 +169,12 @@ class _Subject:
         """Describe how the runner's results for the sequences are wrong; None if they are right.
 
         Args:
-            pattern: which of the runner's it is set to.
-            pairs_per_token: as of the runner, which is set to it.
-            goes_on: as of the runner, which is set to it.
+            pattern: pattern of attention that the runner is set to.
+            pairs_per_token: value that the forward is set to.
+            goes_on: value that the forward is set to.
         """
-        runner = self._runner
-        runner.masks.pattern, runner.pairs_per_token, runner.goes_on = pattern, pairs_per_token, goes_on
+        self._forward.runner.masks.pattern = pattern
+        self._forward.pairs_per_token, self._forward.goes_on = pairs_per_token, goes_on
         try:
             difference = self._difference(self._sequences, self.plain)
         except torch.OutOfMemoryError:
@@ -180,7 +186,7 @@ class _Subject:
             fault = difference.beyond(self._allowed()) or fault_with_pictures(
                 self._plain_shown,
                 lambda: self._difference(self._shown, self._plain_shown),
-                runner.model.dtype,
+                self._model.dtype,
                 self._rounding,
             )
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
@@ -190,13 +196,13 @@ class _Subject:
         many as the text probes.
         """
         others = self._sequences[len(sequences) :]
-        decoded = _decoded(self._runner, [*sequences, *others])[: len(sequences)]
-        scored = [_scored(self._runner, tokens) for tokens in sequences]
+        decoded = _decoded(self._forward, [*sequences, *others])[: len(sequences)]
+        scored = [_scored(self._forward.runner, tokens) for tokens in sequences]
         tails = [its[-len(mine) :] for its, mine in zip(plain, decoded, strict=True)]
         return Difference.of([*tails, *plain], [*decoded, *scored])
 
     def _allowed(self) -> float:
-        dtype = self._runner.model.dtype
+        dtype = self._model.dtype
         if self._original is None:
             return tolerance(dtype)
         effect = Difference.of(self._original.plain, self.plain).mean
@@ -220,20 +226,19 @@ def _refusal(model: PreTrainedModel, reason: str, other: str = "") -> Unsupporte
 
 
 @torch.inference_mode()
-def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
-    """Return log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS]
-    each.
-    """
+def _decoded(forward: PrefixForward, sequences: Sequence[Tokens]) -> list[Tensor]:
+    """Return log-probabilities of the last tokens of `sequences`, decoded together in a separate cache, `[STEPS]`."""
     steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
     prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
-    cache, runner.cache = runner.cache, runner.new_cache(_positions(sequences))
+    runner = forward.runner
+    cache, runner.cache = runner.cache, runner.caches.make(_positions(sequences))
     try:
         logprobs: list[list[Tensor]] = [[] for _ in sequences]
-        _join(runner, prompts, range(_FIRST), {})
+        _join(forward, prompts, range(_FIRST), {})
         for step in range(steps + _LATE):
             if step == _LATE:
                 held = {tuple(sequences[row][: len(prompts[row]) + step]): row for row in range(_FIRST)}
-                _join(runner, prompts, range(_FIRST, len(sequences)), held)
+                _join(forward, prompts, range(_FIRST, len(sequences)), held)
             rows = _FIRST if step < _LATE else len(sequences)
             begun = [0 if row < _FIRST else _LATE for row in range(rows)]
             fed = [min(step - begun[row], steps - 1) for row in range(rows)]  # at the end: once more
@@ -254,9 +259,10 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
 
 
 def _join(
-    runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, held: Mapping[tuple[int, ...], int]
+    forward: PrefixForward, prompts: Sequence[tuple[int, ...]], rows: range, held: Mapping[tuple[int, ...], int]
 ) -> None:
     """Copy what earlier rows have of the prompts of `rows`, and prefill the rest."""
+    runner = forward.runner
     live = max((len(tokens) for tokens in held), default=0)
     runner.cache.reserve(rows.stop, max(live, max(len(prompts[row]) for row in rows)) + 1, rows.start, live)
     slots_of: dict[tuple[int, ...], list[int]] = {}
@@ -264,13 +270,13 @@ def _join(
     for row in rows:
         prompt = prompts[row]
         base = next((tokens for tokens in held if prompt[: len(tokens)] == tokens), ())
-        if base and (runner.goes_on or len(base) == len(prompt)):
+        if base and (forward.goes_on or len(base) == len(prompt)):
             target, source_1 = (torch.tensor([slot], device=runner.device) for slot in (row, held[base]))
             runner.cache.move(target, source_1, len(base))
             bases[prompt] = len(base)
         if bases.get(prompt, 0) < len(prompt) or not prompt:
             slots_of.setdefault(prompt, []).append(row)
-    runner.prefill(slots_of, bases)
+    forward.compute(slots_of, bases)
 
 
 @torch.inference_mode()

@@ -47,7 +47,7 @@ class DecodeInputs:
     position_ids: Tensor
     """`[R, 1]`, or `[3, R, 1]` of models with three positions a token."""
     index: Tensor
-    """Flat positions of the slots to write to, see `SlotCache.write_index`."""
+    """Flat positions of the slots to write to, see `DecodePlan.index`."""
     masks: AttentionMasks
     packed: tuple[Tensor, ...]
     """See `PackedLinears`."""

@@ -38,6 +38,7 @@ class ServedWeights:
 
     Attributes:
         path: folder of the weights that are served now.
+        have_values: False from a release of their memory to the next update.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, *, int8: bool = False) -> None:
@@ -45,6 +46,7 @@ class ServedWeights:
         self._int8 = Int8Weights(model) if int8 else None
         self._targets = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()
+        self.have_values = True
 
     def read(self, path: str) -> StagedWeights:
         """Read the weights or adapters in the folder `path`.
@@ -78,8 +80,8 @@ class ServedWeights:
     def apply(self, staged: StagedWeights) -> None:
         """Put the weights into the model."""
         apply_weights(staged.tensors)
-        self.path, self._replaced = staged.path, staged.replaced
+        self.path, self._replaced, self.have_values = staged.path, staged.replaced, True
 
     def lose(self) -> None:
-        """Note that the weights have lost their values, so that the next update has to bring all of them."""
-        self._replaced = None
+        """Record that the weights have lost their values, so that the next update has to bring all of them."""
+        self._replaced, self.have_values = None, False

@@ -8,15 +8,20 @@ per position. The choices reported for a sample are those behind the keys that i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.cache import SlotCache
-from asyncrl.inference.embedded.decoding.plans import PartPlan, PrefillPlan
-from asyncrl.models.routers import RoutingShape
+from asyncrl.inference.embedded.decoding.sequence import Sequence as Sample
+from asyncrl.inference.embedded.decoding.slot_layout import PartPlan, PrefillPlan
+from asyncrl.models.routers import RoutingShape, routing_shape
+from asyncrl.models.routing import Routers
+from asyncrl.models.transformers_internals import text_settings
 
 
 class RoutingSlots:
@@ -29,10 +34,6 @@ class RoutingSlots:
         self._width = shape.layers * shape.per_token
         self._slots = torch.zeros(0, 0, self._width, dtype=torch.int16, device=device)
         owner.companions.append(self)
-
-    def of(self, owner: SlotCache) -> RoutingSlots:
-        """Return choices of the same kind for the slots of another cache."""
-        return RoutingSlots(owner, self._shape, self._device)
 
     def record(self, recorded: Mapping[int, Tensor]) -> None:
         """Record the choices of the planned forward: [tokens, per_token] by layer, without dense layers."""
@@ -61,8 +62,8 @@ class RoutingSlots:
 
     def relayout(self, rows: int, length: int) -> None:
         """As `SlotLayer.relayout`."""
-        owner = self.owner
-        slots = self._slots.new_zeros(owner.tokens // owner.length, owner.length, self._width)
+        layout = self.owner.layout
+        slots = self._slots.new_zeros(layout.rows, layout.length, self._width)
         slots[:rows, :length] = self._slots[:rows, :length]
         self._slots = slots
 
@@ -79,3 +80,48 @@ class RoutingSlots:
         choices = next(rows)[:length]
         for target in targets:
             self._slots[target, start : start + length] = choices
+
+
+class ExpertRecorder:
+    """Records the experts that `model` chooses in its forwards over `cache`.
+
+    Raises:
+        UnsupportedModelError: it has no routers whose choices could be recorded.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
+        self._routers = Routers(model, str(text_settings(model.config)["model_type"]))
+        with torch.inference_mode(), self._routers.recording():  # raises if the choices cannot be recorded
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        shape = routing_shape(model.config.to_dict())
+        assert isinstance(shape, RoutingShape), shape
+        self._shape, self._device = shape, model.device
+        self.follow(cache)
+
+    def follow(self, cache: SlotCache) -> None:
+        """Record forwards over `cache` from now on, which replaces an earlier cache; its slots are empty."""
+        self._slots = RoutingSlots(cache, self._shape, self._device)
+
+    @contextmanager
+    def recording(self, cache: SlotCache) -> Iterator[None]:
+        """Record the forward within this block, unless it is over another cache, as in a parity check."""
+        if self._slots.owner is not cache:
+            yield
+            return
+        with self._routers.recording() as recorded:
+            yield
+        self._slots.record(recorded)
+
+    def read(self, sequence: Sample, end: int) -> None:
+        """Copy the choices up to position `end` of the sample's slot to `sequence`, if its request asks for them.
+
+        What was read before a retraction stays: each token keeps the experts of the forward that sampled the next
+        token.
+        """
+        if sequence.request.routing_from < 0:
+            return
+        read = sequence.partial.routing
+        start = sequence.request.routing_from + (0 if read is None else len(read))
+        if end > start:
+            fresh = self._slots.choices(sequence.slot, start, end)
+            sequence.partial.routing = fresh if read is None else np.concatenate((read, fresh))

@@ -66,7 +66,7 @@ def _written(call: RawCall | ToolCall) -> str:
 
 
 def _typed(raw: str, schema: Any) -> Any:
-    """Convert `raw` to the schema's type. It stays text if the schema says so or nothing, or if it does not fit."""
+    """Convert `raw` to the schema's type. It stays text if the type is `string` or not given, or if it does not fit."""
     kinds = set(_kinds(schema))
     if not kinds - {"string"}:
         return raw

@@ -9,8 +9,8 @@ With `least_weight` w0 below 1, prompts are weighted by difficulty besides: a ro
 1 - (1 - w0) (2 s - 1)^2 of the later epochs, drawn for each row and epoch by a hash. So no choice needs to be kept.
 
 Only the measurements decide which prompts rest, so a run that resumes with those of its checkpoint makes the same
-decisions. A measurement that arrives after the row's turn in a later epoch (a dataset with fewer rows than running
-rollouts) counts from the epoch after that.
+decisions. If a dataset has fewer rows than running rollouts, a measurement may arrive after the row's turn in a later
+epoch. It counts from the epoch after that.
 
 Example, low 0.1, high 0.9, rest 2: a row with success 1.0 in epoch 0 rests in 1 and 2; measured 0.5 in epoch 3, it is
 drawn in epoch 4.

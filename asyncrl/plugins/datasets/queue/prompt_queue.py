@@ -8,7 +8,7 @@ The prompt with the lowest place comes next. A first attempt has the place of it
 with
 other random numbers, has its place at the end of its epoch or of a later one: under the same weights it would only fail
 again. So the place follows from order and attempt alone. The time at which rollouts end does not change a place, so it
-does not change a batch, and places need not be stored to hand out the same prompts again.
+does not change a batch. Places need not be stored to hand out the same prompts again.
 
     place(order, attempt) = (order, 1)                                     attempt 0
                             ((order // rows + attempt) * rows, 0)          later attempts
@@ -90,7 +90,7 @@ class PromptQueue:
         return None if tries is None else NextTry(order, *tries)
 
     def enter(self, order: int) -> None:
-        """Record that a rollout of the prompt is live, no matter who started it."""
+        """Record that a rollout of the prompt is live, whichever manager started it."""
         if self._is_past(order):
             self._used.add(order)
         self.live[order] += 1

@@ -13,7 +13,7 @@ generation prompt (P), and the messages up to it without one (W). W begins with 
 
 Each part is tokenised separately, so P's tokens are those of a prompt after which the model writes. If the next turn's
 P continues W, the turns are one sequence. If the template renders earlier turns differently (Qwen3 leaves out their
-reasoning), the conversation continues as another sequence, so that each turn is learnt in the context it will have.
+reasoning), the conversation continues as another sequence. So each turn is learnt in the context that it will have.
 
 Pictures are in the turns of users, tools and the system. Their placeholders carry no loss.
 """

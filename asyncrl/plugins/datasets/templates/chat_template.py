@@ -58,7 +58,7 @@ class ChatTemplate:
         self.source_with_tools = named.get(TOOL_USE, named[DEFAULT])
         """The template of conversations that offer tools."""
         self.differs_with_tools = self.source_with_tools != named[DEFAULT]
-        """True if conversations that offer tools have a template of their own."""
+        """True if conversations that offer tools have a separate template."""
         self._source = named[DEFAULT]
         self._variables = {**special_tokens, **(args or {})}
         self._system_prompt = system_prompt

@@ -83,7 +83,7 @@ def _encoded(text: str) -> bytes:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for those who want a mask; it renders as what it encloses."""
+    """`{% generation %}` marks the assistant's text for programs that need a mask; it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own form
 

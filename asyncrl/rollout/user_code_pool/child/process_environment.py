@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
+from asyncrl.api import Environment, RewardFunction, StepResult, scored
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, Lease
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 
 _PARTS_OF_A_STEP = 5
@@ -83,7 +83,7 @@ class ProcessEnvironment(Environment):
                     self._lease = await self._leased()
                     await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
-                self._failed = self._closed  # closed meanwhile: nobody else gives the process back
+                self._failed = self._closed  # closed meanwhile, so the process is given back here
                 return value
             finally:
                 if self._failed:
@@ -104,7 +104,7 @@ class ProcessEnvironment(Environment):
         if self._closed:
             return
         self._closed = True
-        if self._in_turn.locked():  # the call under way gives the process back
+        if self._in_turn.locked():  # the running call gives the process back
             return
         whole = False
         try:
@@ -120,7 +120,7 @@ class ProcessEnvironment(Environment):
     async def _ask(self, name: str, call: ChildCall, timeout_s: float) -> Any:
         assert self._lease is not None
         label = f"{self._label}.{name}"
-        with self._runner.told(Code(label, Activity.env, timeout_s, RunIn.process)):
+        with self._runner.running.track(label, Activity.env):
             return await self._lease.ask(label, call, timeout_s, self._rewarded)
 
     async def _rewarded(self, data: Mapping[str, Any], completion: str) -> float:

@@ -19,7 +19,7 @@ class SimulatedManagerClient(ManagerClient):
 
     def __init__(self, worker: str, network: Network, on: Processes) -> None:
         super().__init__("http://manager", worker, None)
-        self._http = VirtualHttp(network)
+        self._connection.http = VirtualHttp(network)
         self._on = on
 
     async def allocate(self, *args: Any, **more: Any) -> AllocateReply:
@@ -38,7 +38,7 @@ class SimulatedRolloutClient(RolloutClient):
 
     def __init__(self, manager: ManagerClient, network: Network, on: Processes, **settings: Any) -> None:
         super().__init__(manager, security=None, **settings)
-        self._http = VirtualHttp(network)
+        self._servers.http = VirtualHttp(network)
         self._on, self._worker = on, on.worker()
 
     async def generate(self, request: GenerationRequest, *args: Any, **more: Any) -> GenerationResult:

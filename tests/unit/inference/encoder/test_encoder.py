@@ -92,7 +92,7 @@ async def test_clips_are_embedded_once_whoever_asks_and_their_frames_are_sent_on
         async with client({"s/0": url}, security) as other:
             assert [list(v) for v in await one.embed(clips)] == [[1.0, 2.0], [3.0, 2.0], [1.0, 2.0]]
             assert [list(v) for v in await other.embed(clips[::-1])] == [[1.0, 2.0], [3.0, 2.0], [1.0, 2.0]]
-        assert (service.encoded, service.hits, encode.calls) == (2, 2, [2])
+        assert (service.encoded, service.cache.hits, encode.calls) == (2, 2, [2])
 
 
 async def test_clips_that_arrive_while_it_computes_are_embedded_together(security: HttpSecurity) -> None:
@@ -116,7 +116,7 @@ async def test_the_least_recently_used_embedding_is_dropped(security: HttpSecuri
     async with server(encode, security, cached=2) as (service, url), client({"s/0": url}, security) as asked:
         for level in (1, 2, 1, 3, 1, 2):
             await asked.embed([[grey(level)]])
-        assert (service.encoded, service.hits) == (4, 2)
+        assert (service.encoded, service.cache.hits) == (4, 2)
 
 
 async def test_while_a_server_is_away_another_takes_its_clips_and_without_any_the_call_waits(

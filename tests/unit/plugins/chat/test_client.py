@@ -92,7 +92,7 @@ async def converse(client: ChatClient, turns: int) -> list[ChatReply]:
 
 
 def test_the_episode_client_is_a_chat_client(chat_format: MakeFormat, prompt: Prompt) -> None:
-    client: ChatClient = EpisodeClient(random_policy(chat_format("chatml")), prompt, 0, None)
+    client: ChatClient = EpisodeClient(random_policy(chat_format("chatml")), prompt, None)
     assert client.samples() == []
 
 
@@ -100,7 +100,7 @@ def test_the_episode_client_is_a_chat_client(chat_format: MakeFormat, prompt: Pr
 async def test_three_turns_are_one_sample_of_the_very_ids(chat_format: MakeFormat, prompt: Prompt, name: str) -> None:
     chat = chat_format(name)
     policy = random_policy(chat)
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     replies = await converse(client, 3)
     (sample,) = client.samples(0.5)
     assert_exact(sample, policy.said)
@@ -120,7 +120,7 @@ async def test_two_hundred_episodes_of_three_turns_do_not_drift(chat_format: Mak
     for number in range(200):
         policy = random_policy(chat)
         one = replace(prompt, prompt_id=str(number), sampling=replace(prompt.sampling, seed=number))
-        client = EpisodeClient(policy, one, 0, chat)
+        client = EpisodeClient(policy, one, chat)
         await converse(client, 3)
         (sample,) = client.samples()
         assert_exact(sample, policy.said)
@@ -140,7 +140,7 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     chat = chat_format(data.draw(st.sampled_from(["chatml", "qwen2.5", "qwen3", "llama3.1"])))
     answers, questions = data.draw(st.lists(spoken, min_size=1, max_size=4)), data.draw(st.lists(words, min_size=4))
     policy = speaking(chat, *answers)
-    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(drift=DriftCheck.tolerant))
+    client = EpisodeClient(policy, prompt, chat, ChatPolicy(drift=DriftCheck.tolerant))
 
     async def run() -> list[dict[str, Any]]:
         messages = [user(questions[-1])]
@@ -166,7 +166,7 @@ def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
     chat = chat_format(data.draw(st.sampled_from(list(TEMPLATES))))
     policy = random_policy(chat)
     rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=ChatLimits(max_turns=4, max_context=400))
-    client = EpisodeClient(policy, prompt, 0, chat, rules)
+    client = EpisodeClient(policy, prompt, chat, rules)
     said: list[list[Any]] = [[]]
     seen: list[tuple[int, ...]] = []
 
@@ -210,7 +210,7 @@ async def test_an_answer_cut_off_is_closed_by_a_token_without_loss(chat_format: 
     chat = chat_format("qwen2.5")
     policy = random_policy(chat)
     policy.cut = True
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     first, _ = await converse(client, 2)
     assert first.finish_reason == ChatFinish.length
     (sample,) = client.samples()
@@ -226,7 +226,7 @@ async def test_rewritten_history_is_a_branch_and_no_token_carries_loss_twice(
 ) -> None:
     chat = chat_format("chatml")
     policy = speaking(chat, "one", "two", "three", "four")
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     first = await client.chat([user("a")])
     await client.chat([user("a"), first.message, user("b")])
     await client.chat([user("a"), first.message, user("c")])
@@ -244,7 +244,7 @@ async def test_rewritten_history_is_a_branch_and_no_token_carries_loss_twice(
 async def test_alternatives_are_samples_each_and_any_may_go_on(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("chatml")
     policy = speaking(chat, "one", "two", "three", "four")
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     reply = await client.chat([user("a")], n=3)
     second = reply.alternatives[0]
     assert [reply.content, *(each.content for each in reply.alternatives)] == ["one", "two", "three"]
@@ -260,7 +260,7 @@ async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
 ) -> None:
     chat = chat_format("chatml", Calls())
     policy = speaking(chat, "see!!", "done")
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     reply = await client.chat([user("a")], tools=TOOLS)
     assert reply.finish_reason == ChatFinish.tool_calls
     assert len({call.id for call in reply.tool_calls}) == 2
@@ -294,14 +294,14 @@ async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
 async def test_reasoning_is_kept_or_branches_off(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("qwen3")
     texts = ("<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo")
-    kept = EpisodeClient(speaking(chat, *texts), prompt, 0, chat)
+    kept = EpisodeClient(speaking(chat, *texts), prompt, chat)
     replies = await converse(kept, 2)
     assert [(each.reasoning, each.content) for each in replies] == [("hm", "one"), ("ha", "two")]
     (sample,) = kept.samples()
     assert "hm" in chat.tokenizer.decode_all(sample.tokens.tolist())
 
     policy = speaking(chat, *texts)
-    branched = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(reasoning=Reasoning.branch, drift=DriftCheck.strict))
+    branched = EpisodeClient(policy, prompt, chat, ChatPolicy(reasoning=Reasoning.branch, drift=DriftCheck.strict))
     await converse(branched, 2)
     first, second = branched.samples()
     assert_exact(first, policy.said[:1])
@@ -320,7 +320,7 @@ async def test_reasoning_that_the_template_keeps_does_not_branch(chat_format: Ma
     chat = chat_format("qwen3", Thinks())
     texts = ("<think>\nhm\n</think>\n\nsee!", "<think>\nha\n</think>\n\ntwo", "<think>\nso\n</think>\n\nthree")
     policy = speaking(chat, *texts)
-    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(reasoning=Reasoning.branch))
+    client = EpisodeClient(policy, prompt, chat, ChatPolicy(reasoning=Reasoning.branch))
     messages = [user("a")]
     reply = await client.chat(messages, tools=TOOLS)
     said = {key: value for key, value in reply.message.items() if key != "reasoning_content"}
@@ -341,7 +341,7 @@ async def test_what_is_rendered_anew_has_the_recorded_reasoning_back(chat_format
     )
     chat = chat_format(showing)
     assert chat.findings.shows_reasoning
-    client = EpisodeClient(speaking(chat, "<think>hm</think>one"), prompt, 0, chat)
+    client = EpisodeClient(speaking(chat, "<think>hm</think>one"), prompt, chat)
     reply = await client.chat([user("a")])
     said = {"role": "assistant", "content": reply.content}
     later = [user("a"), said, {"role": "system", "content": "Be brief."}, user("b")]  # not a kind that is extended
@@ -358,16 +358,16 @@ async def test_drift_is_counted_or_refused(chat_format: MakeFormat, prompt: Prom
         return FakePolicy(ended(chat), 0, split, "What", "is")
 
     assert split("What") != chat.tokenizer.encode("What")
-    counted = EpisodeClient(drifting(), prompt, 0, chat, ChatPolicy(drift=DriftCheck.tolerant))
+    counted = EpisodeClient(drifting(), prompt, chat, ChatPolicy(drift=DriftCheck.tolerant))
     reply = await counted.chat([user("a")])
     await counted.chat([user("a"), reply.message, user("b")])
     assert (counted.metrics["chat/drift_checks"], counted.metrics["chat/drift_tokens"]) == (1, 1)
-    strict = EpisodeClient(drifting(), prompt, 0, chat, ChatPolicy(drift=DriftCheck.strict))
+    strict = EpisodeClient(drifting(), prompt, chat, ChatPolicy(drift=DriftCheck.strict))
     reply = await strict.chat([user("a")])
     with pytest.raises(DriftError, match="same text has other tokens"):
         await strict.chat([user("a"), reply.message, user("b")])
     rewriting = chat_format("qwen3-no-thinking")
-    client = EpisodeClient(speaking(rewriting, "one"), prompt, 0, rewriting, ChatPolicy(drift=DriftCheck.strict))
+    client = EpisodeClient(speaking(rewriting, "one"), prompt, rewriting, ChatPolicy(drift=DriftCheck.strict))
     reply = await client.chat([user("a")])
     with pytest.raises(DriftError, match="shows earlier messages otherwise"):
         await client.chat([user("a"), reply.message, user("b")])
@@ -381,7 +381,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
     ids = chat.begin([user("a")]).ids
     policy = random_policy(chat)
     policy.cut = True
-    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(ChatLimits(max_context=len(ids) + 1)))
+    client = EpisodeClient(policy, prompt, chat, ChatPolicy(ChatLimits(max_context=len(ids) + 1)))
     reply = await client.chat([user("a")])
     assert policy.asked[0].sampling.max_new_tokens == 1
     assert reply.finish_reason == ChatFinish.length
@@ -401,7 +401,7 @@ async def test_the_limit_of_turns_ends_politely_also_across_branches(chat_format
     chat = chat_format("qwen3")
     texts = ("<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo")
     rules = ChatPolicy(ChatLimits(max_turns=2), reasoning=Reasoning.branch)
-    client = EpisodeClient(speaking(chat, *texts), prompt, 0, chat, rules)
+    client = EpisodeClient(speaking(chat, *texts), prompt, chat, rules)
     replies = await converse(client, 3)
     assert [each.finish_reason for each in replies] == ["stop", "stop", "length"]
     assert [sample.truncated for sample in client.samples()] == [False, True]
@@ -413,7 +413,7 @@ async def test_calls_in_token_ids_are_recorded_and_joined_with_those_in_messages
 ) -> None:
     chat = chat_format("chatml")
     policy = random_policy(chat)
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     reply = await client.chat([user("a")])
     ids = (*reply.prompt_ids, *reply.completion.token_ids, 5, 6, 7)
     await client.generate(GenerationRequest("mine", ids, 2, SamplingParams(seed=1)))
@@ -430,7 +430,7 @@ async def test_seeds_are_the_conversations_whatever_else_is_under_way(chat_forma
 
     async def asked(member: int, *texts: str) -> list[int | None]:
         policy = random_policy(chat)
-        client = EpisodeClient(policy, prompt, member, chat)
+        client = EpisodeClient(policy, replace(prompt, member=member), chat)
         await asyncio.gather(*(client.chat([user(text)]) for text in texts))
         return [request.sampling.seed for request in policy.asked]
 
@@ -443,7 +443,7 @@ async def test_seeds_are_the_conversations_whatever_else_is_under_way(chat_forma
 
 async def test_the_prompts_own_messages_have_the_prompts_own_ids(chat_format: MakeFormat, prompt: Prompt) -> None:
     """Also where it was shortened."""
-    client = EpisodeClient(random_policy(chat_format("chatml")), prompt, 0, chat_format("chatml"))
+    client = EpisodeClient(random_policy(chat_format("chatml")), prompt, chat_format("chatml"))
     assert client.prompt_ids([user("What is 3 + 4?")]) == prompt.input_ids
     assert client.prompt_ids([user("What is 3 + 4?")], tools=TOOLS) != prompt.input_ids
 
@@ -451,7 +451,7 @@ async def test_the_prompts_own_messages_have_the_prompts_own_ids(chat_format: Ma
 async def test_stop_strings_end_the_text_but_not_the_ids(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("chatml")
     policy = speaking(chat, "the answer</a>\n")
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     reply = await client.chat([user("a")], sampling=SamplingParams(stop=("</a>",)))
     assert reply.content == "the answer"
     assert policy.asked[0].sampling.stop == ("</a>",)
@@ -461,7 +461,7 @@ async def test_stop_strings_end_the_text_but_not_the_ids(chat_format: MakeFormat
 
 async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("chatml")
-    client = EpisodeClient(random_policy(chat), prompt, 0, chat)
+    client = EpisodeClient(random_policy(chat), prompt, chat)
     wrong: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         ([user("a")], {"n": 0}, "n=0"),
         ([user("a")], {"tool_choice": "required"}, "tool_choice='required'"),
@@ -474,13 +474,13 @@ async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, 
         with pytest.raises(ValueError, match=message):
             await client.chat(messages, **options)
     with pytest.raises(ChatError, match=r"dataset\.chat_template"):
-        await EpisodeClient(random_policy(chat), prompt, 0, None).chat([user("a")])
+        await EpisodeClient(random_policy(chat), prompt, None).chat([user("a")])
     assert client.turns == ()
 
 
 async def test_tool_choice_none_leaves_calls_as_text(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("chatml", Calls())
-    client = EpisodeClient(speaking(chat, "see!"), prompt, 0, chat)
+    client = EpisodeClient(speaking(chat, "see!"), prompt, chat)
     reply = await client.chat([user("a")], tools=TOOLS, tool_choice="none")
     assert (reply.content, reply.tool_calls, reply.finish_reason) == ("see!", (), ChatFinish.stop)
 
@@ -489,7 +489,7 @@ async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: M
     """Llama's template refuses two calls in one message; going on by ids needs no rendering of them."""
     chat = chat_format("llama3.1", Calls())
     policy = speaking(chat, "see!!", "done")
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     reply = await client.chat([user("a")], tools=TOOLS)
     results = [{"role": "tool", "tool_call_id": call.id, "content": "4"} for call in reply.tool_calls]
     await client.chat([user("a"), reply.message, *results], tools=TOOLS)
@@ -503,7 +503,7 @@ async def test_conversations_of_an_episode_record_apart_and_name_their_samples(
 ) -> None:
     chat = chat_format("qwen3")
     policy = random_policy(chat)
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     judge = client.conversation("judge")
     assert client.conversation("judge") is judge is judge.conversation("judge")
     await converse(client, 2)
@@ -523,7 +523,7 @@ async def test_conversations_of_an_episode_record_apart_and_name_their_samples(
 
 async def test_what_another_policy_says_is_recorded_nowhere(prompt: Prompt) -> None:
     policy = FakePolicy(1, vocab=600)
-    client = EpisodeClient(policy, prompt, 0, None, ChatPolicy(policies=("past", "judge")))
+    client = EpisodeClient(policy, prompt, None, ChatPolicy(policies=("past", "judge")))
     past = client.policy("past")
     assert client.policy("past") is past
     request = GenerationRequest("r", (3, 4), 1, SamplingParams(seed=1, max_new_tokens=4))
@@ -540,7 +540,7 @@ async def test_what_another_policy_says_is_recorded_nowhere(prompt: Prompt) -> N
 async def test_the_samples_of_a_trained_policy_are_those_of_its_client(prompt: Prompt) -> None:
     policy = FakePolicy(1, vocab=600)
     rules = ChatPolicy(policies=("past", "judge"), trained=("judge",))
-    client = EpisodeClient(policy, prompt, 0, None, rules)
+    client = EpisodeClient(policy, prompt, None, rules)
     request = GenerationRequest("r", (3, 4), 1, SamplingParams(seed=1, max_new_tokens=4))
     judge = client.policy("judge")
     for asked in (client, judge, judge.conversation("round/2"), judge.policy("past")):
@@ -564,7 +564,7 @@ async def test_the_samples_of_a_trained_policy_are_those_of_its_client(prompt: P
 
 
 def test_a_policy_that_the_run_lacks_is_refused_by_name(prompt: Prompt) -> None:
-    client = EpisodeClient(FakePolicy(1), prompt, 0, None, ChatPolicy(policies=("past",)))
+    client = EpisodeClient(FakePolicy(1), prompt, None, ChatPolicy(policies=("past",)))
     with pytest.raises(ValueError, match="policy 'future' is not one of the setting `policies`, which has past"):
         client.policy("future")
 

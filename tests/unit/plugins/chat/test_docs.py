@@ -30,7 +30,7 @@ async def test_the_agent_runs(block: str, chat_format: Callable[..., ChatFormat]
     space: dict[str, Any] = {"messages_of": messages_of, "check": check}
     exec(block, space)
     policy = FakePolicy(chat.findings.end_id or 0, 0, chat.tokenizer.encode, "6", "7")
-    client = EpisodeClient(policy, prompt, 0, chat)
+    client = EpisodeClient(policy, prompt, chat)
     assert await space["run"](prompt, None, client) == 1.0
     (sample,) = client.samples(1.0)
     assert int(sample.loss_mask.sum()) == sum(len(each.token_ids) for each in policy.said)

@@ -111,7 +111,7 @@ def client_of(form: PromptFormat, *texts: str, prompt: Prompt | None = None) -> 
     assert end is not None
     policy = FakePolicy(end, 300, form.tokenizer.encode, *texts)
     prompt = prompt or Prompt("p", 0, {}, (1,), 1, SamplingParams(max_new_tokens=20, seed=3))
-    return EpisodeClient(policy, prompt, 0, chat), policy
+    return EpisodeClient(policy, prompt, chat), policy
 
 
 def test_placeholders_stand_where_the_picture_does(form: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.api import GenerationClient, messages_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.input_checks import check_prompts
+from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.plugins.datasets.prompt_format import OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.settings import Overlong

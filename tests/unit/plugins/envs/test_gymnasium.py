@@ -264,7 +264,7 @@ def vector_of(id: str, size: int, step_s: float = 120.0, **kwargs: Any) -> tuple
     runner = UserCodeRunner(UserCodeConfig())
 
     async def call(function: Any, *args: Any) -> Any:
-        limit_s = step_s if function.__name__ == "_step" else 120.0
+        limit_s = step_s if function.__name__ == "step" else 120.0
         return await runner.call(Code("env words.step", Activity.env, limit_s, RunIn.thread), function, *args)
 
     games = VectorGames(call, size, id=id, kwargs=kwargs)
@@ -319,7 +319,7 @@ async def test_a_vector_whose_stepping_member_is_given_up_tells_the_others() -> 
         first, second = (asyncio.create_task(member.step("1")) for member in members)
         await stepping.wait()
         second.cancel()
-        with pytest.raises(RuntimeError, match="another game of the vector was given up"):
+        with pytest.raises(RuntimeError, match="another game of the vector was cancelled"):
             await first
         await asyncio.gather(second, return_exceptions=True)
     assert second.cancelled()

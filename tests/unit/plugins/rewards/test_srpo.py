@@ -72,7 +72,8 @@ def test_equal_frames_are_embedded_once() -> None:
         asked.append(len(clips))
         return pixels(clips)
 
-    score._encoder = encode
+    assert score._encoder is not None
+    score._encoder._encoder = encode
     for _ in range(2):
         score([sample(0, level=7), sample(1, level=7), sample(2, 1.0, 100)])
     assert asked == [2]

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.plugins.sandbox import users
-from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
-from asyncrl.plugins.sandbox.users import lent_user
+from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
 
 ALL_IDS = "         0          0 4294967295\n"
 HOLD = """

@@ -17,8 +17,8 @@ from asyncrl.plugins.tools.settings import McpServerConfig
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.runtime.launcher import STOP_LIMIT_S
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
+from asyncrl.runtime.trials.run_processes import STOP_LIMIT_S
 
 pytest.importorskip("mcp")
 

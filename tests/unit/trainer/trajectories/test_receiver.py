@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import InboxFull

@@ -500,17 +500,17 @@ def test_a_fleet_that_is_well_costs_its_manager_little() -> None:
     async def main() -> int:
         simulation = Simulation(replace(SETUP, servers=32))
         simulation.fleet.start()
-        simulation.service.begin(RunReport())
-        running = asyncio.create_task(simulation.fleet_runner.run())
+        simulation.manager.service.begin(RunReport())
+        running = asyncio.create_task(simulation.manager.runner.run())
         await asyncio.sleep(0.5)
-        told, update = 0, simulation.service.router.update
+        told, update = 0, simulation.manager.service.router.update
 
         def counted(index: int, url: str, version: int, routable: bool) -> None:
             nonlocal told
             told += 1
             update(index, url, version, routable)
 
-        simulation.service.router.update = counted  # type: ignore[method-assign]
+        simulation.manager.service.router.update = counted  # type: ignore[method-assign]
         await asyncio.sleep(10.0)
         running.cancel()
         return told

@@ -11,10 +11,10 @@ of rollouts that would expire, an evaluation. It takes them when it has a batch.
   The gate admits at most η + 1 batches ahead, so guests never wait for more steps than that.
 
 If there are other servers too, guests are lent: the trainer gives the devices back only if that completes the batch
-earlier (`asyncrl.master.lending`). It asks again while it waits, so guests serve as soon as no other server does.
+earlier (`asyncrl.master.peers.lending`). It asks again while it waits, so guests serve as soon as no other server does.
 
 Servers make an evaluation. If all of them are guests, a turn begins only when the evaluation is over, and is given back
-if one begins. `asyncrl.manager.fleet.turns` has the manager's side.
+if one begins. `asyncrl.manager.fleet.guests.turns` has the manager's side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Protocol
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.manager.messages import WaitRestingReply
 from asyncrl.master.data.stall import StallWatch
-from asyncrl.master.lending import Lending
+from asyncrl.master.peers.lending import Lending
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import or_stop
@@ -46,10 +46,10 @@ class TurnBoard(Protocol):
     """The place where turns are announced."""
 
     def trainer_turn(self) -> TrainerTurn | None:
-        """The turn announced last."""
+        """Return the turn announced last; None before the first."""
 
     def announce_turn(self, turn: TrainerTurn) -> None:
-        """It is this turn from now on."""
+        """Announce that this turn begins."""
 
 
 class AsksGuests(Protocol):
@@ -60,21 +60,20 @@ class AsksGuests(Protocol):
 
 
 class DeviceTurns:
-    """Takes the devices for steps and gives them back; does nothing where there are no guests.
+    """Takes the devices for steps and gives them back; does nothing if there are no guests.
 
     Args:
         board: announces turns.
         manager: knows when all guests rest.
         stall: limit of the wait for them.
-        announcer: knows which version guests are to have, and whether one is evaluated.
+        announcer: knows which version guests have to serve, and whether a version is evaluated.
         stop: ends waits.
-        guests: how many there are.
-        others: servers elsewhere.
+        guests: number of guests.
+        others: number of servers elsewhere.
         clock: monotonic time in seconds.
 
     Attributes:
-        guests: how many there are.
-        training: the trainer has the devices, or is about to.
+        guests: number of guests.
     """
 
     def __init__(
@@ -90,44 +89,50 @@ class DeviceTurns:
     ) -> None:
         self._board, self._manager, self._stall = board, manager, stall
         self._announcer, self._stop, self.guests = announcer, stop, guests
-        self._others, self._serving, self._lending = others, others, Lending()
-        self._number, self._began, self._clock = 0, 0.0, clock
-        self.training = bool(guests)  # while the ranks load their models
+        self._others, self._lending = others, Lending(others)
+        self._began, self._clock = 0.0, clock
+        self._turn = TrainerTurn(0, training=bool(guests), version=0)  # while the ranks load their models
+
+    @property
+    def training(self) -> bool:
+        """True if the trainer has the devices, or waits for guests to leave them."""
+        return self._turn.training
 
     def begin(self) -> None:
-        """The ranks have their models: the devices are the guests' until there is a batch."""
+        """Give the devices to the guests, until there is a batch: the ranks have loaded their models."""
         if self.guests:
             before = self._board.trainer_turn()
-            self._number = 0 if before is None else before.number
+            self._turn = TrainerTurn(0 if before is None else before.number, training=True, version=0)
             self.give()
 
     async def lend(self, missing: int) -> bool:
-        """Give the devices to guests while the batch lacks `missing` rollouts, unless others make them sooner than a
-        switch pays; returns whether the guests have them.
+        """Give the devices to guests while the batch lacks `missing` rollouts, if that completes the batch earlier.
+
+        Returns:
+            True if the guests have the devices.
         """
         if self.training and self._others:
-            told = await self._manager.wait_resting(self._number, 0.0)
-            self._serving, self._lending.wake_s = told.others, told.wake_s
-            if not self._lending.lends(missing, told.others, self.guests):
+            told = await self._manager.wait_resting(self._turn.number, 0.0)
+            self._lending.others, self._lending.wake_s = told.others, told.wake_s
+            if not self._lending.lends(missing, self.guests):
                 return False
         self.give()
         return True
 
     def waited(self, rollouts: int, seconds: float) -> None:
-        """So many rollouts came in a part of the wait for a batch."""
-        self._lending.made(rollouts, seconds * (self._serving + (0 if self.training else self.guests)))
+        """Count `rollouts` that came within `seconds` of the wait for a batch."""
+        self._lending.made(rollouts, seconds, 0 if self.training else self.guests)
 
     def give(self) -> None:
-        """The devices are the guests'."""
+        """Give the devices to the guests, if they do not have them."""
         if not self.training:
             return
         if self._began:
             observer.span("turn", self._began, time.time())
-        self.training = False
-        self._announce()
+        self._announce(training=False)
 
     async def take(self, version: int) -> float:
-        """Take the devices for the step at `version`; returns the seconds until all guests had left them.
+        """Take the devices for the step at `version`; return the seconds until all guests had left them.
 
         Raises:
             StopRequested, Stalled: see `StallWatch.wait`.
@@ -139,11 +144,10 @@ class DeviceTurns:
             await or_stop(self._announcer.evaluation_ended(), self._stop, math.inf)
         if not self.guests or self.training:
             return 0.0
-        self.training = True
-        self._announce()
+        self._announce(training=True)
         with observer.doing("waits for guests to leave the devices", "switch", step=version + 1):
             hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "guests to give their memory back"
-            asked = partial(self._manager.wait_resting, self._number, hold_s)
+            asked = partial(self._manager.wait_resting, self._turn.number, hold_s)
             while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:
                 _log.info("step %d waits for %s", version + 1, ", ".join(waits_for))
         self._began = time.time()
@@ -151,17 +155,16 @@ class DeviceTurns:
         return self._lending.release_s
 
     async def take_to_end(self, limit_s: float) -> None:
-        """Take the devices, for what is saved of a run that was asked to stop; without them after `limit_s`."""
+        """Take the devices to save a run that was asked to stop; after `limit_s`, return without them."""
         if not self.guests or self.training:
             return
-        self.training = True
-        self._announce()
+        self._announce(training=True)
         try:
             async with asyncio.timeout(limit_s):
-                await self._manager.wait_resting(self._number, limit_s)
+                await self._manager.wait_resting(self._turn.number, limit_s)
         except TimeoutError:
             _log.warning("saving beside guests, which did not leave the devices within %g s", limit_s)
 
-    def _announce(self) -> None:
-        self._number += 1
-        self._board.announce_turn(TrainerTurn(self._number, self.training, self._announcer.announced))
+    def _announce(self, *, training: bool) -> None:
+        self._turn = TrainerTurn(self._turn.number + 1, training, self._announcer.announced)
+        self._board.announce_turn(self._turn)

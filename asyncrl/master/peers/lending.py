@@ -29,36 +29,38 @@ class Lending:
     """Measured speeds of rollouts and switches, and the rule that follows from them.
 
     Attributes:
+        others: S, servers elsewhere that serve, as last reported.
         rate: r, rollouts per second of one server, a running mean over waits; None until measured.
         wake_s: seconds until guests serve.
         release_s: seconds until they have left the devices.
     """
 
+    others: int = 0
     rate: float | None = None
     wake_s: float = 0.0
     release_s: float = 0.0
     _rollouts: int = 0
     _server_s: float = 0.0
 
-    def made(self, rollouts: int, server_s: float) -> None:
-        """In this wait `rollouts` came, in so many seconds times the servers that served."""
+    def made(self, rollouts: int, seconds: float, guests: int) -> None:
+        """Count `rollouts` that came within `seconds` of this wait, in which `guests` served beside the others."""
         self._rollouts += rollouts
-        self._server_s += server_s
+        self._server_s += seconds * (self.others + guests)
 
     def wait_ended(self) -> None:
-        """The batch is complete: what was measured in this wait counts from now on."""
+        """Use the measurements of this wait from now on: the batch is complete."""
         if self._rollouts and self._server_s > 0.0:
             rate = self._rollouts / self._server_s
             self.rate = rate if self.rate is None else WEIGHT * rate + (1 - WEIGHT) * self.rate
         self._rollouts, self._server_s = 0, 0.0
 
-    def gain(self, missing: int, others: int, guests: int) -> float:
-        """Return the seconds by which the batch is complete earlier if `guests` help the `others`."""
-        if not others or not self.rate:
+    def gain(self, missing: int, guests: int) -> float:
+        """Return the seconds by which the batch is complete earlier if `guests` help the others."""
+        if not self.others or not self.rate:
             return math.inf
-        waits = missing / (self.rate * others)
-        return guests * (waits - self.wake_s) / (others + guests) - self.release_s
+        waits = missing / (self.rate * self.others)
+        return guests * (waits - self.wake_s) / (self.others + guests) - self.release_s
 
-    def lends(self, missing: int, others: int, guests: int) -> bool:
-        """True if guests are to generate while the batch lacks `missing` rollouts; others may do it too."""
-        return self.gain(missing, others, guests) > 0.0
+    def lends(self, missing: int, guests: int) -> bool:
+        """Return True if `guests` are to generate while the batch lacks `missing` rollouts."""
+        return self.gain(missing, guests) > 0.0

@@ -16,6 +16,7 @@ from collections.abc import Collection
 import torch
 
 from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.served_weights import ServedWeights
 from asyncrl.inference.embedded.types import MemoryStateError
 from asyncrl.inference.messages import MemoryTag
 from asyncrl.models.storages import storages
@@ -26,18 +27,17 @@ class EngineMemory:
 
     Args:
         runner: its model has its weights in separate storages (`own_storage`) if they may be released.
+        weights: the weights of that model.
 
     Attributes:
         may_release: the server was started as one that releases memory.
         released: kinds that are released now.
-        has_values: the weights are those of an update or of the start; False after a release.
     """
 
-    def __init__(self, runner: ModelRunner, *, may_release: bool) -> None:
-        self._runner, self.may_release = runner, may_release
+    def __init__(self, runner: ModelRunner, weights: ServedWeights, *, may_release: bool) -> None:
+        self._runner, self._weights, self.may_release = runner, weights, may_release
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         self.released: frozenset[MemoryTag] = frozenset()
-        self.has_values = True
 
     def release(self, tags: Collection[MemoryTag]) -> int:
         """Release the memory of these kinds, if it is not released already. Return its bytes."""
@@ -45,7 +45,7 @@ class EngineMemory:
         if MemoryTag.kv_cache in wanted:
             freed += self._runner.drop_cache()
         if MemoryTag.weights in wanted:
-            self.has_values = False
+            self._weights.lose()
             freed += self._runner.drop_copies()
             self._sizes = [(storage, storage.nbytes()) for _, storage in storages(self._runner.model.parameters())]
             for storage, size in self._sizes:
@@ -78,5 +78,5 @@ class EngineMemory:
         """
         if self.released:
             raise MemoryStateError(f"the memory of {', '.join(sorted(self.released))} is released; resume it first")
-        if not self.has_values:
+        if not self._weights.have_values:
             raise MemoryStateError("the weights were released and have no values; update them first")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from asyncrl.comm.names import GuestMemory
-from asyncrl.manager.fleet.turns import GuestTurns
+from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.observe import observer
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from asyncrl.comm.codec import (
+from asyncrl.comm.trajectory_codec.array_messages import (
     DEFAULT_MAX_BYTES,
     MAGIC,
     PROTOCOL_VERSION,

@@ -1,7 +1,7 @@
 """Guests of the trainer's devices, as name resolution shows them: turns, resting guests, and guests that load.
 
-`asyncrl.manager.fleet.turns` has the rule. This module reports events to it, and reports to the MasterWorker when all
-guests rest.
+`asyncrl.manager.fleet.guests.turns` has the rule. This module reports events to it, and reports to the MasterWorker
+when all guests rest.
 """
 
 from __future__ import annotations

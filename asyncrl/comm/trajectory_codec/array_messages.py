@@ -1,4 +1,4 @@
-"""Typed messages with arrays, as push-pull carries them; the calls of request-reply have none. No pickle.
+"""Typed messages with arrays: the frames of trajectories, on sockets and in files. No pickle.
 
 A message travels as one or two frames:
 
@@ -24,8 +24,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.comm.sockets import Frame
+
 Array: TypeAlias = NDArray[Any]
-Frame: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC: Final = "asyncrl"
 PROTOCOL_VERSION: Final = 2
@@ -67,7 +68,7 @@ class Header(msgspec.Struct, Generic[M], frozen=True):
 
 
 class CodecError(ValueError):
-    """A message that cannot be encoded, or bytes that are no valid message."""
+    """A message that cannot be encoded, or bytes that are not a valid message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,9 @@ during the trainer's turn, in which no guest leaves RESTING. A guest's new proce
 and the manager looks for guests after the turn was announced. As both write first and read afterwards, at least one of
 them sees the other. A guest that dies has no memory; it counts once its name is gone.
 
-There is no deadlock. The trainer takes its turn with a batch (`asyncrl.master.guest_turns`), so it waits for nothing
-that resting guests generate. It ends its turn before it waits for data, and a guest wakes without waiting for any other
-process.
+There is no deadlock. The trainer takes its turn with a batch (`asyncrl.master.peers.guest_turns`), so it waits for
+nothing that resting guests generate. It ends its turn before it waits for data, and a guest wakes without waiting for
+any other process.
 
 The bound on staleness holds. The gate counts by the least version among serving servers. A resting guest does not
 serve. It comes back at the newest announced version, so the least version never falls because of a rest.
@@ -32,15 +32,14 @@ class GuestTurns:
 
     Args:
         guests: indices of the servers that are guests; without guests the turns have no effect.
-        base: folder of the initial model, which a guest gets while no version is announced.
 
     Attributes:
         turn: newest announced turn. Before the first one the trainer has the devices, as its ranks load their models.
         announced: newest version that was announced to the manager, even if it cannot be served.
     """
 
-    def __init__(self, guests: Collection[int] = (), base: str = "") -> None:
-        self._guests, self.base = frozenset(guests), base
+    def __init__(self, guests: Collection[int] = ()) -> None:
+        self._guests = frozenset(guests)
         self.turn = TrainerTurn(0, training=bool(guests), version=0)
         self.announced = 0
 

@@ -1,0 +1,92 @@
+"""The run's state at one policy version: the master's part of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.books.reports import ReportState
+from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.buffer_order import ConfiguredOrder
+from asyncrl.master.metrics.metrics_log import MetricsLog
+from asyncrl.master.metrics.win_rates import WinRates
+from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
+
+
+class Progress(NamedTuple):
+    """Progress of the run that a checkpoint holds."""
+
+    version: int
+    used_prompts: int
+    """Number of used prompts."""
+
+
+class RunState:
+    """The state that a checkpoint holds. All of it is of one version: `trained` moves it by one step.
+
+    Args:
+        metrics_log: its part is read when it is opened.
+
+    Attributes:
+        version: version of the policy: number of complete steps.
+        buffer: has the used prompts.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        buffer: SampleBuffer,
+        order: ConfiguredOrder,
+        reported: ReportState,
+        metrics_log: MetricsLog,
+        win_rates: WinRates,
+    ) -> None:
+        self.version = 0
+        self.buffer = buffer
+        self._config, self._order, self._reported = config, order, reported
+        self._metrics_log, self._win_rates = metrics_log, win_rates
+
+    def trained(self, batch: TrainBatch) -> None:
+        """Count the complete step of `batch`: its prompts are used, and its rollouts are to be reported."""
+        self.buffer.mark_trained(batch)
+        self.version += 1
+        self._reported.trained(batch)
+        self._win_rates.trained(self.version, batch.records)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return {
+            "version": self.version,
+            "buffer": self.buffer.state(),
+            "metrics_log": self._metrics_log.state(),
+            "dropped": dict(self._reported.told.books.dropped),
+            "curriculum": self._reported.curriculum.state(),
+            "buffer_order": self._order.state(),
+            "win_rates": self._win_rates.state(),
+        }
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return the state with the ledger's part, which is on disk before the checkpoint that names its last line."""
+        ledger = self._reported.saved(self.version)
+        return self.state() | {"ledger": ledger}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.version = state["version"]
+        self.buffer.restore(state["buffer"])
+        self.buffer.expire(self.version)
+        self._order.restore(state.get("buffer_order"))
+        self._win_rates.restore(state.get("win_rates"))
+        measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
+        curriculum = make_curriculum(self._config.dataset.curriculum, measured)
+        self._reported.restore(self.version * self._config.train_batch_size, state.get("dropped", {}), curriculum)
+
+    @property
+    def progress(self) -> Progress:
+        """Return the progress of a checkpoint that would begin now."""
+        return Progress(self.version, len(self.buffer.used))
+
+    @property
+    def complete(self) -> bool:
+        """True if all steps are trained."""
+        return self.version >= self._config.total_train_steps

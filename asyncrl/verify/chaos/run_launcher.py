@@ -1,0 +1,90 @@
+"""The launcher of a run that is watched: a child process, `python -m asyncrl.launch EXPERIMENT ...`, and its lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+
+import psutil
+
+
+class RunLauncher:
+    """The current launcher of the run.
+
+    Args:
+        command: starts the run.
+        again: continues the run after its launcher died.
+        on_line: called with each line that it prints.
+
+    Attributes:
+        begun: True once a launcher has printed that the run started.
+        heard_at: monotonic time of the newest line, in s.
+    """
+
+    def __init__(self, command: Sequence[str], again: Sequence[str], on_line: Callable[[str], None]) -> None:
+        self._commands = chain([command], repeat(again))
+        self.begun = False
+        self.heard_at = time.monotonic()
+        self._on_line = on_line
+        self._launched = asyncio.Event()
+        """Set while there is a launcher that has not been killed."""
+        self._reading: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start the run, or continue it."""
+        self._process = await asyncio.create_subprocess_exec(
+            *next(self._commands),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C at the terminal is passed on
+        )
+        self._launched.set()
+        assert self._process.stdout is not None
+        reading = asyncio.create_task(self._read_lines(self._process.stdout))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit code; None while the launcher runs."""
+        return self._process.returncode
+
+    @property
+    def killed(self) -> bool:
+        """True from `kill` until the next `start`."""
+        return not self._launched.is_set()
+
+    async def find(self) -> psutil.Process:
+        """Return the launcher, once there is one that has not been killed."""
+        await self._launched.wait()
+        return psutil.Process(self._process.pid)
+
+    def kill(self, process: psutil.Process) -> None:
+        """Kill the launcher; the run is continued by another one."""
+        self._launched.clear()
+        process.kill()
+
+    def interrupt(self) -> None:
+        """Send the launcher Ctrl-C."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+
+    async def close(self) -> None:
+        """End the launcher if it still runs, and stop reading lines."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        for reading in self._reading:
+            reading.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
+
+    async def _read_lines(self, output: asyncio.StreamReader) -> None:
+        async for line in output:
+            self.heard_at = time.monotonic()
+            text = line.decode(errors="replace").rstrip("\n")
+            self.begun |= text.startswith("started ")
+            self._on_line(text)

@@ -1,0 +1,103 @@
+"""The parts of the rollout loop, each alone: places, failures, and the counts that travel with a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.api import Completion, GenerationRequest, GenerationResult, SamplingParams, Trajectory
+from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason
+from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.messages import AllocateReply, GrantedRollout, Route
+from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
+from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation.rollout_policy import RolloutPolicy
+from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Failures, RolloutSlots, TrajectorySender
+
+GRANTED = GrantedRollout("r", "p", 0, 0, 0, 0, 0)
+LOST = f"{LOST_EPISODES}env my.py:Game raised ValueError"
+
+
+class Gate:
+    """Grants one rollout of each request, and keeps the ids that it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sequence[str]] = []
+
+    async def allocate(self, ids: Sequence[str], *, timeout_s: float) -> AllocateReply:
+        self.asked.append(list(ids))
+        return AllocateReply([GrantedRollout(ids[0], "p", 0, 0, 0, 0, 0)], 0, False)
+
+
+async def test_a_granted_rollout_takes_a_place_and_the_other_ids_are_asked_for_again() -> None:
+    gate = Gate()
+    slots = RolloutSlots(cast(ManagerClient, gate), 3)
+    assert len(await slots.granted()) == 1
+    assert (slots.running, slots.figures()) == (1, {"rollouts": 1, "places": 3})
+    await slots.granted()
+    assert gate.asked[1] == gate.asked[0][1:], "ids without an answer are repeated"
+    slots.free()
+    assert slots.running == 1
+
+
+def test_a_failed_rollout_is_tried_again_until_its_attempts_are_used() -> None:
+    failures = Failures()
+    again = failures.end_of(GRANTED, RuntimeError("x"), "reward my.py:score", running=4)
+    assert (again.reason, again.return_prompt) == ("failed: reward my.py:score", True)
+    last = GrantedRollout("r", "p", 0, 0, 0, MAX_ATTEMPTS - 1, 0)
+    assert not failures.end_of(last, RuntimeError("x"), None, running=4).return_prompt
+    invalid = failures.end_of(GRANTED, InvalidPrompt("no prompt"), None, running=4)
+    assert (invalid.reason, invalid.return_prompt) == (DropReason.invalid_prompt, False)
+
+
+@pytest.mark.parametrize("running", [1, MAX_FAILURES_IN_A_ROW + 3])
+def test_the_loop_ends_if_all_fail_and_these_outnumber_the_running_rollouts(running: int) -> None:
+    failures, most = Failures(), max(MAX_FAILURES_IN_A_ROW, running)
+    for _ in range(most - 1):
+        failures.end_of(GRANTED, RuntimeError("x"), None, running)
+    failures.end_of(GRANTED, OverlongPrompt("too long"), None, running)  # it does not count
+    with pytest.raises(RuntimeError, match="the last"):
+        failures.end_of(GRANTED, RuntimeError("the last"), None, running)
+    failures.clear()
+    failures.end_of(GRANTED, RuntimeError("x"), None, running)
+
+
+async def test_lost_episodes_travel_with_the_next_trajectory_that_arrives() -> None:
+    arrived: list[dict[str, float]] = []
+    fails = [True, False, False]
+
+    async def push(trajectory: Trajectory) -> None:
+        if fails.pop(0):
+            raise ConnectionError("no rank")
+        arrived.append(dict(trajectory.metrics))
+
+    sender, counted = TrajectorySender(push), {LOST: 2.0, "chat/calls": 5.0}
+    sender.take_lost(counted)
+    assert counted == {"chat/calls": 5.0}
+    with pytest.raises(ConnectionError):
+        await sender.send(Trajectory("r0", "p", 0, (), {}))
+    sender.take_lost({LOST: 1.0})
+    await sender.send(Trajectory("r1", "p", 0, (), {}))
+    await sender.send(Trajectory("r2", "p", 0, (), {}))
+    assert [metrics.get(LOST) for metrics in arrived] == [3.0, None]
+
+
+async def test_a_rollouts_first_own_request_goes_to_its_route_and_opponents_are_counted_by_version() -> None:
+    routes: list[Route | None] = []
+
+    class Client:
+        async def generate(self, request: GenerationRequest, _: str, *, route: Route | None) -> GenerationResult:
+            routes.append(route)
+            return GenerationResult(request.request_id, (Completion([1, 2, 3], [-1.0] * 3, [4, 4, 7], "stop"),))
+
+    route = Route("http://server", 0)
+    policy = RolloutPolicy(cast(RolloutClient, cast(Any, Client())), "r", route, trained=("judge",))
+    for name in ("past", "", "", "judge"):
+        await policy.generate(GenerationRequest("q", (1,), 1, SamplingParams(), policy=name))
+    assert routes == [None, route, None, None]
+    found = policy.metrics()
+    assert found["opponent/past/version"] == 5.0
+    assert (found["opponent/past/oldest_version"], found["opponent/past/newest_version"]) == (4.0, 7.0)
+    assert not any(name.startswith("opponent/judge") for name in found)
