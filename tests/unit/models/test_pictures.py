@@ -120,7 +120,8 @@ def test_pictures_nobody_holds_are_forgotten(vlm_folder: Folder, monkeypatch: py
         pictures.ids.seen(picture(seed))
     gc.collect()
     assert len(pictures.ids._seen) == 1
-    assert pictures.ids._recent_bytes == sum(seen.nbytes for seen in pictures.ids._recent.values())
+    recent = pictures.ids._recent
+    assert recent.bytes == sum(seen.nbytes for seen in recent.pictures.values())
 
 
 def test_ids_are_taken_anew_from_the_beginning_but_never_twice(
@@ -132,7 +133,7 @@ def test_ids_are_taken_anew_from_the_beginning_but_never_twice(
     more = [pictures.ids.seen(picture(seed)) for seed in (1, 2)]
     assert {each.first for each in (held, *more)} == {pictures.ids.first + held.rows * n for n in range(3)}
     gone = more.pop(0).first
-    pictures.ids._recent.clear()
+    pictures.ids._recent.pictures.clear()
     gc.collect()
     assert pictures.ids.seen(picture(3)).first == gone
 
