@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import Subtree
+from asyncrl.comm.name_resolve import NameResolveError, Subtree
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
@@ -129,21 +129,24 @@ class RunProcesses:
                 if value is None:
                     return False
                 status = names.WorkerStatus.decode(value)
-                if status.incarnation < incarnations[plan.name] or status.state == "starting":
+                if status.incarnation < incarnations[plan.name] or status.state in ("starting", "failed"):
                     return False
             return True
 
-        with await asyncio.to_thread(open_resolver, self._trial.config, self._trial.run_dir) as resolver:
-            statuses = await asyncio.to_thread(resolver.follow, names.STATUSES)
-            while time.monotonic() - began < READY_LIMIT_S:
-                if any(self._deaths[name] != number for name, number in incarnations.items()):
-                    return  # it died again before it was ready; the note of that restart follows
-                if are_ready(statuses):
-                    seconds = time.monotonic() - began
-                    note_went_on(self._trial.run_dir, what, seconds)
-                    self._note(f"{what} went on after {seconds:.1f} s")
-                    return
-                await asyncio.sleep(_READY_POLL_S)
+        try:
+            with await asyncio.to_thread(open_resolver, self._trial.config, self._trial.run_dir) as resolver:
+                statuses = await asyncio.to_thread(resolver.follow, names.STATUSES)
+                while time.monotonic() - began < READY_LIMIT_S:
+                    if any(self._deaths[name] != number for name, number in incarnations.items()):
+                        return  # it died again before it was ready; the note of that restart follows
+                    if are_ready(statuses):
+                        seconds = time.monotonic() - began
+                        note_went_on(self._trial.run_dir, what, seconds)
+                        self._note(f"{what} went on after {seconds:.1f} s")
+                        return
+                    await asyncio.sleep(_READY_POLL_S)
+        except NameResolveError as error:
+            self._note(f"{what} was restarted; the launcher cannot see when it is ready: {error}")
 
     def terminate_leader(self) -> None:
         """Ask the leading process to end."""

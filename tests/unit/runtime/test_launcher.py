@@ -31,6 +31,10 @@ from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 
 
+LIMIT_S = 10.0
+"""Longest time, in s, until a played run has ended."""
+
+
 class Played(WorkerHandle):
     """A process that ends when the test says so, or when it is asked to."""
 
@@ -298,6 +302,62 @@ def test_a_death_that_name_resolution_cannot_be_told_of_ends_the_run_with_a_sent
     assert code == EXIT_FAILED
     assert stage.stopped == ["leader/0", "client/0", "server/0"]
     assert "FAILED: etcd does not answer; the run ends, as system.name_resolve_timeout_s=60" in notes
+
+
+@pytest.mark.usefixtures("helper")
+def test_an_outage_while_a_restart_is_watched_is_shown_and_does_not_end_the_run(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader: list[Played] = []
+    helpers: list[Played] = []
+    show = Notes.note
+
+    def note(display: Notes, text: str) -> None:
+        show(display, text)
+        if "cannot see when it is ready" in text:
+            leader[0].end(0)
+
+    def die_once(worker: Played) -> None:
+        helpers.append(worker)
+        if len(helpers) == 1:
+            worker.end(-signal.SIGKILL)
+        else:
+            asyncio.get_running_loop().call_later(LIMIT_S, leader[0].end, 0)
+
+    def away(*_: object) -> None:
+        raise NameResolveUnavailable("etcd does not answer")
+
+    monkeypatch.setattr(Notes, "note", note)
+    monkeypatch.setattr(run_processes, "open_resolver", away)
+    code, _, notes = play(leader=leader.append, helper=die_once)
+    assert code == EXIT_OK
+    assert (
+        "helper/0 was restarted; the launcher cannot see when it is ready: etcd does not answer" in notes.splitlines()
+    )
+
+
+@pytest.mark.usefixtures("helper")
+def test_a_restarted_process_that_fails_is_not_reported_as_ready(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader: list[Played] = []
+    helpers: list[Played] = []
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    monkeypatch.setattr(run_processes, "_READY_POLL_S", 0.01)
+
+    def fail_after_a_restart(worker: Played) -> None:
+        helpers.append(worker)
+        if len(helpers) == 1:
+            worker.end(-signal.SIGKILL)
+            return
+        status = names.WorkerStatus("failed", os.getpid(), "no memory", incarnation=1)
+        with open_resolver(config, run_dir_of(config)) as resolver:
+            resolver.add(names.status_key("helper", 0), status.encode())
+        asyncio.get_running_loop().call_later(0.2, worker.end, 1)
+
+    code, _, notes = play(leader=leader.append, helper=fail_after_a_restart)
+    assert code == EXIT_FAILED
+    assert "went on" not in notes
 
 
 async def _looks_later(launcher: Launcher) -> None:
