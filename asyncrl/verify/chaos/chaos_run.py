@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
@@ -157,6 +159,9 @@ class ChaosRun:
             if all(done.fault is not fault for done in self._seen.done):
                 self._seen.left.append((fault, "the run ended before its target was there"))
             raise
+        except (OSError, psutil.Error) as error:  # its target has just ended; no room for the file that fills the disk
+            if all(done.fault is not fault for done in self._seen.done):
+                self._seen.left.append((fault, f"it could not be injected: {error}"))
 
     def _note(self, fault: Fault, what: str, note: str) -> InjectedFault:
         step = self._seen.steps[-1][1] if self._seen.steps else 0

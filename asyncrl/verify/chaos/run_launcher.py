@@ -32,11 +32,13 @@ class RunLauncher:
         self._on_line = on_line
         self._launched = asyncio.Event()
         """Set while there is a launcher that has not been killed."""
+        self._process: asyncio.subprocess.Process | None = None
+        """The newest launcher; None before the first one started."""
         self._reading: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start the run, or continue it."""
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = process = await asyncio.create_subprocess_exec(
             *next(self._commands),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -44,15 +46,15 @@ class RunLauncher:
             start_new_session=True,  # Ctrl-C at the terminal is passed on
         )
         self._launched.set()
-        assert self._process.stdout is not None
-        reading = asyncio.create_task(self._read_lines(self._process.stdout))
+        assert process.stdout is not None
+        reading = asyncio.create_task(self._read_lines(process.stdout))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
 
     @property
     def code(self) -> int | None:
-        """Return the exit code; None while the launcher runs."""
-        return self._process.returncode
+        """Return the exit code; None while the launcher runs, and before the first one started."""
+        return None if self._process is None else self._process.returncode
 
     @property
     def killed(self) -> bool:
@@ -62,6 +64,7 @@ class RunLauncher:
     async def find(self) -> psutil.Process:
         """Return the launcher, once there is one that has not been killed."""
         await self._launched.wait()
+        assert self._process is not None
         return psutil.Process(self._process.pid)
 
     def kill(self, process: psutil.Process) -> None:
@@ -71,13 +74,15 @@ class RunLauncher:
 
     def interrupt(self) -> None:
         """Send the launcher Ctrl-C."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGINT)
 
     async def close(self) -> None:
         """End the launcher if it still runs, and stop reading lines."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         for reading in self._reading:
             reading.cancel()
         await asyncio.gather(*self._reading, return_exceptions=True)
