@@ -17,8 +17,9 @@ Life of a run
    - Any other end is a failure. It is reported with the last lines of that process's log. The MasterWorker gets a
      moment to save, everything is stopped, and the exit code is 1.
    A process that exits with 1 has not crashed: it reported that it cannot continue, and a new one would report the
-   same. A process of the trainer may do so because another one of the trainer died, so that one is looked for first.
-5. Whatever still runs below the launcher is killed, and the claim is released.
+   same. A process of the trainer may do so because another process of the trainer died, so the launcher looks for that
+   death first.
+5. All processes that still run below the launcher are killed, and the claim is released.
 """
 
 from __future__ import annotations

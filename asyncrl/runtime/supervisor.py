@@ -185,7 +185,7 @@ def put_files(folder: str, files: dict[str, str]) -> None:
 
 
 def _detach() -> None:
-    """Continue in a session of its own, without a parent, as a process of a login (module docstring, Ray)."""
+    """Continue in a separate session, without a parent, like a process of a login (module docstring, Ray)."""
     if os.fork():
         os._exit(0)
     os.setsid()

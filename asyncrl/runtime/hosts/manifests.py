@@ -6,9 +6,9 @@ user's command. The other pods run a program by which the launcher starts proces
 (`asyncrl.runtime.hosts.pod_agent`). No pod has an account of the cluster. If such a program ends, the kubelet restarts
 it; if a pod is lost, the Job replaces it; then the launcher restarts its processes.
 
-The pods reach each other by their own addresses, which each reads from its environment and publishes in the run's
-folder or name resolution; so there is no service. Secrets are named, not copied: the launcher has them in its
-environment, and hands it on over the connections. Pure, so that `--dry-run` can print all this.
+Each pod reads its own address from its environment, and publishes it in the run's folder or name resolution. So there
+is no service. Secrets are named, not copied: the launcher has them in its environment, and passes that on over the
+connections. Pure, so that `--dry-run` can print all this.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _labels(config: ExperimentConfig) -> dict[str, str]:
 def _job(
     config: ExperimentConfig, host: HostConfig, plans: Sequence[WorkerPlan], command: Sequence[str]
 ) -> dict[str, Any]:
-    """An entry of the JobSet's `replicatedJobs`."""
+    """Return an entry of the JobSet's `replicatedJobs`."""
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": 1,
@@ -107,7 +107,7 @@ def _pod(
         "restartPolicy": "Never" if leads else "OnFailure",
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": _GRACE_S if leads else _HOST_GRACE_S,
-        "shareProcessNamespace": True,  # whose first process buries orphans, and leaves signals their effect
+        "shareProcessNamespace": True,  # its process 1 reaps orphans; signals keep their effect
         "containers": [container],
         "volumes": volumes,
     }

@@ -4,12 +4,12 @@
 
 Every process runs below a supervisor (`asyncrl.runtime.supervisor`). This program holds the standard input of all
 supervisors, so the processes end with it, however it ends. `asyncrl.runtime.hosts.pod_carrier` is the other end.
-Requests may come twice, since an answer can be lost: a start is known by its name, input and output by their offsets.
-The exit code is answered as often as it is asked for.
+Requests may be repeated, since a reply can be lost. A repeated start is recognised by its name, input and output by
+their offsets. The exit code is returned as often as it is requested.
 
-The launcher finds this program by a file in the run's folder. Each start, and each new secret of the run (another
-launch), makes a new *incarnation*, which knows no process of the one before. An older incarnation ends when it finds
-the file of a later one.
+The launcher finds this program by a file in the run's folder. Each start of this program, and each new secret of the
+run (another launch), begins a new *incarnation*, which does not know the processes of its predecessor. An older
+incarnation ends when it finds the file of a later one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Process:
                 stream.close()
 
     async def answer(self, ask: Ask) -> dict[str, object]:
-        """Output from the offset on; the exit code with the last of it."""
+        """Return output from the offset on, and the exit code with the last of it."""
         async with self._changed:
             fetched = ask.offset - self._dropped
             if not 0 <= fetched <= len(self._held):
@@ -122,7 +122,7 @@ class _Process:
         """Close the supervisor's input, so that it ends everything; kill it if it does not."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        async with self._changed:  # nobody fetches any more: what is written now must not block the end
+        async with self._changed:  # output is not fetched any more, and must not block the end
             self._held.clear()
             self._changed.notify_all()
         try:
@@ -145,7 +145,7 @@ class _Incarnation:
         self._server = HttpServer(routes, token=http.token, tls=http.server_context())
 
     async def open(self) -> str:
-        """Listen on the pod's own address; returns the URL."""
+        """Listen on the pod's own address; return the URL."""
         return await self._server.start(os.environ[HOST_VARIABLE])
 
     async def close(self) -> None:
@@ -195,7 +195,7 @@ def _decoded(body: Body, form: type[T]) -> T:
 
 
 async def serve(run_dir: Path, host: str, stop: asyncio.Event) -> None:
-    """Serve one launch after the other, until `stop` or until a later incarnation of this host is there."""
+    """Serve one launch after the other, until `stop` is set or a later incarnation serves this host."""
     while not stop.is_set():
         secret = _secret(run_dir)
         if secret is None:
@@ -219,7 +219,7 @@ async def _pause(stop: asyncio.Event) -> None:
 
 
 def _secret(run_dir: Path) -> RunSecret | None:
-    """The run's secret; None before there is one."""
+    """Return the run's secret; None if there is none yet."""
     try:
         return RunSecret.load(run_dir / SECRET_FILE)
     except SecretError:

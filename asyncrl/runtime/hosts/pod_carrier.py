@@ -2,11 +2,11 @@
 
     python -I -S pod_carrier.py RUN_DIR HOST LIMIT_S PYTHON
 
-The first line of standard input is the supervisor's order. Ends with the exit code that the agent
-(`asyncrl.runtime.hosts.pod_agent`) answers, and with 255 only where the process is lost: no agent has answered within
-LIMIT_S, an agent that had started it is silent for `GONE_S`, or the agent has another incarnation. A broken connection
-is made again and continues where it ended; it never counts as an exit. Run by path: it imports the standard library
-only, so that a thousand of these processes stay small.
+The first line of standard input is the supervisor's order. This program exits with the code that the agent
+(`asyncrl.runtime.hosts.pod_agent`) reports. It exits with 255 only if the process is lost: no agent responds within
+LIMIT_S, the agent that started it is silent for `GONE_S`, or the agent has another incarnation. A broken connection is
+opened again and continues where it ended; it never counts as an exit. Run this file by path: it imports the standard
+library only, so that a thousand of these processes stay small.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Agent:
         """Incarnation of the agent that started the process; None before the start."""
 
     def call(self, path: str, **body: Any) -> Any:
-        """Call the agent, which proves itself by the run's certificate.
+        """Call the agent, which authenticates itself with the run's certificate.
 
         Raises:
             Gone: the agent does not know the process.
@@ -114,7 +114,7 @@ def main(run_dir: Path, host: str, limit_s: float, python: str) -> int:
 
 
 def _ended(descriptor: int) -> bool:
-    """True if the writing end of the pipe is closed; what is in it stays there."""
+    """True if the writing end of the pipe is closed. Unread data stays in the pipe."""
     looked = select.poll()
     looked.register(descriptor, select.POLLHUP)
     return bool(looked.poll(0))
@@ -137,7 +137,7 @@ def _pass_on(agent: _Agent) -> None:
 
 
 def _output(agent: _Agent) -> int:
-    """Write the output as it comes; returns the exit code.
+    """Write the output as it arrives; return the exit code.
 
     Raises:
         Gone: the process is lost.

@@ -1,4 +1,4 @@
-"""Names of a run's Kubernetes objects, and what Kubernetes would refuse of them."""
+"""Names of a run's Kubernetes objects, and checks of these names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from asyncrl.config.experiment import ExperimentConfig
 
 LAUNCHER = "launcher"
-"""In the names of the launcher's own host, which has none itself."""
+"""Name of the launcher's own host within object names; `system.hosts` gives it no name."""
 _LONGEST_NAME = 63
 _SUFFIX = "-0-0-abcde"
 """Suffix that JobSet and Job append to a host's name for its pod."""
 
 
 def run_name(config: ExperimentConfig) -> str:
-    """Name of the run's objects: experiment and trial, as a DNS label writes them."""
+    """Return the name of the run's objects: experiment and trial as a DNS label."""
     return f"{config.experiment_name}-{config.trial_name}".lower().replace("_", "-").replace(".", "-")
 
 

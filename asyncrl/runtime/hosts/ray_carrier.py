@@ -2,9 +2,9 @@
 
     python -I -S ray_carrier.py SOCKET REQUEST
 
-SOCKET is where the driver listens (`asyncrl.runtime.hosts.ray_driver`), REQUEST a `ProcessRequest` as JSON. Ends with
-the exit code that the driver reports, or with 255 if the driver ends first. Run by path: it imports the standard
-library only, so that a thousand of these processes stay small.
+SOCKET is the driver's listening socket (`asyncrl.runtime.hosts.ray_driver`), REQUEST a `ProcessRequest` as JSON. This
+program exits with the code that the driver reports, or with 255 if the driver ends first. Run this file by path: it
+imports the standard library only, so that a thousand of these processes stay small.
 """
 
 from __future__ import annotations

@@ -2,26 +2,27 @@
 
     python -m asyncrl.runtime.hosts.ray_driver FD        below `asyncrl.runtime.launchers.ray`, which alone starts it
 
-Ray with its threads and signal handlers thus stays out of the launcher, and one connection to it does for all
-processes.
+This keeps Ray's threads and signal handlers out of the launcher. One connection to Ray serves all processes.
 
 Life of a driver
 
-1. Standard input gives it one line, the `Task`: the cluster's address and the hosts. It joins the cluster and asks for
-   a placement group with a bundle per host, no two on one node (STRICT_SPREAD). A host with an address is the node that
-   has it; the launcher's own host is the node that this runs on; any other is whatever node has the CPUs and GPUs free.
+1. It reads one line from standard input, the `Task`: the cluster's address and the hosts. It joins the cluster and asks
+   for a placement group with a bundle per host, no two on one node (STRICT_SPREAD). A host with an address is the node
+   with that address. The launcher's own host is the node of this process. Any other host is a node with enough free
+   CPUs and GPUs.
 2. Each process that the launcher starts has a carrier (`asyncrl.runtime.hosts.ray_carrier`), which connects to the
    listening socket, a descriptor that the command line names, and hands over its standard input and output with a
    `ProcessRequest`.
 3. The request's host has one actor, which holds the host's bundle and starts a supervisor
    (`asyncrl.runtime.supervisor`) for each process. The carrier's standard input goes to the supervisor. The output of
-   the supervisor's tree comes back, then its exit code. A host whose actor died, for example with its node, gets a new
-   one when a process is next started there; Ray gives the bundle to another node where one fits.
-4. Its standard input ends when the launcher closes it or dies. The carriers' inputs end then too, the supervisors end
-   their trees, and once they have, the driver ends. If it dies, Ray kills its actors, and the supervisors notice the
-   same.
+   the supervisor's tree comes back, then its exit code. If an actor died, for example with its node, its host gets a
+   new actor when a process is next started there. Ray moves the bundle to another node that fits.
+4. The driver's standard input ends when the launcher closes it or dies. The carriers' inputs end then too, and the
+   supervisors end their trees. After that the driver ends. If the driver dies, Ray kills its actors, which ends the
+   supervisors' inputs too.
 
-The actor's class travels by value, since this module is the program: the nodes need Ray, but asyncrl only at `python`.
+The actor's class is sent by value, since this module is the program. So the nodes need Ray, and asyncrl only for the
+interpreter `python`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class HostActor:
         told_to.write(order)
 
     async def tell(self, number: int, what: bytes) -> None:
-        """Write to a supervisor's standard input, unless it has ended; nothing ends the input."""
+        """Write to the standard input of a supervisor, unless the supervisor has ended; an empty `what` closes the
+        input.
+        """
         if number not in self._kept:
             return
         if what:
@@ -102,7 +105,7 @@ class HostActor:
             self._kept[number].told.close()
 
     async def output(self, number: int) -> bytes:
-        """Wait for output and return what was printed since the last call; nothing once everything has ended."""
+        """Wait for output and return what was printed since the last call; empty once everything has ended."""
         return await self._kept[number].printed.read(_CHUNK)
 
     async def exit_code(self, number: int) -> int:
@@ -212,7 +215,7 @@ class Driver:
 
 async def _tell(actor: Any, number: int, commands: asyncio.StreamReader) -> None:
     """Pass the launcher's bytes on to a supervisor, the end of the input included."""
-    with contextlib.suppress(RayActorError):  # `carry` hears of it too
+    with contextlib.suppress(RayActorError):  # `carry` gets the same error
         while what := await commands.read(_CHUNK):
             await actor.tell.remote(number, what)
         await actor.tell.remote(number, b"")
@@ -274,7 +277,7 @@ async def _serve_one(driver: Driver | CannotStart, connection: socket.socket) ->
             if isinstance(driver, CannotStart):
                 os.write(output, f"{driver}\n".encode())
                 os.close(from_launcher)
-                code = TOLD_FAILED  # and it would not start if tried again
+                code = TOLD_FAILED  # a retry would fail in the same way
             else:
                 code = await driver.carry(ProcessRequest(*json.loads(asked)), from_launcher, output)
         finally:

@@ -53,7 +53,7 @@ def address_of(arguments: list[str]) -> str:
 
 def ambiguous_gpus(hosts: list[HostRequest], there: int) -> str | None:
     """Return an error message if the launcher's host uses only some of the GPUs that Ray has `there`; Ray reserves a
-    number of them and tells only its own actors which.
+    number of GPUs, and reports only to its own actors which these are.
     """
     for host in hosts:
         if not host.name and 0 < host.gpus < there:

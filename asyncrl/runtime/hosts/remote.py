@@ -7,14 +7,14 @@ The command line has only the supervisor's path. What to run, and the environmen
 input. Logs come back over the connection into the run's folder. If the host does not see that folder
 (`system.shared_filesystem=false`), settings and secret go over standard input too, into a folder on the host's disk.
 
-The launcher sends each supervisor a byte every `_ALIVE_EVERY_S`. One that receives none for `SILENCE_S` ends
-everything, so a host that is cut off for longer runs nothing that the launcher has replaced. Until then a replaced
+The launcher sends each supervisor a byte every `_ALIVE_EVERY_S`. A supervisor that receives no byte for `SILENCE_S`
+ends everything. So a host that is cut off for longer runs nothing that the launcher has replaced. Until then a replaced
 process is kept apart from its successor: on the same host the successor's supervisor kills it first
 (`supervisor.end_earlier`), and a process that finds its names taken by a later incarnation ends itself
 (`asyncrl.runtime.process.worker`).
 
 A connection that ends counts as the death of its process at once (`EXIT_LOST`). There is nothing to reconnect to: the
-supervisor has ended the process, or will. A new connection bridges a short failure of the network: ssh tries for 20 s.
+supervisor has ended the process, or will. A new connection survives a short network failure: ssh tries for 20 s.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Purpose(StrEnum):
 
     train = auto()
     evaluate = auto()
-    """Evaluation of a model that stands, without a trainer."""
+    """Evaluation of a fixed model, without a trainer."""
 
 
 _TRAIN, _EVALUATE = frozenset({Purpose.train}), frozenset({Purpose.evaluate})
@@ -70,7 +70,7 @@ class Share:
     """Resources that the processes of one host share.
 
     Attributes:
-        gpus: of the host, by CUDA's names for them.
+        gpus: GPUs of the host, by CUDA's names for them.
         ranks: training ranks that run there.
     """
 
@@ -135,7 +135,7 @@ def _generation_servers(config: ExperimentConfig) -> int:
 def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
     """GPUs of a host that its training ranks leave to generation servers; the last one is shared if they take all.
 
-    Where all servers are guests of the training ranks, these ranks' own.
+    If all servers are guests of the training ranks, the GPUs of these ranks.
     """
     if config.generation.device == Device.cpu:
         return ()

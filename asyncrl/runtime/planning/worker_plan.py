@@ -67,7 +67,7 @@ class WorkerPlan:
     incarnation: int = 0
     host: Host = field(default_factory=Host)
     leads: bool = False
-    """It saves before it ends, and needs the others for that."""
+    """True if the process saves before it ends, and needs the other processes for that."""
 
     @property
     def name(self) -> str:

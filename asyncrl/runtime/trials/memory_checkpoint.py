@@ -109,7 +109,7 @@ class MemoryCheckpoint:
         self._run_dir, self._mark = run_dir, run_dir / MEMORY_CHECKPOINT_FILE
         self.spread = bool(host)
         """True if every host of ranks has its own folder."""
-        # Of another launch of the same run a folder may be left on any host but the launcher's.
+        # A folder of another launch of the same run may be left on any host but the launcher's.
         whose = f"{run_dir} {host} {_launch_of(run_dir)}" if host else str(run_dir)
         name = f"{_PREFIX}{os.getuid()}-{hashlib.sha256(whose.encode()).hexdigest()[:24]}"
         in_memory = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
@@ -207,7 +207,7 @@ def _remove_orphans() -> None:
     names another launch.
     """
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
-        with contextlib.suppress(OSError), _to_remove(folder, 0.0) as is_there:  # who has it removes it
+        with contextlib.suppress(OSError), _to_remove(folder, 0.0) as is_there:  # the lock's holder removes it
             if is_there and _is_over(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 

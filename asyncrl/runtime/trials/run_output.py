@@ -47,7 +47,7 @@ class RunOutput:
         self._remarks = JsonlTail(run_dir / REMARKS_FILE)
 
     def skip(self) -> None:
-        """Leave out what the files have now: earlier launches have shown it."""
+        """Skip the present content of the files, which earlier launches have shown."""
         self._rows.read()
         self._remarks.read()
 

@@ -1,7 +1,7 @@
 """The processes of a run: start them, report their ends, replace and stop them.
 
-The incarnation of a process is the number of its predecessors that were given up. A process is given up before its
-successor starts: it is fenced, as it may still run on an unreachable host.
+The incarnation of a process is the number of its predecessors that were replaced. A process is fenced before its
+successor starts, as it may still run on an unreachable host.
 """
 
 from __future__ import annotations

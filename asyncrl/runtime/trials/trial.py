@@ -133,7 +133,7 @@ class Trial:
         Args:
             again: the processes belonged to this launch.
         """
-        with no_retry(not again):  # a person waits for a first start
+        with no_retry(not again):  # a user waits for the first start
             for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
                 remove = partial((self.run_dir / ending).unlink, missing_ok=True)
                 retry_write_blocking(remove, f"the removal of {self.run_dir / ending}", _log)
@@ -142,11 +142,11 @@ class Trial:
             except OSError as error:
                 raise TrialError(f"checkpoint.in_memory=true: {error}") from error
         try:
-            with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # somebody waits for this
+            with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # a user waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
                 for key, incarnation in given_up.items():
                     kind, index = key.split("/")[-2:]
-                    if int(index) >= PROCESS_KINDS[kind].count(self.config):  # who joined is no child of the launcher
+                    if int(index) >= PROCESS_KINDS[kind].count(self.config):  # joined workers: not the launcher's
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
                     self._claim.announce(resolver)
@@ -188,7 +188,7 @@ class Trial:
             return False
         if not uses_memory_checkpoint(self.config):
             return False
-        if trains_elsewhere(self.config):  # the ranks tell the MasterWorker
+        if trains_elsewhere(self.config):  # the ranks report it to the MasterWorker
             return not self._memory_checkpoint.invalid
         return self._memory_checkpoint.can_go_on(announced)
 

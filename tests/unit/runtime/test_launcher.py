@@ -30,7 +30,6 @@ from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 
-
 LIMIT_S = 10.0
 """Longest time, in s, until a played run has ended."""
 
