@@ -1,23 +1,23 @@
-"""The keys of name resolution and what is found under them.
+"""The keys of name resolution and their values.
 
 All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
 
     run                             the launcher that holds the trial: `TrialHolder`
     launch                          the launch whose processes own these names; processes of other launches end
-    incarnations/<kind>/<index>     how many of a worker's processes were replaced; a replaced process ends
+    incarnations/<kind>/<index>     number of a worker's replaced processes; a replaced process ends
     workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
     status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
     trajectory_pushers/<index>      presence of a RolloutWorker (the pushers that the pullers are grouped for)
     generation_servers/<index>      a generation server: `GenerationServerEntry`
     policy_servers/<index>          a server of one of `policies`: `GenerationServerEntry`
-    joined/<kind>/<index>           who added a worker to the run that goes on
+    joined/<kind>/<index>           the command that added a worker to the running run
     encoder_servers/<index>         URL of an EncoderServer
     staging_servers/<index>         URL of the staging server of a host; 0 is on the launcher's
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
-    trainer_turn                    who has the devices that trainer and guests share: `TrainerTurn`
+    trainer_turn                    owner of the devices that trainer and guests share: `TrainerTurn`
     loading_guests/<index>          a guest that loads its model, or is about to
     guest_memory/<index>            a guest whose memory is released, or may be: `GuestMemory`
     ledger_begun                    the launch's number in the ledger, once its first line is there
@@ -80,7 +80,7 @@ TRIAL_KEY = "run"
 LEDGER_BEGUN_KEY = "ledger_begun"
 """Present once the ledger has this launch's first line: a MasterWorker that takes over continues after it."""
 TRAINING_WORLD_KEY = "training_world"
-"""Name under which the first training rank tells the others where to meet."""
+"""Name under which the first training rank publishes the meeting place of all ranks."""
 WORKERS = "workers"
 """Subtree of every worker's address."""
 
@@ -150,7 +150,10 @@ class WorkerStatus(_Entry, frozen=True):
 
 
 class GenerationServerEntry(_Entry, frozen=True):
-    """An engine that serves at `url`, with the weights of `version`; without `pid` if its process is not ours."""
+    """An engine that serves at `url`, with the weights of `version`.
+
+    `pid` is None if the run did not start the engine's process.
+    """
 
     url: str
     pid: int | None
@@ -171,7 +174,7 @@ class PublishedVersion(_Entry, frozen=True):
 
 class TrainerTurn(_Entry, frozen=True):
     """The `number`-th turn on the devices that trainer and guests share: the trainer's if `training`, else the
-    guests', who are to have `version` or a newer one.
+    guests', which must have `version` or a newer one.
     """
 
     number: int
@@ -180,7 +183,7 @@ class TrainerTurn(_Entry, frozen=True):
 
 
 class GuestMemory(_Entry, frozen=True):
-    """The memory of the guest at `url` is `released`; or else nobody knows, as it is being released or resumed."""
+    """The memory of the guest at `url` is `released`; else its state is unknown: it is being released or resumed."""
 
     url: str
     released: bool
@@ -262,7 +265,7 @@ def model_version_key(role: str) -> str:
 
 
 def index_of(key: str) -> int:
-    """The index at the end of a worker's, puller's, pusher's or server's key.
+    """Return the index at the end of a worker's, puller's, pusher's or server's key.
 
     Raises:
         ValueError: the key's last component is not an index.

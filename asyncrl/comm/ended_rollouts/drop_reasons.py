@@ -1,5 +1,5 @@
-"""The reasons for which rollouts are dropped: they leave the count without being trained; and that of evaluations which
-have no result although nothing failed.
+"""Reasons for which rollouts are dropped, that is, leave the count without being trained; and the reason of an
+evaluation that has no result although nothing failed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAILURES: dict[str, str] = {
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
     DropReason.crashed_worker: "as their prompts end the RolloutWorker that plays them",
 }
-"""Reasons that somebody has to look into; each text continues the sentence "12 rollouts failed ..."."""
+"""Reasons that someone has to look into; each text continues the sentence "12 rollouts failed ..."."""
 
 
 def failure(reason: str) -> str | None:

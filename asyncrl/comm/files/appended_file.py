@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class AppendedFile:
-    """The open file `path`, in a folder that is made if need be. Nothing else writes to it.
+    """The open file `path`; its folder is created if it is missing. Nothing else writes to the file.
 
     Each piece of data is written to its place. So a try that wrote a part of it, or all, does no harm.
 
@@ -34,7 +34,7 @@ class AppendedFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:
-        """Append `data`, all of it; it is with the kernel when this returns."""
+        """Append all of `data`; the kernel has it when this returns."""
         self._put(data, self.size)
         self.size += len(data)
 

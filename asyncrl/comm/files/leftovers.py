@@ -27,4 +27,4 @@ def remove_leftover(path: Path, log: logging.Logger) -> None:
     try:
         delete_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("%s is of no use any more and cannot be deleted: %s", path, error)
+        log.warning("%s is not needed any more and cannot be deleted: %s", path, error)

@@ -39,7 +39,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def open_private_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """A descriptor of the file `path`, made with mode 0600 if it does not exist; one that was there gets that mode.
+    """Open the file `path`, created if it is missing, and return its descriptor. The file gets mode 0600.
 
     Raises:
         OSError: it is a symbolic link, or cannot be opened.

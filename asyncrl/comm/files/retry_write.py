@@ -17,7 +17,7 @@ from typing import TypeVar
 from asyncrl.comm.waits.backoff import Backoff
 
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EAGAIN})
-"""Errors that somebody can fix while the run waits: no space, over quota, read-only, an unreachable file server."""
+"""Errors that someone can fix while the run waits: no space, over quota, read-only, an unreachable file server."""
 LIMIT_S = 600.0
 """Longest time, in s, that writes are retried; then the process ends with the disk's error."""
 SAY_AGAIN_S = 30.0

@@ -24,10 +24,11 @@ T = TypeVar("T")
 _JSON = {"Content-Type": "application/json"}
 
 KEEP_ALIVE_S = 4.0
-"""Idle connections are closed after so many seconds, before the server closes them, which would break the next call;
-uvicorn does so after 5 s."""
+"""Time in seconds after which idle connections are closed, before the server closes them and breaks the next call;
+uvicorn does so after 5 s.
+"""
 CONNECT_TIMEOUT_S = 5.0
-"""A peer on the same network that does not accept a connection within so many seconds is taken to be gone."""
+"""Time limit in seconds for a connection; a peer on the same network that takes longer counts as gone."""
 
 
 PIECE_BYTES = 1 << 20

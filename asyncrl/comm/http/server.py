@@ -50,7 +50,7 @@ class HttpRoute:
         handler: takes the request and its body.
         method: the HTTP method; empty: any.
         max_bytes: limit of the body.
-        open: whether it answers without the token too.
+        open: True if it also answers without the token.
     """
 
     handler: Handler

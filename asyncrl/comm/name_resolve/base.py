@@ -392,11 +392,11 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _read(self, name: str) -> str | None:
-        """The living entry's value or None."""
+        """Return the value of the living entry; None if there is none."""
 
     @abstractmethod
     def _read_subtree(self, root: str) -> dict[str, str]:
-        """The living entries at or below `root`."""
+        """Return the living entries at or below `root`."""
 
     @abstractmethod
     def _remove(self, name: str, only_own: bool = False) -> bool:
@@ -418,7 +418,7 @@ class NameResolver(ABC):
 
 
 def _kind_of_following(subtree: Subtree) -> str:
-    """The kind of call, to `Patience`."""
+    """Return the kind of call for `Patience`."""
     return f"follow {subtree.root}"
 
 

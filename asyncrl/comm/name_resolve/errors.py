@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class NameResolveError(Exception):
-    """Base of the errors below; raised itself where a back end refuses (permissions, a damaged entry, being closed)."""
+    """Base of the errors below; raised itself if a back end refuses (permissions, a damaged entry, being closed)."""
 
 
 class NameResolveUnavailable(NameResolveError):

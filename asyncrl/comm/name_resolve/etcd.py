@@ -4,7 +4,7 @@ Keys are `<root>/<name>`, values the text itself. Only what a read finds counts:
 an etcd watch from that revision on says when to read again. So a watch that ends (compaction, a lost connection) or
 stays silent loses no change: all is read again at the latest after CHECK_S.
 
-It is not shorter because each part is there for one guarantee that the client `etcd3` does not give:
+Each part is needed for one guarantee that the client `etcd3` does not give:
 
 - One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL_S, etcd's own floor): a process
   renews once for all its entries, so etcd's load does not grow with their number.

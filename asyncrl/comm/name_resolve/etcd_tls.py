@@ -1,4 +1,6 @@
-"""Why TLS with an etcd server fails, in terms of the settings. gRPC says 'connection reset' to most of it."""
+"""Find out why TLS with an etcd server fails, in terms of the settings. For most causes gRPC reports 'connection
+reset'.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def tls_fault(member: str, access: EtcdAccess) -> str | None:
 
 def _speaks_tls(address: tuple[str, int]) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only to see; nothing is told or believed
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # a probe: nothing is sent, no answer trusted
     with socket.create_connection(address, _LIMIT_S) as plain:
         try:
             context.wrap_socket(plain).close()

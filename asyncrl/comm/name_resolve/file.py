@@ -4,7 +4,7 @@ One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`, 
 sees a whole entry or none and needs no lock. Adding and deleting hold an advisory lock on `.lock` in the directory,
 which the kernel releases when its holder dies. So of two adders exactly one wins, and an expired entry is replaced
 without a race against its fresh owner. The directory and every file in it belong to its user alone (mode 0700): a
-forged entry would lead astray, and anybody who can open the lock can hold it.
+forged entry would misdirect a process, and a user who can open the lock can hold it.
 
 A lease is the file's modification time plus the seconds written in it. Its owner renews by touching the file through a
 descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is
@@ -49,7 +49,7 @@ _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-
 _LOCK_TIMEOUT_S = 30.0
 _SLOW_LOOK_S = 1.0
 _RACY_S = 2.0
-"""A second change within so many seconds may have the same modification time: file systems' clocks are coarse."""
+"""Time in s within which a second change may have the same modification time: file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that a retry cannot fix. They raise NameResolveError at once; other OSErrors are retried."""
 
@@ -63,7 +63,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileResolver(NameResolver):
-    """Resolver over the directory `root`, which is made if it does not exist, for this user alone.
+    """Resolver over the directory `root`, which is created for this user alone if it does not exist.
 
     Raises:
         NameResolveError: the directory cannot be made, is another user's, or others could have written to it.
@@ -80,7 +80,7 @@ class FileResolver(NameResolver):
         self._clock = _FileSystemClock(self._dir)
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        with self._translated(), self._locked():  # who changes a fence has the lock too
+        with self._translated(), self._locked():  # changing a fence takes the lock too
             if self._fenced():
                 raise OwnerFenced(name, self.root)
             if not replace and self._read(name) is not None:
@@ -213,7 +213,7 @@ class _Scan:
         self._changed: int | None = None  # the directory's modification time at the last reading, ns; None: read again
 
     def look(self) -> dict[str, str]:
-        """The living entries.
+        """Return the living entries.
 
         Raises:
             OSError, NameResolveError: they cannot be read.

@@ -41,7 +41,7 @@ class LeaseRenewer:
     ) -> None:
         self._renew, self._patience, self._lost = renew, patience, lost
         self._leases: dict[str, tuple[float, float]] = {}  # time of the next renewal, and seconds between renewals
-        self._missed: set[str] = set()  # entries that another owner has, or nobody
+        self._missed: set[str] = set()  # entries that are not this owner's now
         self._changed = threading.Condition()
         self._stopped = False
         self.stop_limit_s = STOP_LIMIT_S
@@ -67,7 +67,7 @@ class LeaseRenewer:
         self._patience.worked(_kind(name))
 
     def names(self) -> list[str]:
-        """The names being renewed."""
+        """Return the names that are being renewed."""
         with self._changed:
             return list(self._leases)
 

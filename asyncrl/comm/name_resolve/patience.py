@@ -18,14 +18,14 @@ from asyncrl.comm.waits.backoff import Backoff
 _log = logging.getLogger(__name__)
 
 BACKOFF = Backoff(0.05, 1.0)
-"""Between calls that fail."""
+"""Delays between a failed call and its retry."""
 
 
 class Patience:
     """The outages of one resolver. Any thread may call it.
 
     Args:
-        root: of the resolver, for messages.
+        root: root of the resolver, for messages.
         limit_s: seconds for which calls of a kind may fail.
         clock: monotonic time in seconds.
     """

@@ -12,7 +12,7 @@ late, and not at all if the entry is back by then. Without trouble it takes effe
     t=15 s    the next read fails                          trouble(): removals until 23 s are held back
     t=30 s    etcd answers again, leases have run out      replace({}): "a" and "b" are held back until 38 s
     t=31 s    the owner of "a" has put it back             replace({"a": ...}): the reader never missed it
-    t=38 s    nobody has put "b" back                      it is gone
+    t=38 s    no owner has put "b" back                    it is gone
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Subtree:
     """The entries at or below a root. Any thread may call it.
 
     Args:
-        root: of the entries.
+        root: root of the entries.
         clock: monotonic time in seconds.
     """
 
@@ -40,7 +40,7 @@ class Subtree:
         self.root = root
         self._clock = clock
         self._present: dict[str, str] = {}
-        self._leaving: dict[str, tuple[str, float]] = {}  # what is held back: its value, and until when
+        self._leaving: dict[str, tuple[str, float]] = {}  # entries held back: value, and end of the delay
         self._trouble_until = float("-inf")
         self._away = False
         self._refused: NameResolveError | None = None

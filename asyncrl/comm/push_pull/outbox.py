@@ -105,7 +105,7 @@ class Outbox(Generic[T]):
         return None
 
     def untake(self, entries: list[OutboxEntry[T]]) -> None:
-        """Put these back at the front of the waiting entries: the connection did not accept them."""
+        """Put `entries` back at the front of the waiting ones: the connection did not accept them."""
         for entry in entries:
             entry.sends -= 1
         self._wait_again(entries, keep_peer=False)

@@ -110,7 +110,7 @@ class Deliveries:
             raise
         except Exception:
             self.counters.refused += 1
-            _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
+            _log.exception("trajectory %r was not accepted, it will be sent again", trajectory.rollout_id)
             return False
         self._seen.put(trajectory.rollout_id, True)
         self.counters.received += 1
