@@ -13,8 +13,8 @@
     GET  /books              Empty                 Books
     GET  /status             Empty                 StatusReply
 
-Both ends use these types. What arrives and is not of its type is refused with 400, with the field's path and what was
-expected of it, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
+Both ends use these types. A message that is not of its type is refused with 400, with the field's path and the expected
+type, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
 
 A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` also renews the caller's lease, and reports
 which of its requests and rollouts ended.
@@ -56,7 +56,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Verb = tuple[type[Message], Callable[[Any], Awaitable[Message]]]
-"""A request's type and what answers it."""
+"""A request's type and its handler."""
 
 
 class Empty(Message, frozen=True):
@@ -284,7 +284,7 @@ class WaitRestingRequest(Message, frozen=True):
 
 
 class WaitRestingReply(Message, frozen=True):
-    """Servers that the turn still has to wait for, in words; none: the devices are the trainer's.
+    """Servers that the turn still waits for, in words; empty if the trainer has the devices.
 
     Attributes:
         others: servers elsewhere that serve, or will once they are updated.

@@ -58,7 +58,7 @@ from asyncrl.trainer.parallel.placement import worker_grid
 DISCOVERY_INTERVAL_S = 0.25
 """Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""
 WATCH_S = 0.5
-"""Longest time in seconds that a thread waits for a new version at a time, and that it outlives a stop."""
+"""Longest time in seconds of one wait of a thread for a new version. The thread may outlive a stop by this time."""
 
 
 class GserverManager(AsyncWorker):
@@ -254,7 +254,7 @@ class GserverManager(AsyncWorker):
         await self._policies.published(target, win_rates)
 
     def _announced(self, target: Target) -> None:
-        """Note that waking guests need not wait for this version any more, whether they get it or not."""
+        """Record that waking guests need not wait for this version any more, whether they get it or not."""
         guests = self._decisions.guests
         guests.announced = max(guests.announced, target.version)
         self._fleet_runner.changed.notify()
@@ -280,7 +280,7 @@ class GserverManager(AsyncWorker):
     async def _say_begun(self) -> None:
         while not self._service.begun:
             await self._service.progress.wait(DISCOVERY_INTERVAL_S)
-        self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
+        self.log.info("the gate is open; the books, rebuilt from reports: %s", self._service.gate.books())
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

@@ -83,13 +83,13 @@ class Policy(Protocol):
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
 
     def changed(self, view: ServerView) -> None:
-        """Note that the server's version, load or availability changed, or that it is gone and takes no requests."""
+        """Record that the server's version, load or availability changed, or that it is gone and takes no requests."""
 
     def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
         """Return a server for `request` that takes requests and has `min_version` or newer, if there is one."""
 
     def declined(self, request: RouteRequest) -> None:
-        """Note that the server chosen for `request` does not get it now."""
+        """Record that the server chosen for `request` does not get it now."""
         return
 
 

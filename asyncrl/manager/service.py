@@ -300,8 +300,10 @@ class ManagerService:
         return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, idle_s=self.admission.idle_s)
 
     def routes_changed(self, served_version: int | None) -> None:
-        """Note that the router's servers changed; `served_version` is the least among those that take requests, None if
-        none does.
+        """Record that the router's servers changed.
+
+        Args:
+            served_version: least version among the servers that take requests; None if none does.
         """
         if self.gate.advance(served_version or 0):
             self.admission.admit()
@@ -334,7 +336,7 @@ class ManagerService:
         self._end(worker)
 
     def _end(self, ended: str | Replaced) -> None:
-        """Note that a worker's process is over; while the state is not rebuilt, it is applied later."""
+        """Record that a worker's process is over; while the state is not rebuilt, it is applied later."""
         worker = ended if isinstance(ended, str) else ended.worker
         if isinstance(ended, Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
             return  # it has spoken before the state was rebuilt

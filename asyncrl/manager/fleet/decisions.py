@@ -151,7 +151,7 @@ class FleetDecisions:
         return self.targets.on_host(host) | {life.goal.version for life in reading if life.goal is not None}
 
     def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
-        """Note that the server at `url` is there with `version`. Its earlier processes are over.
+        """Record that the server at `url` is there with `version`. Its earlier processes are over.
 
         Args:
             memory: a guest's memory, as an earlier manager recorded it last.
@@ -175,7 +175,7 @@ class FleetDecisions:
         return True
 
     def deregister(self, index: int) -> bool:
-        """Note that the server's registration is gone; return True if it was known."""
+        """Record that the server's registration is gone; return True if it was known."""
         life = self._servers.pop(index, None)
         if life is None:
             return False
@@ -221,7 +221,7 @@ class FleetDecisions:
         return min((life.due for life in lives if not self._waits(life)), default=None)
 
     def succeeded(self, server: int, attempt: int) -> bool:
-        """Note that the update is done and checked."""
+        """Record that the update is done and checked."""
         life = self._attempted(server, attempt)
         if life is None or life.goal is None:
             return False
@@ -234,7 +234,7 @@ class FleetDecisions:
         return True
 
     def released(self, server: int, attempt: int) -> bool:
-        """Note that the server has released its memory."""
+        """Record that the server has released its memory."""
         life = self._attempted(server, attempt)
         if life is None:
             return False
@@ -242,7 +242,7 @@ class FleetDecisions:
         return True
 
     def resumed(self, server: int, attempt: int, tags: Collection[MemoryTag]) -> None:
-        """Note that the server has memory of these kinds again."""
+        """Record that the server has memory of these kinds again."""
         if (life := self._attempted(server, attempt)) is not None:
             life.released -= frozenset(tags)
 
@@ -263,7 +263,7 @@ class FleetDecisions:
         return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
 
     def failed(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
-        """Note that the update, check or release failed.
+        """Record that the update, check or release failed.
 
         Args:
             disagrees: it does not score as the trainer does.
@@ -283,7 +283,7 @@ class FleetDecisions:
         return f"{lives[0].reason}. So it was after {lives[0].disagreements} updates in a row, and no server agrees"
 
     def refused(self, server: int, attempt: int, reason: str, now: float) -> bool:
-        """Note that the server refused damaged files and keeps its weights; return True if it serves those again."""
+        """Record that the server refused damaged files and keeps its weights; return True if it serves those again."""
         life = self._attempted(server, attempt)
         if life is None or life.goal is None:
             return False
@@ -303,7 +303,7 @@ class FleetDecisions:
         return None if life is None or life.url != url else life.version
 
     def contradicted(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
-        """Note that a check found other weights on the server than update `attempt` loaded.
+        """Record that a check found other weights on the server than update `attempt` loaded.
 
         Args:
             disagrees: see `failed`.
@@ -320,7 +320,7 @@ class FleetDecisions:
         return True
 
     def healthy(self, server: int, url: str) -> bool:
-        """Note that the server answered a health check; return True if it gets requests again because of that."""
+        """Record that the server answered a health check; return True if it gets requests again because of that."""
         life = self._servers.get(server)
         if life is None or life.url != url:
             return False

@@ -111,7 +111,7 @@ class FleetRunner:
         self.changed.notify()
 
     def arrived(self, host: str, target: Target) -> None:
-        """Note that the host at this address has the weights."""
+        """Record that the host at this address has the weights."""
         self._decisions.targets.arrived(host, target)
         self.changed.notify()
 
@@ -236,7 +236,7 @@ class FleetRunner:
     def _cancel(self, order: CancelUpdate) -> None:
         if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
-            self._log.warning("generation server %d: an update was given up", order.server)
+            self._log.warning("generation server %d: an update was cancelled", order.server)
 
     def _show(self) -> None:
         """Bring router and gate up to date, and notify all that wait for a server's state."""
@@ -252,4 +252,4 @@ class FleetRunner:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("looking after a generation server failed", exc_info=error)
+            self._log.error("a task for a generation server failed", exc_info=error)

@@ -44,7 +44,7 @@ class _PolicyLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class PolicyFleets:
-    """See the module's docstring.
+    """The servers of all `policies`, with a fleet for each policy.
 
     Args:
         config: names the policies, and has the seed that decides which server gets which version.
@@ -93,7 +93,9 @@ class PolicyFleets:
             )
 
     def served_version(self) -> int | None:
-        """The least version that servers of a trained policy have; None while one of these policies has no server."""
+        """Return the least version that servers of a trained policy have; None while one of these policies has no
+        server.
+        """
         fleets = [self._own, *(self._decisions[name] for name in self._trained)]
         served = [version for fleet in fleets if (version := fleet.served_version) is not None]
         return min(served) if len(served) == len(fleets) else None
@@ -109,10 +111,10 @@ class PolicyFleets:
             runner.registered({index: servers[index] for index in self._servers_of(name) if index in servers})
 
     def check(self, target: Target) -> None:
-        """Check that the version is there of all trained policies, beside that of the run's own, which is `target`.
+        """Check that all further trained policies have the version of `target`, which belongs to the run's own policy.
 
         Raises:
-            ManifestError: one is not whole.
+            ManifestError: a policy's version is incomplete.
         """
         for name in self._trained:
             verify(Path(_of_policy(target, name).path), checksums=False)
@@ -156,6 +158,6 @@ class PolicyFleets:
 
 
 def _of_policy(target: Target, policy: str) -> Target:
-    """The same version of a further trained policy."""
+    """Return the same version of a further trained policy."""
     folder = Path(target.path)
     return Target(target.version, str(folder.parent.parent / policy / folder.name))

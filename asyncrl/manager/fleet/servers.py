@@ -10,7 +10,7 @@ from asyncrl.inference.client import MemoryTag, PauseMode
 
 
 class ServerState(StrEnum):
-    """State of a server (module docstring)."""
+    """State of a server (diagram in `asyncrl.manager.fleet.decisions`)."""
 
     SERVING = "serving"
     DRAINING = "draining"

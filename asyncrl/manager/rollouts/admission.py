@@ -116,7 +116,7 @@ class Admission:
             waiting.gone += [rollout_id for rollout_id in waiting.ids if self._is_gone(rollout_id)]
             if waiting.gone:
                 waiting.changed.notify()
-        if self._pacing is not None:  # when they began is not known; as of now they are young
+        if self._pacing is not None:  # their start times are unknown: they count as young
             for owner in self._gate.live.owners:
                 for rollout_id in self._gate.live.running_of(owner):
                     self._pacing.started(rollout_id, self._clock())
@@ -161,7 +161,8 @@ class Admission:
 
     def admit(self) -> None:
         """Start rollouts while there is room; then update the idle time."""
-        unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
+        # Until all awaited ends are reported, it is not known which prompts rest.
+        unmeasured = self.curriculum is not None and self._rollouts.awaits_ends
         if self.calls and self._begun and not unmeasured:
             self.calls.serve(self._start, self._capacity)
         idle = not self._gate.live.running_count and self._capacity() == 0
@@ -183,13 +184,13 @@ class Admission:
             waiting.changed.notify()
 
     def rollout_ended(self, rollout_id: str, *, kept: bool) -> None:
-        """Tell the pacing that a rollout ended; `kept`: the trainer has it."""
+        """Report to the pacing that a rollout ended; `kept`: the trainer has it."""
         if self._pacing is not None:
             self._pacing.ended(rollout_id, self._clock(), kept=kept)
             self._pacing.observe(self._gate.finished, self._clock())
 
     def batch_taken(self) -> None:
-        """Tell the pacing that a step was trained."""
+        """Report to the pacing that a step was trained."""
         if self._pacing is not None:
             self._pacing.asked(self._gate.finished, self._clock())
 
@@ -203,7 +204,7 @@ class Admission:
     def _start(self, waiting: WaitingCall) -> bool:
         """Start the next rollout of a waiting call; return False if it can start none now."""
         while waiting.ids and self._gate.outcome(waiting.ids[0]) is not None:
-            waiting.ids.pop(0)  # another call of the same worker saw it to its end
+            waiting.ids.pop(0)  # another call of the same worker received it; it ended
         if not waiting.ids:
             return False
         rollout_id, worker = waiting.ids[0], waiting.worker

@@ -19,7 +19,7 @@ class WorkerLeases:
         return list(self._called_at)
 
     def renew(self, worker: str, now: float) -> None:
-        """Note that `worker` called at `now`."""
+        """Record that `worker` called at `now`."""
         self._called_at[worker] = now
 
     def keep(self, worker: str, now: float) -> bool:

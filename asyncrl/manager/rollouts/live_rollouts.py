@@ -98,7 +98,7 @@ class LiveRollouts:
         self._count(live)
 
     def finish(self, live: LiveRollout) -> None:
-        """Note that a running rollout is finished."""
+        """Record that a running rollout is finished."""
         self._uncount(live)
         live.finished = True
         self._count(live)

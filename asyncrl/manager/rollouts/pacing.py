@@ -53,7 +53,7 @@ step's time that is spent waiting for data in the long run.
 DRAIN = 0.25
 STANDING_STEPS = 8
 DURATIONS_KEPT = 16
-"""The distribution is made of the durations of so many batches."""
+"""Number of batches whose durations form the distribution."""
 STEPS_KEPT = 8
 REFRESHES = 64
 """The sum over running rollouts is recomputed this often per horizon or step (the shorter one), not at each event."""
@@ -158,13 +158,13 @@ class DeadlinePacing:
         return self._asked_at is None
 
     def started(self, rollout_id: str, now: float) -> None:
-        """Note that the rollout was admitted; a repeated call changes nothing."""
+        """Record that the rollout was admitted; a repeated call changes nothing."""
         if rollout_id not in self._started:
             self._started[rollout_id] = now
             self._wanted -= self._recent.share_in_time
 
     def ended(self, rollout_id: str, now: float, *, kept: bool) -> None:
-        """Note that the rollout finished, or was dropped (not `kept`)."""
+        """Record that the rollout finished, or was dropped (not `kept`)."""
         begun = self._started.pop(rollout_id, None)
         if begun is None:
             return
@@ -173,7 +173,7 @@ class DeadlinePacing:
             self._refresh_at = -math.inf
 
     def asked(self, finished: int, now: float) -> None:
-        """Note that a step is over and its rollouts left the count: the trainer asks for a batch of the `finished`
+        """Record that a step is over and its rollouts left the count: the trainer asks for a batch of the `finished`
         ones.
         """
         self._asked_at = now
@@ -182,7 +182,7 @@ class DeadlinePacing:
         self.observe(finished, now)
 
     def observe(self, finished: int, now: float) -> None:
-        """Note that `finished` rollouts wait for training; the step begins once they make a batch."""
+        """Record that `finished` rollouts wait for training; the step begins once they make a batch."""
         if self._asked_at is None or finished < self._batch:
             return
         if self._begun_at is not None:

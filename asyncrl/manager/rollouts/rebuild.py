@@ -13,7 +13,7 @@ process holds anything. All that the manager knows is known elsewhere too:
 
 The protocol
 
-1. The manager registers its address. It has a number of its own. Every call about rollouts names the manager that it is
+1. The manager registers its address. It has its own number. Every call about rollouts names the manager that it is
    meant for; another one refuses it. Servers, weights, evaluations and requests of running rollouts are served from
    here on. The gate is shut.
 2. A RolloutWorker whose call was refused reports all that it holds (`HeldReport`): running rollouts, and ends that no
@@ -180,7 +180,7 @@ class RollCall:
             self._held[finished.rollout_id] = HeldRollout(held.granted, finished)
 
     def end(self, ended: str | Replaced) -> None:
-        """Note that a worker's process is over."""
+        """Record that a worker's process is over."""
         self.ended.append(ended)
         if isinstance(ended, Replaced):
             self.replaced[ended.worker] = ended.incarnation

@@ -199,7 +199,7 @@ class RolloutState:
         return None
 
     def _finish(self, finished: FinishedRollout) -> None:
-        """Note that the trainer has the rollout, even if it was lost."""
+        """Record that the trainer has the rollout, even if it was lost."""
         was_live = finished.rollout_id in self.gate.live
         ticket = self.gate.finish(finished.rollout_id)
         if ticket is not None:
@@ -246,7 +246,7 @@ class RolloutState:
             self._dropped(ticket, dropped.reason, _as_before(ticket))
 
     def _came(self, rollout_id: str) -> None:
-        """Note that the trainer has the rollout, so it has ended, though its worker may not have reported the end."""
+        """Record that the trainer has the rollout, so it has ended, though its worker may not have reported the end."""
         ticket = self.gate.live.running(rollout_id)
         if ticket is not None and ticket.owner != NOBODY:
             self.suspects.ended(ticket.owner, ticket.prompt_id)

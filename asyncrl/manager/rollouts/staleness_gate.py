@@ -204,7 +204,7 @@ class StalenessGate:
         return self.version
 
     def finish(self, rollout_id: str) -> RolloutTicket | None:
-        """Note that the trainer has the rollout; return its ticket if that was not known yet, else None."""
+        """Record that the trainer has the rollout; return its ticket if that was not known yet, else None."""
         live = self.live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)
@@ -241,7 +241,7 @@ class StalenessGate:
         return None if live is None or live.finished else self._drop(live, _Retired(reason, live))
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
-        """Note that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
+        """Record that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
 
         Ids that this gate never saw, because it is newer than they, count as submitted and trained, unless the report
         is of a version that was reported before.

@@ -84,7 +84,7 @@ class Suspects:
         return self.tried_alone(prompt_id) and any(other != prompt_id for other in self._in_hand(worker))
 
     def began(self, worker: str, prompt_id: str) -> None:
-        """Note that `worker` runs `prompt_id`."""
+        """Record that `worker` runs `prompt_id`."""
         if prompt_id in self._against and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
 
@@ -95,11 +95,11 @@ class Suspects:
             self._stop(worker)
 
     def silent(self, worker: str) -> None:
-        """Note that `worker` is silent, which need not be a death; its prompts are played again."""
+        """Record that `worker` is silent, which need not be a death; its prompts are played again."""
         self._stop(worker)
 
     def died(self, worker: str, in_hand: Collection[str], *, killed: bool = False) -> str | None:
-        """Note that `worker` died.
+        """Record that `worker` died.
 
         Args:
             in_hand: prompts that it ran.
@@ -128,6 +128,6 @@ class Suspects:
         return suspect
 
     def _stop(self, worker: str) -> str | None:
-        """Note that `worker` runs no suspect from now on; return the one that it ran."""
+        """Record that `worker` runs no suspect from now on; return the one that it ran."""
         self._promised.pop(worker, None)
         return self._playing.pop(worker, None)

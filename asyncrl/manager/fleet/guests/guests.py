@@ -19,7 +19,7 @@ from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.service import MAX_HOLD_S
 
 WATCH_S = 0.5
-"""Longest time in seconds that a thread waits for a turn, and that it outlives a stop."""
+"""Longest time in seconds of one wait of a thread for a turn. The thread may outlive a stop by this time."""
 LOOK_S = 0.25
 """Time between two looks at guests that load."""
 
@@ -39,7 +39,9 @@ class Guests:
         runner.residence.on_memory = self._record
 
     async def take_up(self) -> None:
-        """Learn what a manager before this one did; before any server is known."""
+        """Load the turn and the memory of guests that an earlier manager recorded. Call this before any server is
+        known.
+        """
         with contextlib.suppress(NameEntryNotFound):  # there is none while the ranks load their models
             self._seen(await asyncio.to_thread(self._resolver.get, names.TRAINER_TURN_KEY))
         tree = await asyncio.to_thread(self._resolver.get_subtree, names.GUEST_MEMORY)
@@ -73,14 +75,14 @@ class Guests:
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _in_the_way(self, number: int) -> list[str]:
-        """Return what keeps turn `number` from beginning, for people."""
+        """Return the obstacles to the start of turn `number`, for people."""
         turn = self._decisions.guests.turn
         if turn.number < number or not turn.training:
-            return ["the GserverManager, which has not heard of the turn yet"]
+            return ["the GserverManager, which has not seen the turn yet"]
         if not_resting := self._not_resting():
             return not_resting
-        # A guest says that it loads, looks whose turn it is, loads, registers, and then says no more that it loads: so
-        # one that is not found loading has registered by now, or looks after the turn was announced.
+        # A guest announces that it loads, reads the turn, loads, registers, and then withdraws the announcement. So a
+        # guest that is not found loading has registered by now, or reads the turn after it was announced.
         loading = await asyncio.to_thread(self._resolver.get_subtree, names.LOADING_GUESTS)
         if loading:
             return [f"generation server {names.index_of(key)} (loads its model)" for key in loading]

@@ -38,13 +38,13 @@ class Residence:
         return f"{self._kind}/{server}"
 
     def registered(self, server: int, url: str) -> None:
-        """A process of the server is there, which has its memory on the device unless it has released it."""
+        """Record a new process of the server, which has its memory on the device unless it has released it."""
         memory = self.memory.get(server)
         if memory is None or memory.url != url:
             self.entered(server)
 
     def entered(self, server: int) -> None:
-        """The server has memory on its device from now on, if it had none."""
+        """Record that the server has memory on its device from now on, if it had none."""
         self._since.setdefault(server, time.time())
 
     def left(self, server: int) -> None:
@@ -54,7 +54,7 @@ class Residence:
             observer.span("resident", since, time.time(), lane=self.lane(server))
 
     def all_left(self) -> None:
-        """`left`, of all servers."""
+        """Call `left` for all servers."""
         for server in [*self._since]:
             self.left(server)
 
