@@ -28,7 +28,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     try:
         ranks, critic = worker_grid(config).data, _critic(config)
     except ConfigError:
-        return  # which the trainer's checks say
+        return  # the trainer's checks report it
     yield from _too_many_data_ranks(config, "trainer.parallel", ranks)
     if critic is not None and critic != ranks:
         yield from _too_many_data_ranks(config, "algorithm.critic.parallel", critic)
@@ -70,7 +70,7 @@ def _critic(config: ExperimentConfig) -> int | None:
     try:
         grids = placement(config).grids
     except GraphError:
-        return None  # which the launcher says itself
+        return None  # the launcher reports it
     return grids["critic"].data if "critic" in grids else None
 
 
@@ -90,7 +90,7 @@ def _rollouts_taken(path: str) -> int:
     """
     try:
         return 1 if signatures.function_arguments(path) else 0
-    except PluginError:  # said where the path is checked
+    except PluginError:  # reported where the path is checked
         return 0
 
 

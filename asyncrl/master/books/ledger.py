@@ -61,8 +61,8 @@ class Ledger:
     """Writes the ledger of one launch.
 
     Args:
-        folder: of the ledger; made if need be.
-        settings: those by which the lines are judged.
+        folder: folder of the ledger; created if it is missing.
+        settings: settings by which the lines are judged.
         now: seconds since 1970.
         file_bytes: size from which a new file begins.
     """
@@ -85,7 +85,7 @@ class Ledger:
 
     @classmethod
     def of_run(cls, run_dir: Path, config: ExperimentConfig) -> Ledger:
-        """The ledger of the run in `run_dir`."""
+        """Return the ledger of the run in `run_dir`."""
         settings = RunSettings(
             config.train_batch_size,
             config.max_head_offpolicyness,
@@ -105,7 +105,9 @@ class Ledger:
         if not known:
             self.recorded = Recorded()
         if version and not known:
-            _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
+            _log.warning(
+                "the ledger does not reach to the checkpoint of version %d; the earlier history is lost", version
+            )
         self._files.open()
         self._seal(
             Begin(
@@ -131,7 +133,7 @@ class Ledger:
             raise ValueError(
                 f"the ledger in {self._folder} is damaged; start the run again, it continues from its newest checkpoint"
             )
-        self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
+        self.lineage = max(0, self.lineage - 1)  # the launch continues: no further lineage begins
         self._files.open()
         return has_step
 
@@ -141,7 +143,7 @@ class Ledger:
         return self._lines
 
     def begin_manager(self, number: int) -> None:
-        """Note that lines about rollouts come from the GserverManager with this number from here on."""
+        """Record that lines about rollouts come from the GserverManager with this number from here on."""
         if number != self.recorded.manager:
             self._add(Manager(number, self._at()))
             self._files.hand_over()
@@ -166,7 +168,7 @@ class Ledger:
         self._files.begin_sync()
 
     def saved(self, version: int, books: GateBooks | None) -> dict[str, Any]:
-        """Note that a checkpoint of `version` is about to be written; return the ledger's part of it."""
+        """Record that a checkpoint of `version` is about to be written; return the ledger's part of it."""
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=plain, seal=""))
         self._files.sync()

@@ -33,7 +33,7 @@ class LedgerFiles:
     """Writes the newest file. Until `open`, appended lines are kept in memory.
 
     Args:
-        folder: of the ledger; made if need be.
+        folder: folder of the ledger; created if it is missing.
         file_bytes: size from which a new file begins.
     """
 

@@ -144,7 +144,7 @@ class ReportState:
         return run_report(self._ledger.recorded, self._buffer, self.curriculum, self.due, version)
 
     def introduced(self, manager: int) -> None:
-        """Note that the manager with this number has received `run_report`."""
+        """Record that the manager with this number has received `run_report`."""
         self._ledger.begin_manager(manager)
 
     def take(self, reply: ConsumedReply) -> None:
@@ -190,7 +190,7 @@ class Reports:
         self.state.told = self.state.told._replace(status=status)
 
     def follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> None:
-        """From now on, tell each new manager all that the trainer's side knows.
+        """From now on, report all that the trainer's side knows to each new manager.
 
         Args:
             manager: names the manager's process; None if no manager runs.

@@ -23,13 +23,13 @@ from asyncrl.master.settings import OnStale
 _log = logging.getLogger(__name__)
 
 LEND_LOOK_S = 1.0
-"""Time between two looks at whether it pays to lend the devices, while the trainer keeps them."""
+"""Time between two checks whether lending the devices pays, while the trainer keeps them."""
 HOLD_S = 10.0
 """Time for which the manager may hold one question about expiring rollouts."""
 
 
 async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None:
-    """Await `waiting` for so long."""
+    """Await `waiting` for at most this long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await waiting
@@ -84,9 +84,9 @@ class Batches:
     async def _enough_rollouts(self, version: int) -> None:
         while True:
             self._buffer.expire(version)
-            await self._report(version)  # what expired leaves the gate's count: room for what the batch lacks
+            await self._report(version)  # expired rollouts make room at the gate for missing ones
             missing = self._size - len(self._buffer)
-            if missing > 0 and self._turns.training:  # what the ranks have already spares a switch
+            if missing > 0 and self._turns.training:  # rollouts at the ranks may spare a switch
                 await self._refreshed(version)
                 missing = self._size - len(self._buffer)
             if missing <= 0:

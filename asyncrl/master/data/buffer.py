@@ -172,7 +172,7 @@ class SampleBuffer:
         return TrainBatch(version, max(0, version - self._live.eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
-        """Note that the step of `batch` is complete: its prompts are used.
+        """Record that the step of `batch` is complete: its prompts are used.
 
         Raises:
             KeyError: a record was not taken, or is trained twice.

@@ -71,7 +71,7 @@ class ConfiguredOrder:
         return {name: rank for (name, _), rank in zip(ready, found, strict=True)}
 
     async def trained(self, records: Iterable[RolloutRecord], version: int) -> None:
-        """Tell the user's order which `records` the step at `version` takes, if it asks to be told."""
+        """Report the `records` that the step at `version` takes to the user's order, if that has a method `trained`."""
         told = getattr(self._own, "trained", None)
         if told is None:
             return
@@ -80,7 +80,7 @@ class ConfiguredOrder:
             await self._asked(lambda: told(ready), len(ready))
         except BufferOrderFailed as error:
             self.failures += 1
-            _log.warning("%s; it was not told of step %d", error, version + 1, exc_info=error.__cause__)
+            _log.warning("%s; step %d was not reported to it", error, version + 1, exc_info=error.__cause__)
 
     def state(self) -> Any:
         """Return its state after its last call, with its name, for a checkpoint; None if it has no state."""
@@ -157,7 +157,7 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Start `work` in a thread that the process does not wait for when it ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-    future.add_done_callback(lambda done: done.exception())  # nobody may be there to hear of it
+    future.add_done_callback(lambda done: done.exception())  # nothing may await it any more
 
     def run() -> None:
         found: T | None = None
@@ -177,7 +177,7 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def _resolve(future: asyncio.Future[Any], found: Any, failure: BaseException | None) -> None:
-    if isinstance(failure, StopIteration):  # which no future can hold
+    if isinstance(failure, StopIteration):  # a future cannot hold a StopIteration
         failure = RuntimeError("raised StopIteration")
     if failure is None:
         future.set_result(found)

@@ -55,14 +55,14 @@ class _Head:
         self._kick = asyncio.Event()
 
     def refresh(self) -> asyncio.Future[None]:
-        """Have the next poll begin now; return what its answer completes."""
+        """Have the next poll begin now; return a future that its reply completes."""
         answer = asyncio.get_running_loop().create_future()
         self._refreshing.append(answer)
         self._kick.set()
         return answer
 
     def take_refreshes(self) -> list[asyncio.Future[None]]:
-        """Return the calls of `refresh` that a poll which begins now answers."""
+        """Return the futures of `refresh` that a poll beginning now completes."""
         self._kick.clear()
         refreshing, self._refreshing = self._refreshing, []
         return refreshing

@@ -1,13 +1,13 @@
-"""Scores of frozen models while a step waits for rollouts: what the reference and reward models say of those that came.
+"""Score received rollouts with frozen models (reference, reward) while a step waits for the rest of its batch.
 
-These models never change, so what they say of a rollout may be computed as soon as it is there. The proximal policy is
-another one in each step, and a critic learns: theirs is computed in the step. While the step waits, the ranks score
-what they have received, an eighth of a batch at a time: a batch that is complete meanwhile waits no longer than that.
-What has not been scored by then, the step scores, as it does with all of it unless `trainer.score_ahead` is set.
+These models never change, so a rollout can be scored as soon as it is received. The proximal policy changes with each
+step and a critic learns, so their outputs are computed in the step. While the step waits, the ranks score what they
+have received, an eighth of a batch at a time. So a batch that is complete meanwhile waits for one such piece at most.
+The step scores the other rollouts; without `trainer.score_ahead` it scores all.
 
-Each rank scores what it received, so nothing moves; what it found travels with the rollout to the rank that trains it.
-All ranks of the actor take part in each piece, as the models may be spread over them. So a model in a layout of its own
-is not asked ahead, nor one that would move to the device and back for each piece (`trainer.offload`).
+Each rank scores the rollouts that it received, so none is moved. The scores travel with the rollout to the rank that
+trains it. All ranks of the actor take part in each piece, as the models may be spread over them. So a model in another
+layout is not used ahead, nor a model that would move to the device and back for each piece (`trainer.offload`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PIECES = 8
 
 
 class AheadScorer:
-    """Has the ranks score what waits in `buffer`.
+    """Has the ranks score the rollouts that wait in `buffer`.
 
     Args:
         calls: requests to make for each rollout; without any, nothing is scored ahead.
         actors: the actor's ranks.
-        heads: number of those that receive rollouts.
+        heads: number of ranks that receive rollouts.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class AheadScorer:
         self._spent_s = 0.0
 
     async def piece(self, version: int) -> bool:
-        """Have the ranks score the oldest of what they have not scored; False, at once, if that is less than a piece.
+        """Have the ranks score the next piece of rollouts, in order of arrival; return False at once if fewer are
+        unscored.
 
         Raises:
             Stalled: a rank does not answer.
@@ -82,7 +83,7 @@ class AheadScorer:
 
 
 def frozen_calls(config: ExperimentConfig, graph: Graph, placement: Placement) -> list[Call]:
-    """The calls of `graph` whose results depend on a rollout alone, and whose models lie on the actor's ranks."""
+    """Return the calls of `graph` whose results depend on a rollout alone and whose models are on the actor's ranks."""
     if not config.trainer.score_ahead or config.trainer.offload:
         return []
     algorithm = config.algorithm

@@ -33,8 +33,8 @@ class StallWatch:
     Args:
         limit_s: `system.stall_timeout_s`.
         stop: set when the run is asked to stop.
-        free_since: end of the last evaluation, by `clock`; now, while one runs.
-        manager, buffer, collector: asked for the message, which counter the run waits for.
+        free_since: end of the last evaluation, by `clock`; the present time while an evaluation runs.
+        manager, buffer, collector: sources of the counters in the message.
         starting: returns True while the processes that make a step's data are starting.
     """
 
@@ -55,7 +55,7 @@ class StallWatch:
         self.progressed()
 
     def progressed(self) -> None:
-        """Start the limit anew: a step is complete, is held for running rollouts, or is not possible yet."""
+        """Restart the limit: a step is complete, is held for running rollouts, or is not possible yet."""
         self._progress_at = self.clock()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:

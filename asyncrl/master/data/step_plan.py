@@ -55,7 +55,7 @@ class Dealing:
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> Dealing:
-        """The division that `config` sets."""
+        """Return the division that `config` sets."""
         trainer = config.trainer
         return cls(trainer.ppo_minibatches, trainer.ppo_epochs, config.seed, config.trained_policies)
 

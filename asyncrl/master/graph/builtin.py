@@ -127,7 +127,8 @@ BUILTIN: dict[str, Callable[..., Graph]] = {"grpo": grpo, "ppo": ppo, "dapo": da
 
 
 def load_graph(config: ExperimentConfig) -> Graph:
-    """The graph of a step: that of the run's own policy, and of each further trained policy that of its settings.
+    """Return the graph of a step: that of the run's own policy, and for each further trained policy the graph of its
+    settings.
 
     Raises:
         GraphError: as `_graph_of_policy`.
@@ -143,7 +144,7 @@ def load_graph(config: ExperimentConfig) -> Graph:
 
 
 def _in_turns(calls: Sequence[Call]) -> Iterator[Call]:
-    """The calls of all policies, where those that train a shared critic run one after the other, once all policies have
+    """Yield the calls of all policies. Calls that train a shared critic run one after the other, once all policies have
     the values of their samples.
     """
     before = [call.name for call in calls if call.role == CRITIC and call.function != CRITIC_TRAIN]
@@ -156,7 +157,7 @@ def _in_turns(calls: Sequence[Call]) -> Iterator[Call]:
 
 
 def _calls_of(policy: str, config: ExperimentConfig, *, shared: bool) -> Iterator[Call]:
-    """The calls of a further trained policy with these settings: `judge/actor_train` with the role `judge`.
+    """Yield the calls of a further trained policy with these settings: `judge/actor_train` with the role `judge`.
 
     Args:
         shared: its critic is that of the run's own policy.
@@ -172,7 +173,7 @@ def _calls_of(policy: str, config: ExperimentConfig, *, shared: bool) -> Iterato
 
 
 def _graph_of_policy(config: ExperimentConfig) -> Graph:
-    """The graph named in `algorithm.graph`, built for `config` and validated.
+    """Return the graph named in `algorithm.graph`, built for `config` and validated.
 
     A user's graph function is called; the model functions that its calls name are only looked up in their sources.
 

@@ -54,7 +54,7 @@ class Call:
 
     `function` is a registered name (`actor_train`) or an import path (`package.module:function`, `file.py:function`)
     of `fn(ctx, batch) -> dict[str, float]`. `args` are handed to it as `ctx.args`. `after` names calls that must run
-    first. `policy` is the trained policy of whose samples its batch consists; empty: the run's own.
+    first. `policy` is the trained policy whose samples form its batch; empty: the run's own.
     """
 
     name: str

@@ -112,7 +112,7 @@ class MetricsLog:
         self._collector = collector
         self._buffer = buffer
         self._rows = RowQueue()
-        self._written: dict[int, Row] = {}  # when it was opened
+        self._written: dict[int, Row] = {}  # rows in the file when it was opened, by step
         self._files: _Files | None = None
         self._restarts: _Restarts | None = None
         self._started_at = 0.0

@@ -23,7 +23,7 @@ class WinRates:
     """Pure: takes trained rollouts and returns rates.
 
     Args:
-        pools: the prioritised ones, by name.
+        pools: prioritised pools, by name.
     """
 
     def __init__(self, pools: Mapping[str, VersionPoolConfig]) -> None:
@@ -35,7 +35,7 @@ class WinRates:
 
     @classmethod
     def of_run(cls, config: ExperimentConfig) -> WinRates:
-        """The rates of a run's prioritised pools."""
+        """Build the rates of a run's prioritised pools."""
         return cls({policy.name: policy.versions for policy in config.policies if policy.is_prioritised})
 
     def trained(self, version: int, records: Iterable[RolloutRecord]) -> None:

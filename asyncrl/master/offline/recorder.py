@@ -1,6 +1,6 @@
 """Recorder: saves rollouts in a run without training (`python -m asyncrl.launch rollout`).
 
-It takes the place of MasterWorker and ModelWorkers: it tells the GserverManager which prompts are saved, and the
+It takes the place of MasterWorker and ModelWorkers: it reports the saved prompts to the GserverManager, and the
 RolloutWorkers send their trajectories to it. It leads the run, which ends when as many rollouts are saved as training
 for the same number of steps would take. A launch that continues leaves out the saved prompts; rollouts that had not
 been written to a file are generated again.
@@ -35,7 +35,7 @@ LONGEST_WAIT_S = 2.0
 
 
 class Recorder(AsyncWorker):
-    """Worker that stands in for the trainer and keeps rollouts as files."""
+    """Takes the place of the trainer, and saves rollouts as files."""
 
     stop_limit_s = None
 

@@ -112,7 +112,7 @@ class OfflineGate:
         return []
 
     async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
-        """There are no servers."""
+        """Return no servers: a replay has none."""
         return WaitRestingReply([])
 
     async def close_gate(self) -> None:
@@ -140,7 +140,7 @@ class OfflineGate:
 
 
 class ReplayBoard(NameBoard):
-    """Announces versions to the ranks; tells the feeder its first version and the newest one."""
+    """Announces versions to the ranks, and shows the feeder the first and the newest version."""
 
     def __init__(self, resolver: NameResolver) -> None:
         super().__init__(resolver)

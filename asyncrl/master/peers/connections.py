@@ -191,7 +191,7 @@ async def introduce_each(process: Callable[[], str | None], introduce: Callable[
                 if await introduce():
                     introduced = found
             except (ManagerGone, HttpError) as error:  # another one may come; what lasts, the next report fails with
-                _log.warning("the GserverManager could not be told what the trainer's side has: %s", error)
+                _log.warning("the GserverManager did not receive the trainer's report: %s", error)
         await asyncio.sleep(MANAGER_LOOK_S)
 
 
@@ -224,14 +224,16 @@ class NameBoard:
             return 0
 
     def trainer_turn(self) -> names.TrainerTurn | None:
-        """The turn on the devices that the trainer shares with servers which was announced last."""
+        """Return the last announced turn on the devices that the trainer shares with servers; None if none was
+        announced.
+        """
         try:
             return names.TrainerTurn.decode(self._resolver.get(names.TRAINER_TURN_KEY))
         except NameEntryNotFound:
             return None
 
     def announce_turn(self, turn: names.TrainerTurn) -> None:
-        """It is this turn from now on."""
+        """Announce `turn`, which begins now."""
         self._resolver.add(names.TRAINER_TURN_KEY, turn.encode(), replace=True)
 
     def ledger_has_begun(self) -> bool:

@@ -76,7 +76,7 @@ class MemoryCheckpointer:
         return self._measured if self.on else measured_seq
 
     def found(self, version: int, measured_seq: int) -> None:
-        """Note that the run continues at `version`, whose state is complete."""
+        """Record that the run continues at `version`, whose state is complete."""
         self._whole, self._measured = version, measured_seq
 
     async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
