@@ -14,9 +14,9 @@ from asyncrl.comm.ended_rollouts.ledger_lines import Begin, End, Line, Manager, 
 from asyncrl.verify.audit.ledger_files import Report
 
 CLOCKS_S = 60.0
-"""Corrections of a clock up to so many seconds are not reported."""
+"""Largest correction of a clock, in seconds, that is not reported."""
 _LONG = 2.0
-"""A pause that is so many times as long as every other is not accepted as an explanation."""
+"""A pause that is more than this many times as long as every other does not explain an earlier time."""
 
 
 class Clock:

@@ -26,7 +26,7 @@ class DataOrder:
 
     def __init__(self, rows: int | None, report: Callable[[str], None]) -> None:
         self._rows, self._report = rows, report
-        self._orders: dict[str, int] = {}  # of all lineages; what follows is of this one
+        self._orders: dict[str, int] = {}  # by prompt, over all lineages; the fields below are of this lineage
         self._settings: RunSettings | None = None
         self._lineage = 0
         self._admitted: set[int] = set()

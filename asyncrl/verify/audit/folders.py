@@ -151,7 +151,7 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
     try:
         manifest = convert(json.loads((folder / MANIFEST_FILE).read_bytes()), Manifest)
     except FileNotFoundError:
-        if folder.exists():  # else a run that goes on has removed it meanwhile
+        if folder.exists():  # otherwise the run continues and has removed it
             report(place, f"has no {MANIFEST_FILE}")
         return False
     except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:

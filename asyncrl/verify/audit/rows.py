@@ -103,7 +103,7 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
 
 
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
-    """Check the drops that somebody has to look into: those since the previous step, by the books of both steps.
+    """Check the drops that someone has to look into: those since the previous step, by the books of both steps.
 
     A restarted MasterWorker may report some twice, so rows after a restart are left out. So is the first row of a
     launch, as its checkpoint may include drops that came after its step.
@@ -113,7 +113,7 @@ def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: R
         return
     for name, told in row.items():
         reason = name.removeprefix(_DROPPED)
-        if reason in (name, "stale"):  # stale ones are counted as they are found, before the gate hears of them
+        if reason in (name, "stale"):  # stale ones are counted when found, before the gate counts them
             continue
         if not _close(told, added := now.dropped.get(reason, 0) - before.dropped.get(reason, 0)):
             report(place, f"step {row['step']} has {name} {told}, the books of the ledger {added}")

@@ -140,7 +140,7 @@ class Replay:
             self._report(f"rollout {line.rollout} was admitted before, at {before.place}")
             return
         self._data_order.check_prompt(line.prompt, line.order)
-        if not 0 <= line.version <= self.outcome.version + 1:  # it may be told after the next step was trained
+        if not 0 <= line.version <= self.outcome.version + 1:  # it may be reported after the next step
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
             )
@@ -218,7 +218,7 @@ class Replay:
         rollouts = self._rollouts
         known = rollouts.by_id.get(line.rollout)
         self._data_order.check_prompt(line.prompt, line.order)
-        if known is None:  # the gate told nothing of it, which is right only if it could not be asked
+        if known is None:  # valid only if the gate could not be asked
             rollouts.unseen += 1
             known = rollouts.by_id[line.rollout] = Rollout(line.prompt, line.order, 0, self._place, late=True)
         elif known.fate == TRAINED:

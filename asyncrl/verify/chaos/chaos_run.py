@@ -1,8 +1,8 @@
 """Runs an experiment as its user would, injects the faults of a plan, and watches until it has ended.
 
 The run is a child process, `python -m asyncrl.launch EXPERIMENT ...`. All information about it comes from its files and
-from name resolution, and every fault could be caused by anybody with the user's rights. After a launcher was killed by
-the plan the same command is given again, as a person or a supervisor would do; the run gets no other help.
+from name resolution, and every fault could be caused by anybody with the user's rights. After the plan has killed a
+launcher, the same command is run again, as a user or a supervisor would do. The run gets no other help.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asyncrl.verify.chaos.run_processes import LOOK_S, RunProcesses
 LINK_LOOK_S = 0.01
 """Time between two checks of addresses: a process that reads one before its proxy is entered bypasses the proxy."""
 SILENCE_LIMIT_S = 600.0
-"""A run that makes no step and prints nothing for so long will not end by itself."""
+"""Time in seconds without a step or a printed line after which a run will not end by itself."""
 _LINES_KEPT = 60
 
 

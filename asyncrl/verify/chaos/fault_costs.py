@@ -133,7 +133,7 @@ def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
         elif each.kind in (*_TRAINERS, LAUNCHER):
             each.at_work_s = each.next_step_s
         else:
-            ready = each.at + each.ready_s - READY_SEEN_S  # what was granted before that was the dead one's
+            ready = each.at + each.ready_s - READY_SEEN_S  # earlier grants were to the dead process
             work = next((at for at, worker in _works(entries) if at > ready and _is_of(each, worker)), None)
             each.at_work_s = None if work is None else work - each.at
 

@@ -131,7 +131,7 @@ def _take_turns(
 
 
 class PlanClock:
-    """Tells which faults of a plan are due; the caller provides the time and the completed steps."""
+    """Decides which faults of a plan are due; the caller provides the time and the completed steps."""
 
     def __init__(self, plan: Sequence[Fault]) -> None:
         self._left = deque(plan)
@@ -146,7 +146,7 @@ class PlanClock:
         return tuple(self._left)
 
     def step_done(self, step: int, now_s: float) -> None:
-        """Note that train step `step` is done. After a launch was killed steps are repeated."""
+        """Record that train step `step` is done. After a launch was killed steps are repeated."""
         if self._step_at_s is not None and step == self._step + 1:
             self._lengths_s.append(now_s - self._step_at_s)
         self._step, self._step_at_s = step, now_s
