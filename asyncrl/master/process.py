@@ -35,6 +35,9 @@ class MasterWorker(AsyncWorker):
 
     stop_limit_s = None
 
+    _feeding: asyncio.Task[None] | None = None
+    """The task that sends kept samples to the ranks; None in a run with rollouts."""
+
     def configure(self) -> None:
         self._graph = load_graph(self.config)
         self._placement = placement(self.config, self._graph)
@@ -59,6 +62,8 @@ class MasterWorker(AsyncWorker):
             await await_while_responsive(
                 TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s
             )
+            if self._feeding is not None and self._feeding.done():
+                self._feeding.result()  # the stop request came from its error
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Return the peers of a run that trains kept samples instead of new rollouts."""
@@ -70,15 +75,19 @@ class MasterWorker(AsyncWorker):
         for client in trainers:
             closing.callback(client.close)
         folder, total = Path(self.config.samples.replay), self.config.total_train_steps
-        feeding = asyncio.create_task(feed(self, board, gate, folder, self.config.train_batch_size, total))
+        self._feeding = feeding = asyncio.create_task(
+            feed(self, board, gate, folder, self.config.train_batch_size, total)
+        )
         feeding.add_done_callback(self._fed)
         closing.push_async_callback(cancel, feeding)
         return Peers(trainers, self._placement, gate, (), board)
 
     def _fed(self, feeding: asyncio.Task[None]) -> None:
-        """End the run with feeding's error, if it had one: the loop would wait for the remaining samples in vain."""
+        """Stop the run if feeding failed: the loop would wait for the remaining samples in vain. `main` raises the
+        error.
+        """
         if not feeding.cancelled() and (error := feeding.exception()) is not None:
-            self.log.error("replay: %s", error, exc_info=error)
+            self.log.error("replay: %s", error)
             self.stop.set()
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
