@@ -62,6 +62,8 @@ class VersionAnnouncer:
         self._put_off: tuple[int, str] | None = None
         self._abandoned = False
         self._running: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        """Error at the end of an evaluation: its row was not written, or the version put off was not announced."""
         self._ended_at = -math.inf
 
     @property
@@ -82,7 +84,11 @@ class VersionAnnouncer:
     async def published(self, version: int, path: str) -> None:
         """Announce `version`, whose weights are in `path`, now or after the running evaluation, and evaluate it if
         due.
+
+        Raises:
+            Exception: an earlier evaluation could not be recorded, or the version put off not be announced.
         """
+        self._check()
         if self._due(version):
             self._put_off = None  # of the versions put off only the newest would be announced: this one
             await self.evaluation_ended()
@@ -101,11 +107,17 @@ class VersionAnnouncer:
         """Evaluate the version announced last, if that is due."""
         if names := self._due(self.announced):
             self._running = asyncio.create_task(self._run(self.announced, names))
+            self._running.add_done_callback(self._keep_failure)
 
     async def evaluation_ended(self) -> None:
-        """Wait until a running evaluation ends."""
+        """Wait until a running evaluation ends.
+
+        Raises:
+            Exception: see `published`.
+        """
         if self._running is not None:
             await asyncio.shield(self._running)
+        self._check()
 
     async def abandon(self) -> None:
         """As `close`, but report nothing about the evaluation: the process that replaces this one repeats it."""
@@ -137,6 +149,14 @@ class VersionAnnouncer:
             self._running, self._ended_at = None, self._clock()
             if not self._abandoned:
                 self._tell_end(version, outcomes, seconds)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _keep_failure(self, ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled():
+            self._failure = ended.exception()
 
     def _tell_end(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
         self._on_end(version, outcomes, seconds)

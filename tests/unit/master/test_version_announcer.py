@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 
@@ -89,6 +91,22 @@ async def test_a_set_that_fails_does_not_keep_the_others_from_being_measured() -
     await watched.announcer.evaluation_ended()
     assert watched.ended == [(4, {"a": "RuntimeError: no server", "b": RESULT})]
     assert watched.announced == [4, 5]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+async def test_an_evaluation_that_cannot_be_recorded_ends_the_run_at_the_next_version(wait: bool) -> None:
+    watched = Watched()
+
+    def refuse(version: int, outcomes: object, seconds: object) -> None:
+        raise OSError("no space left")
+
+    watched.announcer._on_end = refuse
+    await watched.announcer.published(2, "v2")
+    await rounds()
+    watched.end.set()
+    await rounds()
+    with pytest.raises(OSError, match="no space left"):
+        await (watched.announcer.evaluation_ended() if wait else watched.announcer.published(3, "v3"))
 
 
 async def test_closing_ends_the_measurement_and_lets_go_of_its_row() -> None:
