@@ -149,7 +149,7 @@ class Launcher:
             await self._processes.stop()
             return EXIT_FAILED if self._claim_lost else EXIT_INTERRUPTED if self._interrupts else EXIT_OK
         whole_run = after is AfterDeath.whole_run
-        outcome = "as often as it may be by itself: the whole run is started again" if whole_run else ""
+        outcome = "and cannot be restarted alone: the whole run is started again" if whole_run else ""
         await self._fail(ended, outcome)
         if not whole_run or self._interrupts or self._claim_lost:
             return EXIT_FAILED

@@ -271,7 +271,7 @@ def test_beyond_its_budget_the_whole_run_is_started_again_once_then_it_fails(
     of_helper = range(1, restarts + 1)
     assert stage.incarnations == [0, 0, 0, 0, *of_helper, 1, 1, restarts + 1, 1, *(n + restarts + 1 for n in of_helper)]
     assert stage.stopped == ["leader/0", "client/0", "server/0"] * 2
-    assert notes.count("the whole run is started again") == 1
+    assert notes.count("and cannot be restarted alone: the whole run is started again") == 1
     assert notes.count("FAILED: helper/0 (played) was killed by signal SIGSEGV; the end of its log:") == 1
     counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
     assert counts == {"helper/0": 2 * restarts, WHOLE_RUN: 1}
