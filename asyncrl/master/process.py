@@ -1,4 +1,4 @@
-"""MasterWorker: decides what is trained when, without touching a tensor.
+"""MasterWorker: decides which rollouts are trained in which step, without touching a tensor.
 
 A stop waits for the current step and a checkpoint, which need all ranks. While the run continues, the MasterWorker
 waits for a rank that does not respond (its host is cut off, or it hangs), since the rank may recover. After a stop it
@@ -154,7 +154,7 @@ async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_
         answers = await asyncio.gather(*asked, return_exceptions=True)
         silent = {index for index, answer in enumerate(answers) if isinstance(answer, RequestTimeout)}
         lost_before, lost = lost, {index for index, answer in enumerate(answers) if isinstance(answer, PeerGone)}
-        silent |= lost & lost_before  # a connection that broke is made again; the run hears of it as well
+        silent |= lost & lost_before  # a broken connection is opened again; `running` gets the error too
         if silent:
             return sorted(silent)
         await asyncio.sleep(ASK_AGAIN_S)

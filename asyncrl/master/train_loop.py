@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainLoop:
-    """Trains a run to its end. `run` is the whole life; set `parts.stop` to end it early with a checkpoint.
+    """Trains a run to its end. `run` is the whole life cycle; set `parts.stop` to end it early with a checkpoint.
 
     Args:
         ready: called once it is clear from which state the run continues, before its next step.
@@ -86,7 +86,7 @@ class TrainLoop:
             await cancel(*beside)
 
     async def step(self) -> None:
-        """From version v to v + 1."""
+        """Run one step, from version v to v + 1."""
         batch, waited_s = await self._wait_for_batch()
         switched_s = await self.parts.turns.take(self.parts.run.version)
         step = await self._train(batch, waited_s)

@@ -3,18 +3,18 @@
 The rule. The trainer gives the devices back before it waits for anything that servers do: rollouts for a batch, the end
 of rollouts that would expire, an evaluation. It takes them when it has a batch. So
 
-- a turn never begins before a batch is sure: `take` is called with the batch that is trained next;
+- a turn never begins without a batch: `take` is called once the batch that is trained next is complete;
 - there is no deadlock: while the trainer waits for data it does not have the devices. While it has them, it waits only
   for ranks, files and the manager, which need no guest. If the buffer lacks B rollouts, a server rests only until the
   current step has ended;
-- no switch is in vain: with B more rollouts in the buffer at the end of a step the next step follows in the same turn.
+- no switch is useless: with B more rollouts in the buffer at the end of a step the next step follows in the same turn.
   The gate admits at most η + 1 batches ahead, so guests never wait for more steps than that.
 
 If there are other servers too, guests are lent: the trainer gives the devices back only if that completes the batch
 earlier (`asyncrl.master.peers.lending`). It asks again while it waits, so guests serve as soon as no other server does.
 
-Servers make an evaluation. If all of them are guests, a turn begins only when the evaluation is over, and is given back
-if one begins. `asyncrl.manager.fleet.guests.turns` has the manager's side.
+An evaluation needs servers. If all servers are guests, a turn begins only when the evaluation is over, and is given
+back if an evaluation begins. `asyncrl.manager.fleet.guests.turns` has the manager's side.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TurnBoard(Protocol):
 
 
 class AsksGuests(Protocol):
-    """The manager, as far as it looks after guests."""
+    """The part of the manager that handles guests."""
 
     async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
         """See `asyncrl.manager.client.ManagerClient`."""
@@ -120,7 +120,7 @@ class DeviceTurns:
         return True
 
     def waited(self, rollouts: int, seconds: float) -> None:
-        """Count `rollouts` that came within `seconds` of the wait for a batch."""
+        """Count `rollouts` that arrived within `seconds` of the wait for a batch."""
         self._lending.made(rollouts, seconds, 0 if self.training else self.guests)
 
     def give(self) -> None:

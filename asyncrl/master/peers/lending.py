@@ -7,12 +7,12 @@ trainer waits w = M / (r S). G guests serve from `wake` on, until there are M ro
 
     r S t + r G (t - wake) = M      so      t = (M / r + G wake) / (S + G)
 
-and then they take `release` to leave the devices before the step can begin. What lending gains is
+and then the guests take `release` to leave the devices before the step can begin. The gain of lending is
 
     w - t - release = G (w - wake) / (S + G) - release
 
-Guests are lent if that is above 0. If no other server serves, they always are: w is infinite. A value that is not
-measured yet counts as 0, so guests are lent in the first wait, which measures it.
+Guests are lent if the gain is above 0. If no other server serves, guests are always lent: w is infinite. A value that
+is not measured yet counts as 0, so guests are lent in the first wait, which measures it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class RankClients:
     """The ModelWorkers.
 
     Args:
-        workers: by index.
+        workers: the ModelWorkers by index.
         publisher: index of the rank that publishes the actor, and commits checkpoints.
         limit_s: time limit of a reply.
         master: the incarnation of the calling master.

@@ -106,7 +106,7 @@ class Checkpoints:
         await self.finish()
         progress, state = self._run.progress, self._run.checkpoint()
         path = str(self._root / f"v{progress.version}")
-        self._check()  # there may be little time
+        self._check()  # a stop leaves little time
         self.schedule.begun()
         await self._ranks.all(SaveCheckpoint(path, progress.version, state, master=self._ranks.master))
         self._under_way = asyncio.create_task(self._complete(path, progress))

@@ -49,7 +49,7 @@ class StepState(msgspec.Struct, frozen=True):
 
 
 class MemoryCheckpointer:
-    """Keeps the state of each step, and decides what others may see.
+    """Keeps the state of each step, and decides which steps other processes may see.
 
     Args:
         memory_checkpoint: None if no state is kept.

@@ -61,14 +61,14 @@ class Recorded:
 
     Attributes:
         open: admissions of the rollouts that have not ended, by rollout.
-        finished: those of them that the trainer has.
+        finished: the open rollouts that the trainer has.
         ended: the last rollouts of this launch that ended, by rollout; as many as the gate remembers.
         used: prompts that were trained or dropped for good.
         dropped: counts by reason.
         retries: by prompt, for waiting prompts whose next try is not their first.
         version: number of complete steps.
         manager: number of the GserverManager that wrote the newest lines about rollouts; 0 before the first.
-        heard: number of its lines.
+        heard: number of this manager's lines.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,9 @@ class Recorded:
         return LedgerBooks(submitted, self._trained, dropped, self.abandoned, live - finished, finished)
 
     def _begin(self, line: Begin) -> None:
-        """Begin a launch. All processes are new: open rollouts are started anew, and no more is reported about them."""
+        """Begin a launch. All processes are new: open rollouts start again, and nothing more is reported about
+        the old ones.
+        """
         settings = line.settings
         self.open, self.finished = {}, set()
         self.ended = RecentIds(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))

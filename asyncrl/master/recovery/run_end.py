@@ -95,7 +95,7 @@ class RunEnd:
             _log.info("saved version %d", parts.run.version)
 
     async def close(self) -> None:
-        """Stop what runs beside the loop, and close the run's files."""
+        """Stop the tasks that run beside the loop, and close the run's files."""
         parts = self._parts
         await parts.reports.close()
         await parts.collector.close()
