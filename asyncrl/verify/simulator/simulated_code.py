@@ -136,7 +136,7 @@ class SimulatedCode:
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         """See `UserComponents`."""
-        make_client: Any = _Client  # of chat it has nothing
+        make_client: Any = _Client  # without chat
         return await run_group(self.agent, lambda: _Scored(self._user_s), prompt, policy, make_client, tries)
 
     def _train_prompt(self, ref: PromptRef, version: int) -> Prompt:

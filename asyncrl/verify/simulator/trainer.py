@@ -34,7 +34,7 @@ class TrainerModel:
         return self.fixed_s + self.token_s * tokens - ahead_s + self.switch_s
 
     def coarse(self, grain: int) -> TrainerModel:
-        """In units of `grain` tokens."""
+        """Return the model in units of `grain` tokens."""
         return replace(self, token_s=self.token_s * grain)
 
 

@@ -56,7 +56,7 @@ class VirtualHttp(JsonHttp):
             body = decode_json(msgspec.json.encode(body), type(body))
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.sleep(2 * network.latency_s)  # of both ways: one timer for a call
+                await asyncio.sleep(2 * network.latency_s)  # both directions with one timer
                 host = network.hosts.get(f"http://{base}")
                 if host is None:
                     raise ConnectionRefusedError("nothing listens there")

@@ -90,7 +90,7 @@ class Engine:
         self._batch.add(sequences)
         try:
             done = await asyncio.gather(*(sequence.answer for sequence in sequences))
-        except asyncio.CancelledError:  # the connection broke, which no server notices; the client aborts by itself
+        except asyncio.CancelledError:  # the connection broke: servers do not notice, clients abort
             for sequence in sequences:
                 if sequence.answer.cancelled():
                     sequence.answer = asyncio.get_running_loop().create_future()
