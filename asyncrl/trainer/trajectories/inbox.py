@@ -108,7 +108,7 @@ class Inbox:
         return len(self._held) < self._capacity
 
     def restore(self, trajectory: Trajectory) -> None:
-        """Add a trajectory that this rank's previous process held, even without room."""
+        """Add a trajectory that this rank's previous process held, even without room. It must not be held yet."""
         self._hold(trajectory, self._record(trajectory))
 
     def _hold(self, trajectory: Trajectory, record: RolloutRecord) -> None:

@@ -60,8 +60,10 @@ class InboxStore:
         self._lock = threading.Lock()
 
     def read(self) -> Iterator[Trajectory]:
-        """Yield the trajectories that a predecessor kept, in order of arrival. Remove a file that the predecessor did
-        not finish.
+        """Yield the trajectories that a predecessor kept, each once, in order of arrival. Remove unfinished files.
+
+        A trajectory has two files if the first could not be deleted and the trajectory came again. The second is
+        removed.
 
         Raises:
             StoredTrajectoryDamaged: a file was changed.
@@ -72,6 +74,10 @@ class InboxStore:
                 trajectory = _read(file)
             except _CutOff:
                 _log.info("%s was not written to its end; its sender sends it again", file)
+                remove_leftover(file, _log)
+                continue
+            if trajectory.rollout_id in self._files:
+                _log.info("%s is a second copy of %s", file, self._files[trajectory.rollout_id])
                 remove_leftover(file, _log)
                 continue
             self._files[trajectory.rollout_id] = file

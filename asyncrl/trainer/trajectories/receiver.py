@@ -68,6 +68,7 @@ class TrajectoryReceiver:
         self._arrival: asyncio.Event | None = None
         self._kept: InboxStore | None = None
         self._in_step: list[str] = []
+        self._restored: set[str] = set()
 
     def keep(self, *, receives: bool) -> None:
         """Store trajectories from now on, and restore those that this rank's previous process stored.
@@ -89,6 +90,7 @@ class TrajectoryReceiver:
         try:
             for trajectory in kept.read():
                 self.inbox.restore(trajectory)
+                self._restored.add(trajectory.rollout_id)
         except StoredTrajectoryDamaged:
             self._memory_checkpoint.invalidate()
             raise
@@ -101,10 +103,16 @@ class TrajectoryReceiver:
     def receive(self, trajectory: Trajectory) -> None:
         """Accept a trajectory, which may be acknowledged once this returns. For the puller's thread.
 
+        A restored trajectory is ignored: its sender missed the acknowledgement of this rank's previous process. Held
+        again after its step began, it would keep its room, and a `discard` of it would remove the file that the step
+        still needs.
+
         Raises:
             InboxFull: no room became free in time.
             Exception: it cannot be trained, as `check` says.
         """
+        if trajectory.rollout_id in self._restored:
+            return
         self._check(trajectory)
         if (finished_at := trajectory.metrics.pop(FINISHED_AT, None)) is not None:
             trajectory.metrics["rollout/transport_s"] = max(0.0, time.time() - finished_at)  # clocks of hosts differ

@@ -15,7 +15,7 @@ from asyncrl.api.trajectory import FINISHED_AT, Trajectory
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
-from asyncrl.trainer.trajectories.inbox import InboxFull
+from asyncrl.trainer.trajectories.inbox import InboxFull, bytes_of
 from asyncrl.trainer.trajectories.inbox_store import StoredTrajectoryDamaged
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 
@@ -62,6 +62,32 @@ def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_th
     assert held(intake(memory_checkpoint, tmp_path), names) == names[1:], "its step may have to be trained again"
     first.left(names[2:3])
     assert held(intake(memory_checkpoint, tmp_path), names) == names[2:]
+
+
+def test_a_restored_trajectory_that_comes_again_is_ignored_even_after_its_step_began(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    names = [trajectory.rollout_id]
+    intake(memory_checkpoint, tmp_path).receive(trajectory)
+    restarted = intake(memory_checkpoint, tmp_path)
+    restarted.left(names)
+    restarted.receive(trajectory)  # the acknowledgement of the first process was lost
+    assert held(restarted, names) == []
+    assert held(intake(memory_checkpoint, tmp_path), names) == names, "its step may have to be trained again"
+
+
+def test_a_trajectory_with_two_files_is_restored_once(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    intake(memory_checkpoint, tmp_path).receive(trajectory)
+    folder = memory_checkpoint.inbox(0)
+    (folder / "2").write_bytes((folder / "1").read_bytes())  # as if the first could not be deleted when it had no room
+    restarted = intake(memory_checkpoint, tmp_path)
+    assert restarted.inbox.bytes_held == bytes_of(trajectory)
+    assert len(restarted.inbox.poll(0).rollouts) == 1
+    assert [file.name for file in folder.iterdir()] == ["1"]
 
 
 def test_the_next_process_goes_back_to_a_checkpoint_where_what_was_kept_is_damaged(
