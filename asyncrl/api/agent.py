@@ -87,7 +87,7 @@ async def play_with_retries(
                 return await play(own)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if task is None or task.cancelling():  # it is the rollout that was cancelled
+            if task is None or task.cancelling():  # the rollout itself was cancelled
                 raise
             failure = cancelled_within("the episode", prompt)
             failure.__cause__ = error
@@ -110,7 +110,7 @@ def cancelled_within(what: str, prompt: Prompt) -> EpisodeError:
 
 def timed_out(prompt: Prompt) -> EpisodeTimeout:
     """Build the error for an episode that is still running when the rollout's time is over."""
-    return EpisodeTimeout(f"prompt {prompt.prompt_id} was still played when rollout.rollout_timeout_s was over")
+    return EpisodeTimeout(f"prompt {prompt.prompt_id} was still running when rollout.rollout_timeout_s was over")
 
 
 class Agent:
@@ -168,7 +168,7 @@ class Agent:
     ) -> Sequence[Sample]:
         """Roll out one prompt's group; implement this in place of `run` to generate for the whole group at once.
 
-        The caller closes the environments that `make_env` made, with whatever result.
+        The caller closes the environments that `make_env` returned, whatever the result.
 
         Returns:
             The group's samples, each with its `episode` from 0 to `prompt.group_size` - 1. The number is not needed if

@@ -37,7 +37,7 @@ class BatchAgent(Agent):
     batch_wait_s: float = 1.0
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Give the subclass its own `run_group`, so that it runs where the module of the subclass says."""
+        """Give the subclass its own `run_group`, so that `run_group` runs where the subclass's module says."""
         super().__init_subclass__(**more)
         if "run_batch" in vars(cls) and "run_group" not in vars(cls):
 
@@ -129,7 +129,7 @@ class _Batch:
                     found.set_exception(
                         EpisodeError(f"{name}: run_batch returned no samples for prompt {group.prompt.prompt_id}")
                     )
-        except BaseException as error:  # all callers get it, SystemExit too
+        except BaseException as error:  # every caller receives the error, SystemExit included
             failure = error if isinstance(error, Exception) else EpisodeError(f"{name}: run_batch ended by {error!r}")
             for _, found in self.members:
                 if not found.done():

@@ -12,7 +12,7 @@ from asyncrl.api.prompt import Prompt
 from asyncrl.api.trajectory import Sample
 
 Message = Mapping[str, Any]
-"""A chat message in OpenAI's form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`.
+"""A chat message in OpenAI's form: `role`, `content`, and if they apply `tool_calls`, `tool_call_id`, `name`.
 
 `content` is text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with a
 `Picture`, PNG or JPEG bytes, a data URL, a uint8 array [height, width, 3] or a PIL image; OpenAI's `image_url` and
@@ -26,11 +26,11 @@ class ChatFinish(StrEnum):
     """Reason why an answer ended. Members are strings: `reply.finish_reason == "stop"` holds too."""
 
     stop = auto()
-    """By itself, or at a stop string."""
+    """The model ended the answer, or a stop string did."""
     length = auto()
     """At a limit: `max_new_tokens`, the context, or the episode's turns."""
     tool_calls = auto()
-    """By itself, and it calls tools."""
+    """The model ended the answer with calls of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class ChatReply:
     message: dict[str, Any]
     """The answer as a message; append it to your messages, then the next ones."""
     content: str
-    """Its text, without reasoning, calls and a stop string at its end."""
+    """Text of the answer, without reasoning, calls and a final stop string."""
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
     malformed_calls: int
-    """Calls that could not be read; they are left in `content`."""
+    """Number of calls that could not be parsed; their text stays in `content`."""
     finish_reason: ChatFinish
     prompt_ids: tuple[int, ...]
     """Token ids of the whole conversation before this answer."""
@@ -62,7 +62,7 @@ class ChatReply:
     alternatives: tuple[ChatReply, ...] = ()
     """The other answers to the same messages, with `n` > 1."""
     stop: str | None = None
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the answer; None if no stop string did."""
 
 
 class ChatClient(GenerationClient, Protocol):
@@ -108,7 +108,7 @@ class ChatClient(GenerationClient, Protocol):
         """Return the token ids that the policy would continue in `chat`.
 
         Raises:
-            ValueError: as of `chat`.
+            ValueError: as for `chat`.
         """
         ...
 

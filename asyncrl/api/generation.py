@@ -33,7 +33,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be drawn; none: all. Log-probabilities are of the distribution over these tokens, as
+    """The only tokens that may be drawn; empty: all. Log-probabilities are of the distribution over these tokens, as
     training has them for `rollout.sampling.allowed_token_ids`: an answer drawn from others cannot be trained."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer. The answer keeps its tokens up to and including the one that completes such a text."""
@@ -43,7 +43,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Asks for `n` continuations of `input_ids`, or with `score_from` for the log-probabilities of its own last tokens.
+    """A request for `n` continuations of `input_ids`, or with `score_from` for log-probabilities of `input_ids` itself.
 
     The result carries the same `request_id`.
 

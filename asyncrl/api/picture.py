@@ -3,11 +3,11 @@
 A `Picture` is a PNG or JPEG file in memory. A `PlacedPicture` has the picture's position in a sequence of token ids. It
 is sent as a `PictureRef`; the bytes of each picture are sent separately, once per content.
 
-Every fault of a picture is refused where the picture enters, with a `PictureError` that says why: other formats,
+A faulty picture is rejected where it enters, with a `PictureError` that gives the reason: other formats,
 animations, damaged files, and sizes above the limits below. Sizes are read from the file's header before a pixel is
 decoded, so a decompression bomb costs nothing.
 
-Pixels (`Picture.pixels`) are what a viewer shows: turned as EXIF says, transparent parts on white, palettes and grey
+Pixels (`Picture.pixels`) are what a viewer shows: rotated as EXIF says, transparent parts on white, palettes and grey
 as RGB, 16 bits a channel reduced to their upper 8.
 
 Pillow is imported only to decode or encode; a picture that only travels does not need it.
@@ -61,7 +61,7 @@ _ORIENTATION = 0x0112
 """EXIF tag of the orientation; the values in `_QUARTER_TURNS` swap width and height."""
 _QUARTER_TURNS = (5, 6, 7, 8)
 _ORIENTATION_MARKS = (b"Exif", b"eXIf", b"exif", b"Orientation")
-"""One of these is in every file that Pillow reads an orientation from, as EXIF or XMP."""
+"""Markers of EXIF and XMP. Every file with an orientation that Pillow reads contains one of them."""
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
@@ -73,7 +73,7 @@ class PictureError(ValueError):
 class Picture:
     """A PNG or JPEG file in memory; equal if the content is.
 
-    Make one with `from_bytes`, `from_path`, `from_data_url`, `from_array` or `from_image`, which check it whole.
+    Make one with `from_bytes`, `from_path`, `from_data_url`, `from_array` or `from_image`, which check the whole file.
     """
 
     data: bytes = field(repr=False, compare=False)
@@ -86,7 +86,7 @@ class Picture:
         """Return the picture in the file content `data`, decoded once to see that it is whole.
 
         Raises:
-            PictureError: it is no PNG or JPEG, damaged, animated, or above a limit.
+            PictureError: the file is not a PNG or JPEG, is damaged or animated, or exceeds a limit.
         """
         picture = cls.received(bytes(data))
         picture.image()
@@ -101,7 +101,7 @@ class Picture:
             sha256: hash that the sender named; None: take the content's.
 
         Raises:
-            PictureError: it is no PNG or JPEG, above a limit, or of another hash.
+            PictureError: the file is not a PNG or JPEG, exceeds a limit, or has another hash.
         """
         size_of(data)
         digest = hashlib.sha256(data).hexdigest()
@@ -114,7 +114,7 @@ class Picture:
         """Return the picture in a file.
 
         Raises:
-            PictureError: the file cannot be read, or as of `from_bytes`.
+            PictureError: the file cannot be read, or as for `from_bytes`.
         """
         try:
             with Path(path).open("rb") as file:
@@ -131,7 +131,7 @@ class Picture:
         """Return the picture in base64.
 
         Raises:
-            PictureError: it is no base64, or as of `from_bytes`.
+            PictureError: `text` is not base64, or as for `from_bytes`.
         """
         if len(text) > MAX_BYTES * 3 // 2:
             raise PictureError(f"the picture has {len(text)} characters of base64, above {MAX_BYTES} bytes")
@@ -146,7 +146,7 @@ class Picture:
         """Return the picture in a URL `data:image/png;base64,...`.
 
         Raises:
-            PictureError: it is another URL (nothing is ever fetched), not base64, or as of `from_bytes`.
+            PictureError: it is another URL (nothing is ever fetched), it is not base64, or as for `from_bytes`.
         """
         match = _DATA_URL.match(url)
         if match is None:
@@ -179,7 +179,7 @@ class Picture:
         """Return a PIL image as a PNG, without loss.
 
         Raises:
-            PictureError: it cannot be read or written, or is above a limit.
+            PictureError: the image cannot be read or written, or exceeds a limit.
         """
         _check_size(*image.size)
         file = io.BytesIO()
@@ -193,7 +193,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels of what `image` gives: after the turn that EXIF may ask for."""
+        """Width and height in pixels of the result of `image`, after a rotation that EXIF may request."""
         width, height = size_of(self.data)
         if any(mark in self.data for mark in _ORIENTATION_MARKS) and self._lies_on_its_side():
             return height, width
@@ -205,7 +205,7 @@ class Picture:
         try:
             with Image.open(io.BytesIO(self.data), formats=_FORMATS) as image:
                 return image.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
-        except Exception as error:  # as of `image`
+        except Exception as error:  # as in `image`
             raise PictureError(f"the picture is damaged: {error}") from None
 
     @property
@@ -243,7 +243,7 @@ class Picture:
         """Decode to `[height, width, 3]`, RGB.
 
         Raises:
-            PictureError: as of `image`.
+            PictureError: as for `image`.
         """
         return np.asarray(self.image())
 
@@ -256,9 +256,9 @@ class Picture:
 class PictureRef:
     """A picture in a sequence of token ids, by hash: the form that travels.
 
-    The span `[position, position + length)` runs from the picture's first placeholder to its last. Most models have
-    nothing but placeholders in it; those that cut a picture into tiles or lines (Idefics3, Mistral 3) have ordinary
-    tokens between them. A placeholder's id outside of every span is an ordinary token.
+    The span `[position, position + length)` runs from the picture's first placeholder to its last. For most models
+    it contains only placeholders. Models that cut a picture into tiles or lines (Idefics3, Mistral 3) have ordinary
+    tokens between the placeholders. A placeholder's id outside of every span is an ordinary token.
     """
 
     position: int
@@ -298,10 +298,10 @@ class PlacedPicture:
 
 
 def check_count(count: int) -> None:
-    """Check that a prompt or a sample may have so many pictures.
+    """Check that a prompt or a sample may have `count` pictures.
 
     Raises:
-        PictureError: it may not.
+        PictureError: there are too many.
     """
     if count > MAX_PICTURES:
         raise PictureError(f"there are {count} pictures: at most {MAX_PICTURES} in one prompt or sample")
@@ -324,10 +324,10 @@ def check_spans(pictures: Sequence[PlacedPicture | PictureRef], tokens: int) -> 
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Return width and height that the header of a PNG or JPEG file names.
+    """Return the width and height in the header of a PNG or JPEG file.
 
     Raises:
-        PictureError: it is neither, its header is damaged, or it is above a limit.
+        PictureError: the file is neither, its header is damaged, or it exceeds a limit.
     """
     if len(data) > MAX_BYTES:
         raise PictureError(f"the picture has {len(data)} bytes, above the limit of {MAX_BYTES}")
@@ -404,7 +404,7 @@ def picture_from(value: Any) -> Picture:
     """Convert `value` to a picture: a `Picture`, file content, a data URL, an array or a PIL image.
 
     Raises:
-        PictureError: it has another type, or cannot be used.
+        PictureError: `value` has another type, or cannot be used.
     """
     if isinstance(value, Picture):
         return value

@@ -24,8 +24,8 @@ class Prompt:
         group_size: number of episodes wanted.
         sampling: sampling parameters of the experiment, with the seed of this prompt or of one `member`.
         member: number of the episode in its group.
-        pictures: pictures at spans of `input_ids`. An agent that asks in token ids passes them with its request, and
-            its samples have them.
+        pictures: pictures at spans of `input_ids`. An agent that sends token ids passes the pictures with its
+            request, and its samples have them.
     """
 
     prompt_id: str

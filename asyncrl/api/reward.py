@@ -67,7 +67,7 @@ class Episode:
     Attributes:
         data: the dataset's row.
         prompt: text of the tokens before the first generated one.
-        turns: text of each stretch of generated tokens; one for a single turn.
+        turns: text of each run of generated tokens; one entry for a single turn.
         response: text of everything after the prompt, including text from the environment and from tools.
         generated_tokens: number of tokens that the policy generated.
         truncated: the answer was cut off by a length limit.
@@ -100,7 +100,7 @@ class Episode:
 
 
 class EpisodeReward(Protocol):
-    """A reward of a whole sample: it sees all turns, the length and if the sample was cut off."""
+    """A reward of a whole sample: it receives all turns, the length and `truncated`."""
 
     def __call__(self, episode: Episode) -> float | Awaitable[float]:
         """Return the reward of `episode`; it is added to the reward of the environment."""

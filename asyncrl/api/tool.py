@@ -52,7 +52,7 @@ class Tool:
 
     One instance serves all samples of its worker, many at the same time; `instance_id` identifies the sample. For each
     sample that calls the tool, `create` is called once before the first call, `calc_reward` once when the sample is
-    complete, and `release` once at the end, with whatever result. The calls of one turn run at the same time.
+    complete, and `release` once at the end, whatever the result. The calls of one turn run at the same time.
 
     The methods may be plain `def`s: each call then runs in a thread. If a call raises, or takes longer than the
     setting's `timeout_s`, the model receives an error text and the failure is counted.
@@ -67,7 +67,7 @@ class Tool:
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """Prepare for a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and accepts none.
 
-        A row in verl's form gives `create_kwargs`, and to the other methods, if they have further parameters, its
+        A row in verl's form gives `create_kwargs`. Other methods with further parameters receive the row's
         `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
         """
         if kwargs:

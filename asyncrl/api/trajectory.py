@@ -1,6 +1,6 @@
 """A finished rollout: a prompt's group of samples, each token with its policy version and behaviour log-probability.
 
-A group is a number of episodes. Each episode gives one or more samples, one per conversation that the policy had in it.
+A group consists of episodes. Each episode gives one or more samples, one per conversation of the policy in it.
 Baselines and filters count episodes (`Sample.episode`), so an episode with many samples counts as much as an episode
 with one.
 """
@@ -190,9 +190,9 @@ def role_of(group: str) -> str:
 
 
 def policy_of(group: str, policies: Collection[str]) -> str:
-    """Return which of the trained `policies` the samples of a comparison group belong to; "": the run's own.
+    """Return the trained policy, one of `policies`, of the samples of a comparison group; "": the run's own.
 
-    It is the role of the group; the clients of a policy name it (`client.policy(name)`).
+    The policy's name is the role of the group, which the policy's clients set (`client.policy(name)`).
     """
     role = role_of(group)
     return role if role in policies else ""
@@ -202,7 +202,8 @@ def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[in
     """Return, for each sample of a rollout, the episode that it counts as in its comparison group.
 
     That is normally its own episode. If all samples of a named group belong to one episode, such as the solutions to a
-    problem posed in it, each counts as a separate episode, because they can only be compared with each other.
+    problem posed in it, each solution counts as a separate episode,
+    because the solutions can only be compared with each other.
 
     Args:
         groups: names of the samples' comparison groups; empty if none is named.
@@ -239,14 +240,14 @@ class SampleColumns(Sequence[Sample]):
     episodes: NDArray[np.int32]
     """`[S]`, at least 0; see `Sample.episode`."""
     token_rewards: NDArray[np.float32] | None = None
-    """`[T]`, 0 where none was given; None where no sample has any."""
+    """`[T]`, 0 at tokens without a reward; None if no sample has rewards of turns."""
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """`[S]` for each name, NaN where a sample does not have it; so are `metrics`."""
+    """`[S]` for each name, NaN for samples without it; `metrics` have the same form."""
     metrics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    """`[T, layers, per_token]`; None where any sample has none."""
+    """`[T, layers, per_token]`; None if a sample lacks routing."""
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """`[T]` for each name, 0 where a sample does not have it."""
+    """`[T]` for each name, 0 for samples without it."""
     pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
     """`[S]`: pictures of each sample, at positions within it; empty if no sample has any."""
     groups: tuple[str, ...] = ()
@@ -339,7 +340,7 @@ def with_turn_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> li
     records them.
 
     Raises:
-        ValueError: there are not as many turns as rewards.
+        ValueError: the number of turns differs from the number of rewards.
     """
     last_of_turns = [
         (number, int(position))
@@ -355,7 +356,7 @@ def with_turn_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> li
 
 
 def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
-    """`[T]`: the rewards of the turns of `samples`, 0 where one has none; None where none has any."""
+    """Return the rewards of the turns of `samples`, `[T]`, 0 for samples without; None if no sample has any."""
     if all([sample.token_rewards is None for sample in samples]):
         return None
     return np.concatenate(
@@ -369,13 +370,13 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
 
 
 def join_groups(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """`[S]`: the comparison groups of `samples`; empty if none is named."""
+    """Return the comparison groups of `samples`, `[S]`; empty if no sample names one."""
     groups = [sample.group for sample in samples]
     return tuple(groups) if any(groups) else ()
 
 
 def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float32]]:
-    """`[T]` by name: the token columns of `samples`, 0 where one does not have it."""
+    """Return the token columns of `samples` by name, `[T]` each, 0 for samples without the column."""
     if not any([sample.token_columns for sample in samples]):
         return {}
     names = dict.fromkeys(name for sample in samples for name in sample.token_columns)
@@ -388,7 +389,7 @@ def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float3
 
 
 def join_pictures(samples: Sequence[Sample]) -> tuple[tuple[PlacedPicture, ...], ...]:
-    """The pictures of each of `samples`; empty where no sample has any."""
+    """Return the pictures of each sample; empty if no sample has any."""
     pictures = [sample.pictures for sample in samples]
     return tuple(pictures) if any(pictures) else ()
 
@@ -417,13 +418,13 @@ def routing_of_turns(length: int, told: Iterable[NDArray[Any] | None]) -> NDArra
 
 
 def join_routing(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
-    """The parts, at least one, end to end; None where one of them is missing."""
+    """Concatenate `parts`, at least one; None if a part is missing."""
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if len(known) == len(parts) else None
 
 
 def named_columns(by_sample: Sequence[Mapping[str, float]]) -> dict[str, NDArray[np.float64]]:
-    """For every name in one of the S mappings a column `[S]`, NaN where a mapping does not have it."""
+    """Return a column `[S]` for every name in the S mappings, NaN for mappings without the name."""
     if not any(by_sample):
         return {}
     names = dict.fromkeys(name for numbers in by_sample for name in numbers)
@@ -458,7 +459,7 @@ class SharedPrompt(Sequence[Sample]):
     """Pictures of the prompt. The positions of `rest.pictures` count from the prompt's end."""
 
     def whole(self) -> SampleColumns:
-        """The columns of the samples, prompts included; copied at each call."""
+        """Return the columns of the samples, prompts included; copied at each call."""
         rest, size = self.rest, len(self.prompt)
         ends = np.cumsum(rest.lengths)[:-1]
 
@@ -517,7 +518,7 @@ class Trajectory:
 
     @property
     def columns(self) -> SampleColumns:
-        """The samples as columns; they are joined at each call unless they are columns already."""
+        """The samples as columns, joined at each access unless they are columns already."""
         return SampleColumns.join(self.samples)
 
     @property

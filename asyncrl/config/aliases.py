@@ -1,7 +1,8 @@
-"""Names of settings in other systems and in asyncrl, for users who write the former on the command line or in YAML.
+"""Names of settings in other systems and in asyncrl, for users who know another system.
 
 Names are those of the systems' own configurations: TRL 1.16 (`GRPOConfig`), verl 0.9 (`ppo_trainer.yaml`), siiRL
-0.2, AReaL 1.0 (`cli_args.py`), slime, prime-rl. One table answers an unknown setting and makes docs/coming_from.md.
+0.2, AReaL 1.0 (`cli_args.py`), slime, prime-rl. The table serves error messages about unknown settings,
+and docs/coming_from.md.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import NamedTuple
 
 
 class Alias(NamedTuple):
-    """One name elsewhere.
+    """One name in other systems.
 
     Attributes:
         theirs: the name, or its last parts: `rollout.n` also stands for `actor_rollout_ref.rollout.n`.
-        of: the systems that have it.
-        ours: our setting, with a value where that is meant (`trainer.engine=sharded`); empty: there is none.
+        of: the systems that use the name.
+        ours: asyncrl's setting, with a value if the alias implies one (`trainer.engine=sharded`); empty: none.
         note: the difference in meaning, or what to do instead.
     """
 
@@ -290,11 +291,11 @@ RENAMED = {
     "system.shared": "system.shared_filesystem",
     "system.stop_patience_s": "system.stop_timeout_s",
 }
-"""Settings of this system by the names that they had in earlier versions, and their names now."""
+"""Current names of renamed settings, by their names in earlier versions."""
 
 
 def elsewhere(name: str) -> Alias | None:
-    """Return the alias that `name` equals or ends with, at a dot; of several the one with the most parts."""
+    """Return the alias that `name` equals, or ends with after a dot; the one with the most parts if several do."""
     fitting = [alias for alias in ALIASES if name == alias.theirs or name.endswith(f".{alias.theirs}")]
     return max(fitting, key=lambda alias: alias.theirs.count("."), default=None)
 

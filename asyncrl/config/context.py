@@ -1,4 +1,4 @@
-"""Tokens of the longest conversation that the settings allow, which servers and training make room for."""
+"""Number of tokens of the longest conversation that the settings allow; servers and training make room for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.config.plugin_code import signatures
 
 def turns(config: ExperimentConfig) -> int:
     """Return the number of answers that a conversation has room for, in training or in an evaluation:
-    `rollout.chat.max_turns`, else the most of an agent's own `max_turns`, else 1.
+    `rollout.chat.max_turns`, else the largest `max_turns` of an agent, else 1.
     """
     own = max(agents_turns(played) for played in (config, *codes_of_sets(config).values()))
     limit = config.rollout.chat.max_turns

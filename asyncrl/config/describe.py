@@ -27,12 +27,12 @@ commands:
   replay EXPERIMENT samples=FOLDER    train on kept samples, without servers
   audit RUN                           check what a run left on the disk
   attach RUN                          show a run that was started with --detach
-  join RUN --kind KIND                add generation_servers or rollout_workers to a run that goes on
-  chaos EXPERIMENT                    run one under kills, pauses and broken connections
-  doctor RUN                          say why a run is slow, stands still or learns nothing
+  join RUN --kind KIND                add generation_servers or rollout_workers to a run in progress
+  chaos EXPERIMENT                    run the experiment under kills, pauses and broken connections
+  doctor RUN                          explain why a run is slow, stands still or learns nothing
   dashboard RUN                       show runs on a page, live or as one file
   clean RUN                           remove what an ended run does not need
-  trace RUN                           write what it did when, for ui.perfetto.dev or as a picture
+  trace RUN                           write a run's timeline, for ui.perfetto.dev or as a picture
   doctor EXPERIMENT                   make every check of a start, and start nothing
   completion bash|zsh                 print a script that completes commands, experiments and settings
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
@@ -53,7 +53,7 @@ def program() -> str:
 
 
 def list_experiments(folder: Path | None) -> str:
-    """The usage, and every experiment with its one-line description, those of the user's `folder` first.
+    """Return the usage and every experiment with its one-line description, those of the user's `folder` first.
 
     Raises:
         ConfigError: there is no such folder.
@@ -71,14 +71,14 @@ def list_experiments(folder: Path | None) -> str:
 
 
 def experiment_help(name: str, config: Config) -> str:
-    """Every setting of the experiment, grouped, with the value it has there."""
+    """Return every setting of the experiment with its value, by group."""
     lines = [f"{program()} {name} [setting=value ...]", ""]
     lines += _group_lines(config, "", "run")
     return "\n".join(lines)
 
 
 def resolved_yaml(config: Config) -> str:
-    """The resolved config."""
+    """Return the resolved config as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 

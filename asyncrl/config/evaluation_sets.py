@@ -108,7 +108,7 @@ def _given(group: str, owner: EvalConfig | EvalSetConfig) -> Iterator[tuple[str,
 
 
 def _code(config: ExperimentConfig, group: str, own: EvalSetConfig) -> dict[str, PluginConfig]:
-    """Return the groups in which a set differs from training, as `eval` and then the set itself say.
+    """Return the groups in which a set differs from training; the set's own settings win over those of `eval`.
 
     Raises:
         ConfigError: a setting is unknown, has a wrong type, or cannot differ for a set.

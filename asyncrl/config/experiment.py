@@ -137,7 +137,7 @@ class ExperimentConfig:
 
     @property
     def adopted_urls(self) -> list[str]:
-        """Addresses of the servers that somebody else runs; they get no token of the run."""
+        """Addresses of servers outside the run; they do not receive the run's token."""
         return [*self.generation.sglang.urls, *(policy.url for policy in self.policies if policy.url is not None)]
 
     @property
@@ -152,7 +152,7 @@ class ExperimentConfig:
 
     @property
     def critic_optimizer_steps(self) -> int:
-        """The same of the critic: those of all policies whose samples it is trained on."""
+        """Most optimizer steps of the critic: those of all policies whose samples train it."""
         sharing = [policy for policy in self.policies if policy.name in self.critic_sharers]
         return self._optimizer_steps(self.trainer) + sum(self._optimizer_steps(policy) for policy in sharing)
 

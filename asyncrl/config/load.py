@@ -49,14 +49,14 @@ _NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<c
 
 
 class ExperimentFiles(FileConfigSource):
-    """Hydra's source of YAML files, which also tells each file its own folder."""
+    """Hydra's source of YAML files; replaces `HERE` in each file by the file's folder."""
 
     @staticmethod
     def scheme() -> str:
         return "experiments"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The file with its folder in place of `HERE`."""
+        """Return the file with its folder in place of `HERE`."""
         result = super().load_config(config_path)
         folder = Path(self.path, config_path).parent
         result.config = OmegaConf.create(OmegaConf.to_yaml(result.config).replace(HERE, str(folder)))
@@ -110,11 +110,12 @@ def load_experiment(
 ) -> Config:
     """Compose experiment `name` with `overrides` and check every value's type.
 
-    It is looked for in the user's `folder` first, then among the built-in ones, and so is what its defaults list names.
+    The experiment, and every entry of its defaults list, is searched in the user's `folder`, then among the built-in
+    ones.
     `${here:}` in an experiment's file stands for that file's folder.
 
     Args:
-        commands: what else `name` may be a misspelling of.
+        commands: names of commands, of which `name` may be a misspelling.
 
     Raises:
         ConfigError: no such experiment, a malformed override, an unknown setting, or a value of the wrong type; one
@@ -163,7 +164,7 @@ def _hydra() -> Iterator[None]:
 
 @cache
 def _store_schemas() -> None:
-    """Let defaults lists name the schemas. Once, since this takes as long as all the rest of loading an experiment."""
+    """Register the schemas for defaults lists, once: it takes as long as all the rest of loading an experiment."""
     for name, schema in SCHEMAS.items():
         ConfigStore.instance().store(name=name, node=schema)
 
@@ -173,7 +174,7 @@ def _names_in(folders: Sequence[Path]) -> list[str]:
 
 
 def _compose(name: str) -> tuple[DictConfig, type[Config]]:
-    """The experiment as its files say, and the schema that it begins with."""
+    """Return the experiment as composed from its files, and the schema that it begins with."""
     try:
         config = compose(name)
     except MissingConfigException as error:
@@ -229,7 +230,7 @@ def _refusal(base: DictConfig, override: str) -> list[str]:
 
 
 def load_supervised(name: str, folder: Path | None = None) -> SFTConfig:
-    """Experiment `name`, which makes a base model.
+    """Load experiment `name`, which makes a base model.
 
     Raises:
         ConfigError: as for `load_experiment`, or it is not a supervised experiment.
@@ -258,7 +259,7 @@ def _kinds(schema: type[Any]) -> dict[str, Any]:
 
 
 def _checked_override(text: str, schema: type[Any]) -> str:
-    """Return the override in Hydra's form: keys below a free-form mapping get the `+` that the user need not write.
+    """Return the override in Hydra's form: adds the `+` to keys below a free-form mapping.
 
     Raises:
         ConfigError: it is not `setting=value`, or names no setting.

@@ -27,13 +27,13 @@ SECRET_FILE = "secret"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 BOOKS_FILE = "books.json"
-"""Books as of the last complete step, for an end at which the MasterWorker cannot report them."""
+"""Accounts as of the last complete step, for a launch whose MasterWorker ends without reporting them."""
 LEDGER_DIR = "ledger"
 """History of every rollout: lines of `asyncrl.comm.ended_rollouts.ledger_lines`."""
 SAMPLES_DIR = "samples"
 """Kept samples: `asyncrl.observe.samples`."""
 ANSWERS_DIR = "eval_samples"
-"""Kept answers of evaluations, likewise, in a folder for each set."""
+"""Kept answers of evaluations, in the same form, in a folder for each set."""
 RESTARTS_FILE = "restarts.jsonl"
 """Restarts by the launcher, with their causes."""
 REMARKS_FILE = "remarks.jsonl"
@@ -111,7 +111,7 @@ def read_settings(run_dir: Path) -> Any:
     """The resolved config of the run in `run_dir` as nested mappings, whatever version wrote it.
 
     Every process of a run reads it, so OmegaConf is not used: it would take fifty times as long to check its own
-        output.
+    output.
     """
     text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

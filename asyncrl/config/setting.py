@@ -1,7 +1,7 @@
 """One definition per setting: default, unit, choices, bounds and help live in the dataclass field that holds it.
 
-A choice is a `StrEnum` whose members are named as in the settings, or, where each choice is a class or a file of its
-own, the registry's or folder's names (`choices=`). Code compares with the enum's members, never with strings.
+A choice is a `StrEnum` whose members are named as in the settings, or, where each choice is a separate
+class or file, the registry's or folder's names (`choices=`). Code compares with the enum's members, never with strings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def setting(
     """A dataclass field that carries its documentation and bounds.
 
     `minimum` and `maximum` are inclusive. `choices` are for strings; a field annotated with an enum has the enum's.
-    A `fixed` setting decides the meaning of a checkpoint, so a trial with checkpoints cannot continue with another
+    A `fixed` setting determines what a checkpoint means, so a trial with checkpoints cannot continue with another
     value.
     """
     info = SettingInfo(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, fixed=fixed)
@@ -66,7 +66,7 @@ def setting_info(dataclass_field: Field[Any]) -> SettingInfo:
 
 
 def least_problems(group: str, config: Any) -> Iterator[str]:
-    """Yield an error message for each number in the group of settings `config` that is below its least value."""
+    """Yield an error message for each number in the group of settings `config` that is below its `minimum`."""
     for item in fields(config):
         value, info = getattr(config, item.name), setting_info(item)
         if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 _SIMILAR = 0.6
 """Least similarity, by `difflib.SequenceMatcher.ratio`, of a suggestion among a few names."""
 _SIMILAR_SETTING = 0.75
-"""The same among all settings, of which there are so many that some are always a little alike."""
+"""Least similarity of a suggestion among all settings; with that many names, some are always slightly similar."""
 _SAME_WORD = 0.9
 """Least similarity of two last parts that are taken for one word, such as a singular and its plural."""
 

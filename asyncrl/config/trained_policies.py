@@ -1,8 +1,8 @@
-"""Further trained policies: their settings, their roles in the trainer, and which samples are theirs.
+"""Further trained policies: their settings, their roles in the trainer, and the assignment of samples to policies.
 
 The run's own policy has the name "" and the roles `actor`, `critic`, `ref` and so on. Those of a further policy `judge`
-are `judge`, for its actor, `judge/ref` and so on, so its weights are in `weights/judge`. A sample is of the policy that
-the role of its comparison group names (`asyncrl.api.trajectory.role_of`): the client of a policy names it.
+are `judge`, for its actor, `judge/ref` and so on, so its weights are in `weights/judge`. A sample belongs
+to the policy named by the role of its comparison group (`asyncrl.api.trajectory.role_of`), set by the policy's client.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from asyncrl.config.plugin_code.import_paths import Definition, PluginError, def
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OFFERED_TO_AGENTS: Final = ("tokenizer", "chat", "tools")
-"""Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
+"""Keyword arguments for agents that have parameters of these names; a class of agents must accept the first."""
 _AGENT: Final = ("asyncrl.api.agent", "Agent")
 _ENVIRONMENT: Final = ("asyncrl.api.environment", "Environment")
 _AROUND_AGENTS, *_OF_AGENTS = AGENT_METHODS
@@ -35,7 +35,7 @@ _RESET_BY_NAME: Final = ("seed", "options")
 class _Line:
     """A class and its bases below `base`, the nearest first, as far as the source shows them.
 
-    `ends_at_base`: True if they end at `base`; None if the source does not show it.
+    `ends_at_base`: True if the bases end at `base`; None if the source does not show it.
     """
 
     classes: Sequence[ast.ClassDef]
@@ -43,7 +43,10 @@ class _Line:
 
 
 def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the agent at `path`, a class or `run(prompt, env, client)`, and with its `args`."""
+    """Yield an error message for each problem of the agent at `path` and its `args`.
+
+    The agent is a class or a function `run(prompt, env, client)`.
+    """
     try:
         found = definition(path)
         match found:
@@ -68,7 +71,7 @@ def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[s
 
 
 def environment_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the environment's class at `path` (or the function that makes it), and its `args`."""
+    """Yield an error message for each problem of the environment at `path`, a class or a function, and its `args`."""
     try:
         found = definition(path)
     except PluginError as error:
@@ -130,7 +133,7 @@ def _environment_wrong(line: _Line) -> str | None:
 
 
 def _method_wrong(whose: str, method: ast.stmt) -> str | None:
-    """Return why `method` cannot be called as it will be; None if it can, or if the source does not show it."""
+    """Return an error message if `method` cannot be called with its arguments; None if it can, or if unclear."""
     if not isinstance(method, _Function) or method.decorator_list:
         return None
     given, taken = _TAKES[method.name], method.args

@@ -53,7 +53,7 @@ def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, RegisteredFunctio
 def check(
     kind: str, name: str, params: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()
 ) -> RegisteredFunction:
-    """The entry of `name`, after checking that `params` fit its keyword-only parameters.
+    """Return the entry of `name`, after a check that `params` fit its keyword-only parameters.
 
     Raises:
         PluginError: no such name, or an import path that leads to no function.
@@ -68,10 +68,10 @@ def check(
 def resolve(
     kind: str, name: str, params: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """The function of `name` with `params` bound. Imports only the module that defines it.
+    """Return the function `name` with `params` bound. Imports only the module that defines it.
 
     Raises:
-        PluginError, ValueError: as `check`.
+        PluginError, ValueError: as for `check`.
     """
     entry = check(kind, name, params, plugins)
     return functools.partial(load_plugin(f"{entry.module}:{entry.function}"), **dict(params or {}))

@@ -42,7 +42,7 @@ def split_path(path: str) -> tuple[str, str]:
     """`package.module:Name` or `file.py:Name` as (module or file, name).
 
     Raises:
-        PluginError: there is no colon, or nothing on one side of it.
+        PluginError: there is no colon, or one side of the colon is empty.
     """
     module, _, name = path.rpartition(":")
     if module and name:
@@ -55,9 +55,9 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def locate(module: str) -> Path | None:
-    """The file, or for a package the folder, of `module`, a dotted name or a `.py` file; None if there is none.
+    """Return the file (for a package, the folder) of `module`, a dotted name or a `.py` file; None if there is none.
 
-    Only the top-level package is looked up; it is not run, and neither are the packages between.
+    Only the top-level package is looked up. No package on the path is executed.
     """
     if module.endswith(".py"):
         file = Path(module).expanduser().resolve()
@@ -114,7 +114,7 @@ def top_level_functions(source: Path) -> list[ast.FunctionDef]:
 
 
 def load_plugin(path: str) -> Any:
-    """The object that `path` names, importing its module.
+    """Import the module of `path` and return the object.
 
     Raises:
         PluginError: the module or file does not exist, fails while it is imported, or has no such name.
@@ -168,7 +168,7 @@ def _parsed(source: Path) -> ast.Module:
 
 
 def _names(body: Iterable[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return the names that `body` defines, also within `if`, `try` and `with`; of several definitions the last."""
+    """Return the names that `body` defines, also within `if`, `try` and `with`; the last definition of each name."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         match node:

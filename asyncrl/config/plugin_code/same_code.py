@@ -1,6 +1,6 @@
-"""Checksums of the sources that a process runs, by which hosts notice that they have different code.
+"""Checksums of the sources that a process runs, to detect hosts with different code.
 
-Sources of which a run may have several states are compared: asyncrl itself, the packages that settings name, and every
+Sources that may differ between hosts are compared: asyncrl itself, the packages that settings name, and every
 module that is not installed (found by PYTHONPATH or in the current folder). Other packages may differ from host to
 host. Code files that settings name by path are copied to each host and need no comparison.
 """
@@ -20,11 +20,11 @@ _STANDARD_LIBRARY = {Path(sysconfig.get_path(name)).resolve() for name in ("stdl
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_THE_HOST = {"__main__", "__mp_main__", "sitecustomize", "usercustomize"}
 _ASYNCRL = "asyncrl"
-_PATH_AT_START = frozenset(sys.path)  # what is there later was added by code of the user's
+_PATH_AT_START = frozenset(sys.path)  # later entries were added by user code
 
 
 def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
-    """Checksums of the source files of the modules that are loaded, by name: XXH3, sixteen hexadecimal digits.
+    """Return checksums of the loaded modules' source files by module name: XXH3, sixteen hexadecimal digits.
 
     Args:
         packages: top-level packages that are compared although they are installed.

@@ -1,9 +1,8 @@
 """Registrations and parameters of functions, read from Python source without importing it.
 
-The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source shows all that
-is
-needed: a decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm, the arguments of the function (or of
-the constructor) are the parameters, and annotations and defaults are the rules.
+The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source shows all
+that is needed. A decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm. The arguments of the function
+(or of the constructor) are the parameters, and annotations and defaults are the rules.
 
 The source is parsed instead of imported (with `inspect`, in a separate process) for three reasons. Importing the
 algorithms imports torch, which takes longer than all other checks together. User code may need packages or GPUs that
@@ -47,7 +46,7 @@ class Param:
         """Return True if `value` fits the annotation: scalars, `Literal[...]`, `None` and unions of these.
 
         An int is a valid float, a bool is not a number. An annotation of any other form accepts everything: a user's
-        function checks what only it understands.
+        function has to check such values itself.
         """
         return not self.annotation or _fits(ast.parse(self.annotation, mode="eval").body, value)
 
@@ -185,7 +184,7 @@ def names(path: str, positional: int = 0) -> Collection[str]:
 
 
 def named_bases(class_: ast.ClassDef) -> list[str]:
-    """The bases of a class that may have methods, as they are written."""
+    """Return the bases of a class that may have methods, as source text."""
     bases = [ast.unparse(base).partition("[")[0] for base in class_.bases]
     return [base for base in bases if base.rpartition(".")[2] not in _BASES_WITHOUT_METHODS]
 
@@ -194,7 +193,7 @@ def takes(path: str, name: str) -> bool:
     """Return False if the class or function at `path` takes no argument `name`, by its source."""
     try:
         params = _params_at(path, 0)
-    except PluginError:  # said where the path is checked
+    except PluginError:  # reported where the path is checked
         return True
     return params is None or name in params
 
@@ -202,19 +201,19 @@ def takes(path: str, name: str) -> bool:
 def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
     """Return the value of the parameter `name` of the class or function at `path`: from `args`, else its default.
 
-    None if it has none, or if the source does not show it.
+    None if the parameter has no default, or if the source does not show it.
     """
     if name in args:
         return args[name]
     try:
         param = (_params_at(path, 0) or {}).get(name)
-    except PluginError:  # which is refused by name elsewhere
+    except PluginError:  # reported where the path is checked
         return None
     return None if param is None or param.default is ... else param.default
 
 
 def _params_at(path: str, positional: int) -> Params | None:
-    """The parameters of the function or constructor at `path`; None where the source does not say."""
+    """Return the parameters of the function or constructor at `path`; None if the source does not show them."""
     found = definition(path)
     if found is None:
         return None
@@ -236,12 +235,12 @@ def _params_at(path: str, positional: int) -> Params | None:
 
 
 def _is_plain(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """True if its definition shows its parameters: no decorator changes them."""
+    """True if no decorator of the definition changes its parameters."""
     return all(ast.unparse(decorator).startswith(_MARKS) for decorator in node.decorator_list)
 
 
 def _params(function: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) -> Params | None:
-    """Return what `function` takes by name beside its first `positional` arguments; None if it takes any name."""
+    """Return the parameters of `function` after its first `positional` ones; None if it takes any name."""
     taken = function.args
     if taken.kwarg is not None:
         return None
@@ -263,7 +262,7 @@ def _param(arg: ast.arg, default: ast.expr | None) -> Param:
 
 
 def _configurable(function: ast.FunctionDef, kind: str) -> Params | None:
-    """The parameters of an algorithm; their defaults are what the reference page shows."""
+    """Return the parameters of an algorithm; the reference page shows their defaults."""
     params = _params(function, KINDS.get(kind, 2))  # a model function takes its context and the batch
     for param in (params or {}).values():
         if param.default is ...:
