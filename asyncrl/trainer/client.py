@@ -1,4 +1,4 @@
-"""The publishing ModelWorker, as the manager reaches it. Torch-free."""
+"""Client of the publishing ModelWorker, for the GserverManager. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PublisherClient:
         self._connected: tuple[str, RequestClient] | None = None
 
     async def send_weights(self, order: SendWeights) -> None:
-        """Have the worker send the weights that it holds in memory to a server, as `order` says.
+        """Have the worker send the weights that it holds in memory to a server, as `order` specifies.
 
         Raises:
-            UpdateFailed: it failed; the server's weights are then unknown.
+            UpdateFailed: the transfer failed; the server's weights are then unknown.
         """
         try:
             client = await self._find()

@@ -20,13 +20,14 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         head: data index of the ModelWorker that holds the tensors.
         oldest_version: policy version of the oldest generated token of the group; -1 if nothing was generated.
         version_tokens: generated tokens by policy version.
-        lengths: `[S]` tokens of each sample, prompt included; `generated`, `rewards`, `truncated` likewise.
-        rewards: with the rewards of turns.
-        episodes: `[S]` the member of the group that each sample is of; see `asyncrl.api.Sample.episode`.
+        lengths: `[S]` tokens of each sample, prompt included; `generated`, `rewards` and `truncated` also have S
+            entries.
+        rewards: rewards of the samples, with the rewards of their turns.
+        episodes: `[S]` the member of the group that each sample belongs to; see `asyncrl.api.Sample.episode`.
         metrics: the rollout's own numbers by name: times, rewards.
         groups: `[S]` the comparison group of each sample; empty if none is named.
-        distinct: tokens with every prefix that its samples share counted once; 0 where prefixes are not shared.
-        received_at: when this process of the rank took it in, in seconds since 1970; 0 if that is not known.
+        distinct: number of tokens if a prefix that samples share counts once; 0 if prefixes are not shared.
+        received_at: time at which this process of the rank received the rollout, in seconds since 1970; 0 if unknown.
     """
 
     rollout_id: str
@@ -53,7 +54,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len({*zip(self.groups, self.rewards, strict=True)}) > len({*self.groups})
 
     def has_signal_of(self, policy: str, others: Collection[str]) -> bool:
-        """As `has_signal`, of the samples of one policy; `others` are trained beside the run's own, which is ""."""
+        """As `has_signal`, for the samples of one policy; `others` are trained beside the run's own policy, ""."""
         if not others or not self.groups:
             return self.has_signal and not policy
         own = [each for each in zip(self.groups, self.rewards, strict=True) if policy_of(each[0], others) == policy]
@@ -66,7 +67,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that a rank computes to train it."""
+        """Tokens that a rank computes to train the rollout."""
         return self.distinct or self.tokens
 
     @property
@@ -98,7 +99,8 @@ class PolledBuffer(Reply, frozen=True):
 class PollBuffer(Request[PolledBuffer], frozen=True):
     """Request the rollouts that were received after `cursor`.
 
-    Answered once there are `at_least` rollouts, or `gather_s` seconds after the first, or with none after `timeout_s`.
+    The rank answers once it has `at_least` rollouts, or `gather_s` seconds after the first; without any rollout it
+    answers after `timeout_s`.
     """
 
     cursor: int
@@ -127,7 +129,7 @@ class SendWeights(Request[Done], frozen=True):
 
 
 class StepRunning(Reply, frozen=True):
-    """Reply on `in_step`: True if a step has begun on the rank whose end is not in its in-memory checkpoint."""
+    """`in_step`: True if a step has begun on the rank and its end is not in the rank's in-memory checkpoint."""
 
     in_step: bool
 
@@ -223,15 +225,15 @@ class RunCall(Request[CallStats], frozen=True):
 
     @classmethod
     def of(cls, call: Call) -> RunCall:
-        """The request to run `call`."""
+        """Return the request to run `call`."""
         return cls(call.name, call.role, call.function, call.reads, call.writes, dict(call.args), call.policy)
 
 
 class ScoreAhead(Request[Done], frozen=True):
     """Run `calls` on received rollouts before their step, and keep what they write with the rollouts.
 
-    All ranks of the actor get the same request. `rollout_ids`: by data index, what that head holds; it skips what it
-    does not hold any more. `version`: of the actor.
+    All ranks of the actor get the same request. `rollout_ids`: by data index, the rollouts of that head, which skips
+    those that it no longer holds. `version`: version of the actor.
     """
 
     version: int
@@ -240,9 +242,10 @@ class ScoreAhead(Request[Done], frozen=True):
 
 
 class MoveColumns(Request[Done], frozen=True):
-    """Bring what calls of the role `source` wrote under `keys` to the ranks of the role `target`, in another grid.
+    """Copy the columns `keys`, written by calls of the role `source`, to the ranks of the role `target` in another
+    grid.
 
-    All ranks of both grids get the same request. `policy`: of whose samples the columns are; empty: the run's own.
+    All ranks of both grids get the same request. `policy`: policy of the columns' samples; empty: the run's own.
     """
 
     keys: tuple[str, ...]
@@ -256,8 +259,8 @@ class EndedStep(Reply, frozen=True):
 
     Attributes:
         memory_bytes: peak so far: of its GPU, or resident memory without one.
-        flops_per_s: floating point operations a second in the calls of the step; None: its models are not counted.
-        mfu: the same as a share of the device's peak.
+        flops_per_s: floating point operations per second in the calls of the step; None if its models are not counted.
+        mfu: `flops_per_s` as a share of the device's peak.
     """
 
     memory_bytes: int
@@ -336,7 +339,7 @@ class CommitCheckpoint(Request[Done], frozen=True):
 
 
 class LoadedCheckpoint(Reply, frozen=True):
-    """The master's state in the checkpoint that was loaded; None where there was none."""
+    """The master's state in the loaded checkpoint; None if there was no checkpoint."""
 
     master_state: dict[str, Any] | None
 

@@ -1,8 +1,9 @@
-"""Moving trajectories between ranks, from the one that received them to the one that trains them.
+"""Move trajectories from the ranks that received them to the ranks that train them.
 
 The codec's bytes are sent point to point by `torch.distributed`, on the CPU. All trajectories from one rank to another
 are one message, preceded by its size. All sends and receives are posted before the first is awaited, so no order of
-ranks can block. The master plans which trajectory goes where; each rank gets the list of what it sends and expects.
+ranks can block. The master plans which trajectory goes where; each rank gets the list of trajectories that it sends and
+expects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LENGTH_BYTES = 8
 def exchange_trajectories(
     leaving: Mapping[str, int], expected: Mapping[str, int], held: Mapping[str, Trajectory], ranks: Ranks
 ) -> list[Trajectory]:
-    """Exchange trajectories by one plan and return the `expected` ones, in that order. Called by all ranks.
+    """Exchange trajectories and return the `expected` ones, in that order. Called by all ranks, with one plan.
 
     Args:
         leaving: the worker that each rollout received here goes to (possibly this one), by rollout id, in data order.
@@ -31,7 +32,7 @@ def exchange_trajectories(
         ranks: all workers.
 
     Raises:
-        KeyError: this rank should hold a rollout that it does not.
+        KeyError: this rank lacks a rollout that it should hold.
     """
     for rollout_id in leaving:
         if rollout_id not in held:
@@ -77,7 +78,7 @@ def transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], ran
 
 
 def _pack(trajectories: Iterable[Trajectory]) -> Tensor:
-    """The trajectories' message: the length of its header (int64), the header, the payload."""
+    """Encode trajectories as one message: the length of its header (int64), the header, the payload."""
     header, payload = encode_trajectories(trajectories)
     data = bytearray().join((len(header).to_bytes(_LENGTH_BYTES, "little"), header, payload))
     return torch.frombuffer(data, dtype=torch.uint8)

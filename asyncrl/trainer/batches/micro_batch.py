@@ -1,15 +1,15 @@
-"""One micro-batch: which tokens go into the model, and which of its outputs score which tokens.
+"""One micro-batch: the tokens that go into the model, and the outputs that score the wanted tokens.
 
 Token t of a sequence is predicted from position t - 1, so a sequence whose last wanted token is t goes into the model
-up to t - 1 only: what follows it (the end token, trailing environment tokens) is never computed. Index arrays refer to
+up to t - 1 only. Later tokens (the end token, trailing environment tokens) are never computed. Index arrays refer to
 three spaces:
 
     T   tokens of the step's batch, all sequences end to end
     I   input tokens of this micro-batch, its sequences end to end
     N   wanted tokens of this micro-batch, in the same order
 
-Sequences come longest first, or where prefixes are shared (`prefix_tree`) in lexicographic order; several input tokens
-may then have one place.
+Sequences are ordered longest first. If prefixes are shared (`prefix_tree`), the order is lexicographic, and several
+input tokens may have the same place.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class MicroBatch:
         seqs: positions of this micro-batch's sequences in the step's batch.
         model_inputs: keyword arguments of the trunk.
         sources_I: position of each input token in the step's batch.
-        places_I: position of its output in the trunk's flattened result [rows * width].
+        places_I: position of each input token's output in the trunk's flattened result [rows * width].
         targets_N: position of each wanted token in the step's batch.
         tokens_N: the wanted tokens.
-        predictors_N: the outputs that predict them, as positions in I.
+        predictors_N: the outputs that predict the wanted tokens, as positions in I.
         seq_ids_N: sequence of each wanted token, counted in this micro-batch from 0.
-        depths: place of each computed token in its sequence, from 1 on; on the host. Padding has none, and a token of a
-            shared prefix one.
+        depths: place of each computed token in its sequence, from 1 on; on the host. Padding has no entry, and a token
+            of a shared prefix has one.
         routing: [rows * width, layers, per_token], experts of the tokens at these outputs during generation; None if
             they were not recorded.
     """
@@ -83,8 +83,8 @@ class ShownTokens:
     """Tokens as a model that takes pictures sees them.
 
     Attributes:
-        ids_T: [T], with the ids of pictures' rows in the place of their placeholders; on the device.
-        positions_3T: three positions of each; None where they are the places in the sequences.
+        ids_T: [T], with the ids of pictures' rows in place of their placeholders; on the device.
+        positions_3T: three positions of each token; None if the positions are the places in the sequences.
         types_T: [T], transformers' `token_type_ids`; None if the model takes none.
         held: the pictures, kept alive as long as these ids are used.
     """
@@ -111,14 +111,14 @@ class ShownTokens:
         return cls(ids_T, positions_3T, types_T, held)
 
     def positions(self, sources: Ints, places: Ints) -> Ints:
-        """Positions of the tokens `sources` [rows, width], whose places are `places`: these, or three [3, rows, width]
-        of each.
+        """Return the positions of the tokens `sources` [rows, width], whose places are `places`: `places` itself, or
+        three positions of each token, [3, rows, width].
         """
         return places if self.positions_3T is None else np.ascontiguousarray(self.positions_3T[:, sources])
 
 
 def wanted_lengths(wanted_T: NDArray[np.bool_], starts_S: Ints, lengths_S: Ints) -> Ints:
-    """Input tokens that each sequence needs: the index of its last wanted token; 0 where none is wanted.
+    """Return the input tokens that each sequence needs: the index of its last wanted token; 0 if none is wanted.
 
     Raises:
         ValueError: a sequence's first token is wanted, which nothing predicts.
@@ -151,7 +151,7 @@ def micro_batches(
 
     Args:
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
-        prefixes: what the sequences have in common; of a `tree` only.
+        prefixes: shared prefixes of the sequences; only for layouts that share prefixes.
         routing: [T, layers, per_token], of the step's batch.
         shown: the tokens as a model that takes pictures sees them.
     """
@@ -170,7 +170,7 @@ def micro_batches(
         rows_I = np.repeat(np.arange(len(members)), lengths)
         offsets_I = np.arange(len(rows_I)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         sources_I = starts_S[members][rows_I] + offsets_I
-        # The last input of a sequence may be its last token: what follows it is another sequence's first, never wanted.
+        # The last input of a sequence may be its last token. The next one is another sequence's first, never wanted.
         chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
         if kind == AttentionKind.flex:
             layout = _in_pre_order(sources_I, offsets_I, tree or Branches.alone(members, lengths))
@@ -185,10 +185,10 @@ def micro_batches(
 class _Layout:
     """The input of a micro-batch, on the host.
 
-    `sources` and `positions` are of each place of the input, [rows, width]: where its token is in the step's batch, and
-    its position in its sequence. `places_I` is the place of every input token in the flattened result. `ends` are the
-    ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens. `below` is of each place of
-    a stream in pre-order: where the tokens below it end.
+    `sources` and `positions` have an entry for each place of the input, [rows, width]: the index of its token in the
+    step's batch, and its position in its sequence. `places_I` is the place of every input token in the flattened
+    result. `ends` are the ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens.
+    `below` is, for each place of a stream in pre-order, the end of the tokens below it.
     """
 
     sources: Ints
@@ -232,7 +232,7 @@ def _on_device(
     inputs: dict[str, Any] = {"input_ids": ids_T[there["sources"]], "position_ids": there["positions"]}
     if shown is not None and shown.types_T is not None:
         types = torch.zeros_like(there["sources"])
-        types.view(-1)[there["places_I"]] = shown.types_T[there["sources_I"]]  # padding is of no picture
+        types.view(-1)[there["places_I"]] = shown.types_T[there["sources_I"]]  # padding belongs to no picture
         inputs["token_type_ids"] = types
     if layout.ends is not None:
         inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
@@ -264,7 +264,7 @@ def _depths(layout: _Layout) -> Ints:
 
 
 def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
-    """Return the arrays as tensors on `device`. They travel in one copy, which is asynchronous for a GPU."""
+    """Return the arrays as tensors on `device`. All are moved in one copy, which is asynchronous for a GPU."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     sizes = [array.size for array in arrays.values()]

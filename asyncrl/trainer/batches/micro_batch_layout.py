@@ -1,4 +1,4 @@
-"""Cutting sequences into micro-batches, and laying a micro-batch out for the model. Pure; numpy only.
+"""Cut sequences into micro-batches, and lay a micro-batch out for the model. Pure; numpy only.
 
 A micro-batch holds whole sequences, at most `budget` tokens of them (a longer sequence is alone in its own). Two costs
 are counted. `packed`: sequences lie end to end and no position is wasted, so the cost is their tokens. `padded`: rows
@@ -29,15 +29,15 @@ class AttentionKind(StrEnum):
     """Ways in which a model's attention keeps the sequences of a micro-batch apart."""
 
     packed = auto()
-    """They lie end to end; attention works on a few blocks of rows (`blocks`)."""
+    """Sequences lie end to end; attention works on a few blocks of rows (`blocks`)."""
     tree = auto()
-    """As packed, and a prefix that several share lies there once, where that saves enough (`prefix_tree`)."""
+    """As packed, but a prefix that several sequences share is stored once if that saves enough (`prefix_tree`)."""
     flex = auto()
-    """As tree, in pre-order; FlexAttention is told where the tokens below each token end."""
+    """As tree, in pre-order; FlexAttention receives the end of the tokens below each token."""
     flash = auto()
-    """They lie end to end; flash attention's variable-length kernel is told where each ends."""
+    """Sequences lie end to end; flash attention's variable-length kernel receives the end of each."""
     padded = auto()
-    """Each is a row, padded on the right."""
+    """Each sequence is a row, padded on the right."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -46,7 +46,7 @@ class AttentionKind(StrEnum):
 
 
 MAX_BLOCK_WASTE = 0.25
-"""Padding that attention blocks may add, as a part of a micro-batch's tokens: a second block pays above this."""
+"""Padding that attention blocks may add, as a share of a micro-batch's tokens. Above it a second block pays off."""
 
 
 def cut(lengths: Sequence[int], budget: int, kind: AttentionKind = AttentionKind.packed) -> list[list[int]]:
@@ -71,7 +71,10 @@ def cut(lengths: Sequence[int], budget: int, kind: AttentionKind = AttentionKind
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], budget: int, padded: bool) -> list[list[int]]:
-    """First fit in `order`, longest first; a part costs its tokens, or where rows are `padded` the first's for each."""
+    """First fit in `order`, longest first.
+
+    A part costs its tokens; if rows are `padded`, rows times the first's length.
+    """
     parts: list[list[int]] = []
     cost = 0
     for index in order:
@@ -90,7 +93,7 @@ class Block(Generic[Indices]):
     """Sequences of a packed stream as rows of one length, for attention.
 
     `gather`, shape [rows * width], takes the stream's positions into rows. Padding repeats position 0 of the stream;
-    causal attention keeps it from reaching a real position of a row. `scatter` takes the rows' real positions back, in
+    causal attention hides it from the real positions of a row. `scatter` takes the rows' real positions back, in
     stream order.
 
     Rows that begin with a shared prefix (`prefix_tree`) have fewer queries than keys: `query_gather`, of shape
@@ -124,7 +127,7 @@ class Block(Generic[Indices]):
         return {name: array for name, array in arrays.items() if array is not None}
 
     def with_indices(self, arrays: Mapping[str, Other]) -> Block[Other]:
-        """The same block with other `arrays`, named as `indices` names them."""
+        """Return the same block with other `arrays`, by the names of `indices`."""
         return Block(
             self.rows,
             self.width,
@@ -139,7 +142,7 @@ class Block(Generic[Indices]):
 def block_rows(lengths: Sequence[int]) -> list[int]:
     """Return the number of rows of each attention block, for sequences in descending order of length.
 
-    Cut where it saves padding: a new block starts once the current one would waste more than `MAX_BLOCK_WASTE`.
+    A new block starts once the current one would have more padding than `MAX_BLOCK_WASTE`.
 
     Raises:
         ValueError: `lengths` is not descending.
@@ -159,7 +162,7 @@ def block_rows(lengths: Sequence[int]) -> list[int]:
 
 
 def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
-    """Attention blocks of sequences packed in descending order of length; their streams lie end to end.
+    """Return the attention blocks of sequences packed in descending order of length; their streams lie end to end.
 
     Raises:
         ValueError: `lengths` is not descending.

@@ -38,17 +38,19 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Int
 
 MAX_MASK_BYTES = 16 << 20
 MAX_MASK_WASTE = 0.25
-"""Padding of queries times keys that a masked block may have, as a part of what is wanted: another block pays above."""
+"""Padding of queries x keys that a masked block may have, as a share of the wanted pairs. Above it a new block pays."""
 FLEX_BLOCK = 128
 """The length of a stream for FlexAttention is a multiple of this number of tokens."""
 WORTHWHILE = 0.95
-"""Sharing is used where the stream has at most this part of the sequences' tokens: below, planning costs more."""
+"""Prefixes are shared if the stream has at most this share of the sequences' tokens; above it, planning costs more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixOrder:
-    """A batch's sequences in lexicographic order: `order` [S], and what each shares with the one before it, `shared`
-    [S] tokens; `rank` [S] is a sequence's place in the order.
+    """A batch's sequences in lexicographic order.
+
+    `order` [S] has the sequences, `shared` [S] the number of tokens that each shares with the one before it, and `rank`
+    [S] the place of each sequence in the order.
     """
 
     order: Ints
@@ -58,7 +60,7 @@ class PrefixOrder:
     @classmethod
     def of(cls, tokens_T: NDArray[np.integer], starts_S: Ints, lengths_S: Ints) -> PrefixOrder:
         """Return the order of sequences that lie end to end."""
-        big_endian = tokens_T.astype(">u4")  # whose bytes compare as the tokens do
+        big_endian = tokens_T.astype(">u4")  # its bytes compare as the tokens do
         sequences = [big_endian[start : start + size] for start, size in zip(starts_S, lengths_S, strict=True)]
         keys = [sequence.tobytes() for sequence in sequences]
         order = sorted(range(len(keys)), key=keys.__getitem__)
@@ -84,14 +86,14 @@ class PrefixOrder:
 def picture_symbols(
     tokens_T: NDArray[np.integer], starts_S: NDArray[np.integer], pictures_S: Sequence[Sequence[PlacedPicture]]
 ) -> NDArray[np.int64]:
-    """Return numbers `[T]` that are equal where tokens are and show the same place of the same picture.
+    """Return numbers `[T]` that are equal for equal tokens that show the same place of the same picture.
 
     Tokens outside of spans keep their ids; those in a span get negative numbers by picture and place in it.
 
     Args:
         tokens_T: ids of S samples, end to end.
         starts_S: position of each sample's first token in T.
-        pictures_S: pictures of each sample, at positions within it; empty where no sample has any.
+        pictures_S: pictures of each sample, at positions within it; empty if no sample has any.
     """
     symbols_T = tokens_T.astype(np.int64)
     first: dict[tuple[str, int], int] = {}
@@ -121,7 +123,7 @@ def symbols(tokens_T: NDArray[np.integer], routing: NDArray[Any] | None) -> NDAr
 
 
 def distinct_tokens(group: Sequence[Sample]) -> int:
-    """Tokens of a rollout's samples when every prefix that they share, in tokens, pictures and experts, counts once."""
+    """Count the tokens of a rollout's samples; a prefix shared in tokens, pictures and experts counts once."""
     prompt, rest = (
         (len(group.prompt), group.rest) if isinstance(group, SharedPrompt) else (0, SampleColumns.join(group))
     )
@@ -139,7 +141,7 @@ def _common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """Sequences `members` in the trie's pre-order, with their `lengths` and what each shares with the one before."""
+    """Sequences `members` in the trie's pre-order, their `lengths`, and the tokens each shares with the one before."""
 
     members: Ints
     lengths: Ints
@@ -162,8 +164,8 @@ class Branches:
 
 
 class Prefixes(NamedTuple):
-    """Shared prefixes of a batch's sequences: their order and the group of each, [S]. `always` shares also where little
-    is saved.
+    """Shared prefixes of a batch's sequences: their order and the group of each, [S]. `always` shares prefixes even if
+    little is saved.
     """
 
     order: PrefixOrder
@@ -172,9 +174,9 @@ class Prefixes(NamedTuple):
 
 
 def cut_tree(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches]:
-    """Cut `seqs` into micro-batches of at most `budget` stream tokens, groups whole where they fit.
+    """Cut `seqs` into micro-batches of at most `budget` stream tokens, groups whole if they fit.
 
-    A group is counted with what it shares within itself. One that exceeds the budget is cut in the trie's order, where
+    A group counts the tokens shared within it once. One that exceeds the budget is cut in the trie's order, where
     neighbours share most; a sequence longer than the budget is alone in its own.
     """
     order, groups_S, _ = prefixes
@@ -232,9 +234,9 @@ def lay_out(tree: Branches) -> Stream:
 class PreOrder(NamedTuple):
     """A trie as a stream in pre-order, for FlexAttention.
 
-    `places_I` has the position of every token of every sequence, in the order of the sequences; `ends` is of each
-    position of the stream: where the tokens below it end. The stream ends in padding up to a multiple of `FLEX_BLOCK`,
-    whose tokens see themselves.
+    `places_I` has the position of every token of every sequence, in the order of the sequences; `ends` has, for
+    each position of the stream, the end of the tokens below it. The stream ends in padding up to a multiple of
+    `FLEX_BLOCK`, whose tokens attend to themselves.
     """
 
     places_I: Ints
@@ -242,8 +244,8 @@ class PreOrder(NamedTuple):
 
 
 def pre_order(tree: Branches) -> PreOrder:
-    """Return the stream of `tree` in pre-order: each branch's own tokens behind those that it shares with the one
-    before.
+    """Return the stream of `tree` in pre-order: each branch's own tokens after the tokens that it shares with the
+    branch before.
     """
     size = -(-tree.tokens // FLEX_BLOCK) * FLEX_BLOCK
     ends = np.arange(1, size + 1)
@@ -267,7 +269,8 @@ def _asks_whole(own: int, length: int) -> bool:
 
 
 def _cut_rows(tree: Branches) -> list[list[int]]:
-    """Cut the branches that own tokens into blocks of rows, longest first, within the limits on padding and masks.
+    """Cut the branches that have their own tokens into blocks of rows, longest first, within the limits on padding and
+    masks.
 
     Blocks of rows whose queries are their whole path come first.
     """
@@ -296,7 +299,7 @@ def _cut_rows(tree: Branches) -> list[list[int]]:
 
 def _row_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
     """Return a block of rows whose keys are `paths`, longest first; the first `shared` tokens of a path belong to
-    others.
+    other rows.
 
     The queries of all rows are the whole path, or those of all rows are their own tokens.
     """
@@ -304,7 +307,7 @@ def _row_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
     lengths = np.array([len(path) for path in paths], dtype=np.int64)
     own = lengths - shared
     masked = not _asks_whole(int(own[0]), width)
-    first = shared if masked else np.zeros_like(shared)  # the first token that a row asks with
+    first = shared if masked else np.zeros_like(shared)  # the first token that is a query of the row
     queries = int((lengths - first).max())
     gather = np.zeros((rows, width), dtype=np.int64)
     asking = np.zeros((rows, queries), dtype=np.int64)

@@ -1,9 +1,9 @@
 """Move the columns that a call wrote from the ranks of one role to those of a role in another grid.
 
-Both grids have all samples of the step, each dealt in its own way, and both count rollouts in data order. Each copy
-knows which copy of the other grid has each of its rollouts. So the rows of a rollout go from the head of the copy that
-has it straight to the head of the copy that wants it, and from there to that copy's ranks. Once per pair of heads, the
-column's type and level (one row per token or per sample) are sent before the rows.
+Both grids have all samples of the step, each with its own distribution, and both count rollouts in data order. Each
+copy knows which copy of the other grid has each of its rollouts. So the rows of a rollout go directly from the head of
+the copy that has it to the head of the copy that wants it, and from there to that copy's ranks. Once per pair of heads,
+the column's type and level (one row per token or per sample) are sent before the rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def move_columns(request: MoveColumns, world: World, shares: Shares, batches: Ma
     """
     source, target = world.placement.grid(request.source), world.placement.grid(request.target)
     for key in request.keys:
-        column = batches[source][key].cpu() if source in batches else None  # one that was put off is computed by all
+        column = batches[source][key].cpu() if source in batches else None  # all ranks compute a deferred column
         arrived = _exchange(key, column, (source, target), world, shares, batches)
         if target in batches:
             batch, place = batches[target], world.places[target]

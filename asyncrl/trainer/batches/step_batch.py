@@ -52,12 +52,12 @@ class StepBatch:
 
     Attributes:
         version: policy version at the step's start; the step makes version + 1.
-        rollout_ids: this rank's rollouts in canonical order; the number of groups is their number.
+        rollout_ids: this rank's rollouts in canonical order, one for each group.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
         own: names of the user's columns: float32 [T] if they are per token, else float64 [S].
-        group_names: name of each comparison group, by its id (`Sample.group`); "" where none is named.
+        group_names: name of each comparison group, by its id (`Sample.group`); "" if it has no name.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
-            (`UNRECORDED` where that was not reported); None if any sample does not report them.
+            (`UNRECORDED` if that was not reported); None if any sample does not report them.
         pictures: [S], each sample's pictures with their positions in it; empty if no sample has any. Equal pictures are
             one `Picture` object.
         ahead: by the key that a call writes, scores of generated tokens [T] from frozen models before the step; NaN
@@ -150,7 +150,7 @@ class StepBatch:
         """Return the tensor under `key`; a deferred one is computed at all generated tokens and kept.
 
         Raises:
-            KeyError: no such key; the message lists those there are.
+            KeyError: no such key; the message lists the existing keys.
         """
         column = self._column(key)
         if not isinstance(column, Tensor):
@@ -180,7 +180,7 @@ class StepBatch:
         return {name: self[name][targets_N if name.startswith(f"{TOKEN}/") else seq_ids_N].float() for name in self.own}
 
     def defer(self, key: str, compute: Compute) -> None:
-        """Add a column that is computed when it is read."""
+        """Add a column that is computed when it is first read."""
         self._columns[key] = compute
 
     def deferred(self, key: str) -> Compute | None:
@@ -214,7 +214,8 @@ def build_step_batch(
         min_version: generated tokens older than this lose their place in `loss_mask` (`on_stale: mask`).
 
     Raises:
-        ValueError: a trajectory has no samples, a sample's first token claims to be generated, or it lacks a column.
+        ValueError: a trajectory has no samples, a sample's first token is marked as generated, or a sample lacks a
+            column.
     """
     groups: list[SampleColumns] = []
     for trajectory in trajectories:
@@ -296,7 +297,7 @@ def _pictures(groups: Sequence[SampleColumns]) -> list[tuple[PlacedPicture, ...]
     """Return the pictures of all groups' samples, `StepBatch.pictures`."""
     if not any(group.pictures for group in groups):
         return []
-    table: dict[str, Picture] = {}  # rollouts that came in different messages may show the same
+    table: dict[str, Picture] = {}  # rollouts of different messages may show the same picture
     return [
         tuple(replace(placed, picture=table.setdefault(placed.picture.sha256, placed.picture)) for placed in own)
         for group in groups

@@ -58,7 +58,7 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
     try:
         ranks = placement(config, load_graph(config)).workers
     except ValueError:  # no layout, or no graph
-        return  # reported by others
+        return  # other checks report the error
     for rank in profile.ranks:
         if not 0 <= rank < ranks:
             yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
@@ -142,7 +142,7 @@ def _layouts(config: ExperimentConfig) -> Iterator[str]:
         graph = load_graph(config)
         placed = placement(config, graph)
     except GraphError:
-        return  # which the launcher says itself
+        return  # the launcher reports the error
     except ConfigError as error:
         yield str(error)
         return

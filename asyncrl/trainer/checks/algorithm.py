@@ -15,7 +15,7 @@ from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.trainer.settings import AlgorithmConfig
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
-"""Advantages that are estimated from a critic's values; a test compares this list with what each estimator refuses."""
+"""Advantages that are estimated from a critic's values; a test compares this list with the estimators' errors."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _unknown(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _proximal(config: ExperimentConfig) -> Iterator[str]:
-    """The behaviour policy for the proximal one, where they need not be the same."""
+    """Refuse the behaviour policy in place of the proximal one if the two may differ."""
     algorithm, eta = config.algorithm, config.max_head_offpolicyness
     refers = algorithm.policy_loss.name == "decoupled_ppo" or algorithm.correction.name not in ("none", "opsm")
     if algorithm.prox != ProximalMode.behave or not refers:
@@ -96,7 +96,7 @@ def _critic(config: ExperimentConfig) -> Iterator[str]:
     try:
         calls = [call for call in load_graph(config).calls if call.function == "advantage" and not call.policy]
     except GraphError:
-        return  # which the launcher says itself
+        return  # the launcher reports the error
     if calls and not any("values" in call.reads for call in calls):
         yield (
             f"algorithm.advantage={choice.name!r}: it needs a critic's values, and graph "
@@ -106,7 +106,7 @@ def _critic(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Refuse a KL estimator in a place that it is not for, and choices that another choice leaves without effect."""
+    """Refuse a KL estimator in the wrong place, and choices that have no effect because of another choice."""
     if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLPlace.loss:
         yield (
             f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
@@ -162,8 +162,9 @@ def _gdpo(config: ExperimentConfig) -> Iterator[str]:
 
 
 def other_tokenizers(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each model that scores the policy's answers and to which its token ids mean something
-    else. Nothing is known of a base model that is yet to be made.
+    """Yield an error message for each model that scores the policy's answers with a different vocabulary.
+
+    A base model that does not exist yet is not checked.
     """
     algorithm, policy = config.algorithm, config.model.path
     scoring = {f"algorithm.teachers[{number}].path": each.path for number, each in enumerate(algorithm.teachers)}

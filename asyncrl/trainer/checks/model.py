@@ -1,4 +1,4 @@
-"""Checks of the policy's model, against what is known of its folder, and of the way in which it is computed."""
+"""Checks of the policy's model against its folder, and of the settings of its computation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
     try:
         described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # which `hugging_face_folder` says
+        return  # `hugging_face_folder` reports the error
     shape = routing_shape(described) if isinstance(described, dict) else ""
     if isinstance(shape, str):
         yield f"{setting}: model.path={path!r}: {shape}; set it to false"
@@ -90,7 +90,7 @@ def _pictures(config: ExperimentConfig) -> Iterator[str]:
         roles = {call.role for call in load_graph(config).calls}
     except GraphError:
         return
-    trained = {policy.name for policy in config.policies}  # `policies` refuses them
+    trained = {policy.name for policy in config.policies}  # the check of `policies` refuses these
     for role in sorted(roles - {ACTOR, "ref", "critic"} - trained):
         yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
     others = {"ref": ("algorithm.reference.path", config.algorithm.reference.path)}

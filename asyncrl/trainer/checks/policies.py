@@ -21,7 +21,7 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
     """Yield an error message for each setting that trained policies cannot have: `setting=value: what; what to do`.
 
     Args:
-        of_policy: yields those of the settings by which one policy is trained.
+        of_policy: yields the error messages about the settings that train one policy.
     """
     trainer = config.trainer
     if trainer.train_offset >= trainer.train_every:
@@ -47,7 +47,7 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
             own = config_of_policy(config, name)
             own = replace(own, trainer=replace(own.trainer, engine=engine_of(config)))  # one engine for all
         except GraphError:
-            continue  # which the launcher says itself
+            continue  # the launcher reports the error
         except ConfigError as error:
             yield from {str(error)} - of_run
             continue
@@ -58,7 +58,7 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
 
 
 def _shared_critic(config: ExperimentConfig, name: str) -> Iterator[str]:
-    """Yield an error message for each reason why the run's own critic cannot be that of the policy `name` too."""
+    """Yield an error message for each reason why the policy `name` cannot share the run's own critic."""
     setting = f"policies: {name!r}: shared_critic=true"
     given = next(policy.algorithm for policy in config.policies if policy.name == name)
     if "critic" in given:
@@ -66,7 +66,7 @@ def _shared_critic(config: ExperimentConfig, name: str) -> Iterator[str]:
     try:
         calls = [call for call in load_graph(config).calls if call.role == "critic"]
     except (GraphError, ConfigError):
-        return  # others say what is wrong
+        return  # other checks report the error
     for policy, whose in (("", "algorithm.graph"), (name, "the policy's algorithm.graph")):
         functions = {call.function for call in calls if call.policy == policy}
         if not functions:
@@ -83,7 +83,7 @@ def _roles_of_run(config: ExperimentConfig) -> set[str]:
     try:
         return {*TRAINED_ROLES, *load_graph(replace(config, policies=[])).roles()}
     except (GraphError, ConfigError):
-        return {*TRAINED_ROLES}  # others say what is wrong
+        return {*TRAINED_ROLES}  # other checks report the error
 
 
 def _not_supported(config: ExperimentConfig) -> Iterator[str]:

@@ -14,7 +14,8 @@ class Engine:
 
     Attributes:
         loader: import path of its `EngineLoader`; imported by the ranks that use it.
-        in_parts: True if layouts may cut the model, so that a rank has a part of it; False if each rank has all of it.
+        in_parts: True if layouts may cut the model, so that a rank has a part of it; False if each rank has the whole
+            model.
     """
 
     loader: str

@@ -1,7 +1,7 @@
 """AdamW with clipping and a learning-rate schedule: the common part of both engines' optimizers.
 
 An engine's optimizer decides where parameters and moments are stored. This module runs torch's fused kernel over them,
-with groups by weight decay, follows the schedule, and says what a checkpoint needs of both.
+with groups by weight decay, follows the schedule, and returns the state of both for checkpoints.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SCHEDULES = {
     LearningRateSchedule.linear: "linear",
     LearningRateSchedule.cosine: "cosine_with_min_lr",
 }
-"""Their names in transformers."""
+"""Names of the schedules in transformers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Their names in the state of torch's AdamW, and in checkpoints."""
+"""Names of the moments in the state of torch's AdamW, and in checkpoints."""
 PIECE = 1 << 24
 """Values of a moment that are on the device at a time, where moments are in host memory: 64 MiB each of two."""
 
@@ -91,7 +91,7 @@ class _HostMomentsAdamW(torch.optim.AdamW):
                     devices.add(parameter.device)
         for device in devices:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # whoever reads the moments next reads them on the host
+                torch.cuda.synchronize(device)  # the moments are next read on the host
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state = self.state[parameter]
@@ -177,7 +177,7 @@ class ScheduledAdamW(ABC):
 
     @property
     def steps(self) -> int:
-        """Steps taken, by the host: AdamW counts them on the device, and to read that is to wait for its copies."""
+        """Steps taken, counted on the host: AdamW counts on the device, and reading that count waits for its copies."""
         return int(self._schedule.last_epoch)
 
     def step(self) -> StepOutcome:

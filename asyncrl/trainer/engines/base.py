@@ -1,6 +1,6 @@
 """Interface of a role's model for model functions, checkpoints and publishing, independent of its layout over ranks.
 
-    EngineLoader     model folder ──▶ engine, trained where it is given an optimizer, else frozen
+    EngineLoader     model folder ──▶ engine, trained if it has an optimizer, else frozen
     PolicyEngine     log-probabilities (forward only), gradients of a loss on them, whole tensors to publish
     ValueEngine      values (forward only), gradients of a loss on them
     both             step, and state for checkpoints by names that do not depend on the layout
@@ -69,7 +69,7 @@ class PolicyOutputs:
 PolicyLoss = Callable[[MicroBatch, PolicyOutputs], tuple[Tensor, Stats]]
 """A micro-batch's share of the loss (0-d, differentiable) and its statistics."""
 ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Stats]]
-"""The same, from the values [N] of the prefixes before its wanted tokens."""
+"""Loss share and statistics from the values [N] of the prefixes before the micro-batch's wanted tokens."""
 
 
 class TrainingEngine(ABC):
@@ -121,11 +121,11 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def let_end(self, copy: HostCopy) -> None:
-        """Let `copy`, which reads the tensors of `state`, end before they change. The host does not wait."""
+        """Delay changes of the tensors of `state` until `copy`, which reads them, has ended. The host does not wait."""
 
     @abstractmethod
     def offload(self) -> None:
-        """From now on keep the role in host memory whenever it is idle, that is outside of `on_device`."""
+        """From now on keep the role in host memory while it is idle, that is, outside of `on_device`."""
 
     @abstractmethod
     def on_device(self) -> AbstractContextManager[None]:
@@ -151,7 +151,7 @@ class TrainingEngine(ABC):
         """Return the specs of the tensors that servers load: all tensors of a Hugging Face folder, tied ones once, in
         the model's order.
 
-        The same on all ranks, whatever part each holds; nothing is exchanged.
+        The result is the same on all ranks, whatever part each holds; nothing is exchanged.
 
         Raises:
             RuntimeError: the role is a critic, which has no model folder.
@@ -177,7 +177,7 @@ class PolicyEngine(TrainingEngine):
 
     @abstractmethod
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        """Log-probabilities [T] of the tokens of `wanted_T` (bool), 0 elsewhere. No gradient."""
+        """Return log-probabilities [T] of the tokens of `wanted_T` (bool), 0 elsewhere. No gradient."""
 
     @abstractmethod
     def score_sequences(
@@ -193,12 +193,12 @@ class PolicyEngine(TrainingEngine):
 
     @abstractmethod
     def placeholders(self, picture: Picture) -> list[int]:
-        """Token ids that stand for `picture` in a prompt; none if the model is used for text alone."""
+        """Return the token ids that stand for `picture` in a prompt; none if the model is used for text alone."""
 
     @abstractmethod
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the whole vocabulary before each wanted token, [N, V]; for the exact KL divergence. No
-        gradient.
+        """Return log-probabilities of the whole vocabulary before each wanted token, [N, V]; for the exact KL
+        divergence. No gradient.
         """
 
     @abstractmethod
@@ -242,13 +242,17 @@ class ValueEngine(TrainingEngine):
 
     @abstractmethod
     def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
-        """The head's output after each token, [T], of the samples `seqs` (default: all), 0 elsewhere. No gradient."""
+        """Return the head's output after each token, [T], of the samples `seqs` (default: all), 0 elsewhere. No
+        gradient.
+        """
 
     @abstractmethod
     def compute_gradients(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
     ) -> tuple[Tensor, list[Stats]]:
-        """As `PolicyEngine.compute_gradients`; the loss gets the values of the prefixes before the wanted tokens."""
+        """As `PolicyEngine.compute_gradients`, but the loss gets the values of the prefixes before the wanted
+        tokens.
+        """
 
 
 class EngineLoader(ABC):
@@ -259,7 +263,7 @@ class EngineLoader(ABC):
 
     @abstractmethod
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> PolicyEngine:
-        """The language model in `path`; frozen without an optimizer.
+        """Load the language model in `path`; frozen without an optimizer.
 
         Raises:
             OSError: `path` holds no model.
@@ -267,11 +271,11 @@ class EngineLoader(ABC):
 
     @abstractmethod
     def critic(self, path: str, optimizer: OptimizerConfig) -> ValueEngine:
-        """An untrained critic on the trunk in `path`."""
+        """Build an untrained critic on the trunk in `path`."""
 
     @abstractmethod
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ValueEngine:
-        """The sequence classifier with one label in `path`; frozen without an optimizer.
+        """Load the sequence classifier with one label in `path`; frozen without an optimizer.
 
         If it is trained, `path` may be a language model's folder: its trunk then gets a head without a bias, at 0.
 

@@ -21,13 +21,13 @@ NamedParameter = tuple[str, nn.Parameter]
 
 
 class DecayGroups(NamedTuple):
-    """The parameters of both kinds with their names, in the order given."""
+    """Parameters with and without weight decay, with their names, in the order given."""
 
     decayed: list[NamedParameter]
     undecayed: list[NamedParameter]
 
     def with_decay(self, weight_decay: float) -> list[tuple[list[NamedParameter], float]]:
-        """The groups that are not empty, each with its weight decay."""
+        """Return the groups that are not empty, each with its weight decay."""
         groups = [(self.decayed, weight_decay), (self.undecayed, 0.0)]
         return [(parameters, decay) for parameters, decay in groups if parameters]
 
@@ -39,7 +39,7 @@ def decay_groups(named_parameters: Iterable[NamedParameter], undecayed: Collecti
         AdamW([{"params": [p for _, p in named], "weight_decay": decay} for named, decay in groups])
 
     Args:
-        undecayed: names of further parameters that are left alone.
+        undecayed: names of further parameters without weight decay.
     """
     groups = DecayGroups([], [])
     for name, parameter in named_parameters:
@@ -49,7 +49,7 @@ def decay_groups(named_parameters: Iterable[NamedParameter], undecayed: Collecti
 
 
 def embedding_names(module: nn.Module) -> frozenset[str]:
-    """Names of the embeddings' weights as `module.named_parameters()` has them; a tied one is the head's too."""
+    """Return the names of the embeddings' weights in `module.named_parameters()`; a tied weight is the head's too."""
     return frozenset(
         f"{path}.weight" if path else "weight"
         for path, part in module.named_modules()

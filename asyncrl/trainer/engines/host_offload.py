@@ -1,7 +1,7 @@
 """Keep a role's tensors on the device while the role works, and in host memory while it is idle.
 
     on the device   ──▶  storages filled: copied from the host
-    idle            ──▶  copied to the host (pinned where the device is a GPU), storages emptied
+    idle            ──▶  copied to the host (pinned if the device is a GPU), storages emptied
 
 Tensors and their views stay the same objects. Only storages are emptied and filled, as FSDP does with gathered
 parameters. So the holders of a tensor (an optimizer, a flat vector's views, FSDP2) need not know. While a role is idle
@@ -38,7 +38,7 @@ class HostOffload:
         self._kept, self._scratch, self._leave = kept, scratch, leave
         self._hosts: dict[int, Tensor] = {}
         self._away: list[tuple[torch.UntypedStorage, torch.device, int, Tensor | None]] = []
-        self._users = 1  # whoever made the role
+        self._users = 1  # the creator of the role
         self._release()
 
     @contextmanager
@@ -70,13 +70,13 @@ class HostOffload:
             self._away.append((storage, device, size, self._on_host(storage, device, size)))
         self._away += [(storage, device, storage.nbytes(), None) for device, storage in storages(self._scratch())]
         for device in {device for _, device, _, _ in self._away if device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # what is copied is given up below
+            torch.cuda.synchronize(device)  # the copied storages are freed below
         for storage, *_ in self._away:
             storage.resize_(0)
 
     def _on_host(self, storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
         key = storage._cdata
-        if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow: each is pinned once
+        if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow, so each buffer is pinned once
             self._hosts[key] = host_buffer([size], torch.uint8, device)
         return self._hosts[key].copy_(_bytes_of(storage, device, size), non_blocking=True)
 
@@ -86,12 +86,12 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device, size: int) ->
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; shares its memory. A plain one is all its own."""
+    """Return this rank's part of a tensor, as a view; all of a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def zeros_on_host(like: Tensor) -> Tensor:
-    """Zeros of the type and shape of `like`, spread as it is, in host memory: pinned where `like` is on a GPU."""
+    """Return zeros of the type, shape and placement of `like` in host memory, pinned if `like` is on a GPU."""
     mine = local(like)
     zeros = host_buffer(mine.shape, like.dtype, mine.device).zero_()
     if not isinstance(like, DTensor):

@@ -1,4 +1,4 @@
-"""The base of a model with adapters, as a frozen role of its own that needs no second copy of the weights."""
+"""The base of a model with adapters, as a separate frozen role that needs no second copy of the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoraReference(PolicyEngine):
 
     @property
     def flops(self) -> float:
-        return 0.0  # the actor's count has them
+        return 0.0  # included in the actor's count
 
     @property
     def lr(self) -> float:
@@ -43,14 +43,14 @@ class LoraReference(PolicyEngine):
         self._is_frozen()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return nothing: its weights are those of the model folder."""
+        """Return nothing: the role's weights are those of the model folder."""
         return {}, {}
 
     def let_end(self, copy: HostCopy) -> None:
-        """Do nothing: it has no state."""
+        """Do nothing: the role has no state."""
 
     def offload(self) -> None:
-        """Do nothing: it has no tensors of its own."""
+        """Do nothing: the role has no tensors of its own."""
 
     def on_device(self) -> AbstractContextManager[None]:
         return self._actor.on_device()

@@ -41,9 +41,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         attention: how sequences are laid out.
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
-        place: of this rank.
+        place: position of this rank.
         routers: routers that replay the expert choices of a batch's routing; None: choices are not replayed.
-        pictures: of the model; None: it is used for text alone.
+        pictures: picture processing of the model; None: the model is used for text alone.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
     @property
     def pictures(self) -> Pictures | None:
-        """The pictures of the model; None if it is used for text alone."""
+        """The picture processing of the model; None if the model is used for text alone."""
         return self.vision.pictures
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
@@ -83,10 +83,10 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             self.routers = before
 
     def _count_from_now(self, trunk: PreTrainedModel) -> None:
-        """Count the operations of what this rank computes; called once the model is as it is trained."""
+        """Start to count this rank's operations. Called once the model is complete, as it will be trained."""
         try:
             self._flops = FlopCount(self.root, trunk)
-        except (NotCounted, AttributeError, KeyError, TypeError) as error:  # a figure for people must not end a run
+        except (NotCounted, AttributeError, KeyError, TypeError) as error:  # a missing metric must not end a run
             _log.info("rank/mfu is not reported: %s: %s", type(error).__name__, error)
             return
         if self._flops.left_out:
@@ -211,7 +211,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         made = deque(self._laid_out(batch, wanted, lengths, seqs))
         while made:
             self._count(made[0])
-            yield made.popleft()  # one that is computed is gone, with the masks that it made
+            yield made.popleft()  # frees a computed micro-batch, with the masks that it made
 
     def _laid_out(
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]

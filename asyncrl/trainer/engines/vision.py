@@ -19,8 +19,8 @@ class RoleVision:
     """The pictures of a role's model. Those of a batch are prepared once for all calls of its step.
 
     Args:
-        pictures: of the model; None if it is used for text alone.
-        trained: the role is trained.
+        pictures: picture processing of the model; None if the model is used for text alone.
+        trained: True if the role is trained.
     """
 
     def __init__(self, pictures: Pictures | None, *, trained: bool) -> None:
@@ -30,7 +30,7 @@ class RoleVision:
         self._trains_tower = any(parameter.requires_grad for parameter in tower)
 
     def weights_changed(self) -> None:
-        """Forget the rows of pictures that other weights made."""
+        """Forget the rows of pictures that were computed with earlier weights."""
         if self.pictures is not None:
             self.pictures.tower.weights_changed()
 
@@ -49,7 +49,7 @@ class RoleVision:
         """Return the tokens of `batch` with its pictures; None if it has no pictures.
 
         Raises:
-            ValueError: it has pictures, and the model is used for text alone.
+            ValueError: the batch has pictures, and the model is used for text alone.
         """
         if not batch.pictures:
             return None

@@ -1,1 +1,1 @@
-"""The built-in model functions, a few per file; `asyncrl.trainer.functions.calls` says what one is."""
+"""The built-in model functions, a few per file; `asyncrl.trainer.functions.calls` defines the term."""

@@ -22,7 +22,7 @@ from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
 COMPUTED_RATIO = "tokens/computed_ratio"
-"""Tokens computed for each input token of the samples: below 1 where prefixes are shared, above it by padding."""
+"""Tokens computed for each input token of the samples: sharing prefixes lowers the ratio, padding raises it."""
 
 
 class ProximalLogprobs:
@@ -47,8 +47,8 @@ class ProximalLogprobs:
             self.logprobs_T = compute(wanted_T & later_T)
 
     def of(self, micro_batch: MicroBatch, logprobs_N: Tensor, number: int) -> Tensor:
-        """Return those of the wanted tokens of `micro_batch`, of minibatch `number`, to which the actor now gives
-        `logprobs_N`.
+        """Return the proximal log-probabilities of the wanted tokens of `micro_batch`, of minibatch `number`. The actor
+        now gives these tokens `logprobs_N`.
         """
         return logprobs_N.detach() if number == self._first else self.logprobs_T[micro_batch.targets_N]
 
@@ -105,7 +105,7 @@ class ActorLoss:
         self.wanted_T = self._signal()
         """The tokens that carry loss, bool [T]."""
         self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
-        # The reference first: so it is done before the actor comes to its device, where idle roles are off-loaded.
+        # The reference first: it is then done before the actor moves to the device, if idle roles are off-loaded.
         self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
         self._prox: ProximalLogprobs | None = None
         if self._objective.needs_prox or PROX in ctx.reads:

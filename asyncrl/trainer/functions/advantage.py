@@ -1,4 +1,4 @@
-"""Advantages, with the KL penalty in the reward or the advantage where the config puts it there."""
+"""Advantages, with the KL penalty in the reward or the advantage if the config requests it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     stats["advantage/abs_mean"] = mean_stat(advantages_T.abs(), mask_T)
     reduced = ctx.reduce({**stats, "samples": count_stat(torch.tensor(batch.num_seqs, device=batch.device))})
     samples = int(reduced.pop("samples"))  # of all ranks
-    if place == KLPlace.reward and "kl/reference" in reduced:  # of the loss `actor_train` has it
+    if place == KLPlace.reward and "kl/reference" in reduced:  # for kl_in=loss, `actor_train` reports it
         ctx.state.kl.update(reduced["kl/reference"], samples)
     return reduced
 
@@ -127,8 +127,8 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
 
 
 def _of_teacher(ctx: CallContext, batch: StepBatch, teacher: TeacherConfig, mask_T: Tensor) -> tuple[Tensor, Stats]:
-    """Return a teacher's part of the advantages, [T], and its divergence; 0 at tokens of samples that it does not
-    teach.
+    """Return a teacher's part of the advantages, [T], and its divergence; 0 at tokens of samples that the
+    teacher is not for.
     """
     if teacher.logprobs not in ctx.reads:
         raise KeyError(

@@ -33,7 +33,7 @@ StatValues: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """The surroundings of one call.
+    """The context of one call.
 
     Attributes:
         name, role, reads, writes, args: as in the graph's `Call`.
@@ -122,7 +122,7 @@ def find_function(name: str) -> ModelFunction:
 
 
 def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Run one call, and check that it wrote what the graph says.
+    """Run one call, and check that it wrote the columns declared in the graph.
 
     Raises:
         KeyError: a key of `reads` is missing before the call, or a key of `writes` after it.
@@ -150,7 +150,7 @@ class TrainState:
         norm = algorithm.critic.value_norm
         self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
         self.baselines: dict[str, float] = {}
-        """Baselines of the advantage estimator by role, where it keeps any; see `AdvantageInputs.baselines`."""
+        """Baselines of the advantage estimator by role, if it keeps any; see `AdvantageInputs.baselines`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores; JSON-serialisable."""

@@ -18,8 +18,8 @@ from asyncrl.trainer.functions.minibatches import global_normalisers
 def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Train the critic on `returns`, with one optimizer step per minibatch of each pass.
 
-    `values` are its outputs at the step's start. With `value_norm` the returns update the normalisation first, and old
-    values and targets are in its units.
+    `values` are the critic's outputs at the step's start. With `value_norm` the returns update the normalisation first,
+    and old values and targets are in its units.
     """
     engine, objective = ctx.value(), ctx.state.value_objective
     wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
@@ -65,14 +65,14 @@ def _fit(old_T: Tensor, returns_T: Tensor, wanted_T: Tensor) -> Stats:
 
 
 def _explained_variance(told: StatValues) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 where all returns are alike."""
+    """1 - Var(returns - values) / Var(returns); 0 if all returns are equal."""
     of_returns = told["critic/returns_square_mean"] - told["critic/returns_mean"] ** 2
     of_errors = told["critic/error_square_mean"] - told["critic/error_mean"] ** 2
     return 1.0 - of_errors / of_returns if of_returns > 0.0 else 0.0
 
 
 def _targets(ctx: CallContext, batch: StepBatch, wanted_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Values at the step's start and regression targets, both in the critic's units."""
+    """Return values at the step's start and regression targets, both in the critic's units."""
     old_T, _ = align_values(batch["values"], batch.seq_ids_T, batch.num_seqs)
     returns_T = batch["returns"]
     norm = ctx.state.value_norm

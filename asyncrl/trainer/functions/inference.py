@@ -15,7 +15,8 @@ def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Write `prox_logprobs` [T]: log-probabilities under the actor at the step's start.
 
     They are deferred. `actor_train` computes them before its first optimizer step, and only for samples with loss in
-    later minibatches: in the first minibatch the actor still is the proximal policy. Any other reader gets all of them.
+    later minibatches: in the first minibatch the actor still is the proximal policy. Any other reader gets the
+    log-probabilities of all tokens.
     """
     _defer_logprobs(ctx, batch)
     return {}
@@ -23,7 +24,7 @@ def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 @model_function("ref_inf")
 def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read, and
+    """Write `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read, and
     computed for the tokens that were not scored ahead.
     """
     _defer_logprobs(ctx, batch)
@@ -40,7 +41,7 @@ def teacher_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 
 def taught(algorithm: AlgorithmConfig, teacher: TeacherConfig, batch: StepBatch) -> Tensor | None:
-    """The tokens of samples whose source `teacher` is for, bool [T]; None: all."""
+    """Return the tokens of samples from the sources of `teacher`, bool [T]; None: all tokens."""
     if not teacher.sources:
         return None
     sources = algorithm.taught_sources
@@ -50,7 +51,7 @@ def taught(algorithm: AlgorithmConfig, teacher: TeacherConfig, batch: StepBatch)
 
 @model_function("critic_inf")
 def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `values` [T]: the critic's output after each token, in reward units."""
+    """Write `values` [T]: the critic's output after each token, in reward units."""
     outputs_T = ctx.value().outputs(batch)
     norm = ctx.state.value_norm
     batch[ctx.writes[0]] = outputs_T if norm is None else norm.denormalise(outputs_T)
@@ -64,7 +65,7 @@ def _defer_logprobs(ctx: CallContext, batch: StepBatch, of_T: Tensor | None = No
     def logprobs(wanted_T: Tensor) -> Tensor:
         wanted_T = wanted_T if of_T is None else wanted_T & of_T
         missing_T = wanted_T if ahead_T is None else wanted_T & ahead_T.isnan()
-        with policy.on_device():  # all ranks take part, also one that misses none
+        with policy.on_device():  # all ranks take part, also a rank without missing tokens
             logprobs_T = policy.logprobs(batch, missing_T)
         return logprobs_T if ahead_T is None else torch.where(wanted_T & ~missing_T, ahead_T, logprobs_T)
 

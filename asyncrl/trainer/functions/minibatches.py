@@ -15,7 +15,7 @@ Normaliser = Callable[[Tensor, Tensor, int], float]
 
 
 def global_normalisers(ctx: CallContext, batch: StepBatch, wanted_T: Tensor, share: Normaliser) -> list[float]:
-    """The denominator of every minibatch over all ranks: one collective for the whole step."""
+    """Return the denominator of every minibatch over all ranks, by one collective for the whole step."""
     minibatches_TE = batch["minibatches"][batch.seq_ids_T]
     shares = torch.zeros(batch.num_minibatches, dtype=torch.float64)
     for number in range(batch.num_minibatches):

@@ -18,7 +18,7 @@ from asyncrl.trainer.functions.calls import CallContext, StatValues, model_funct
 
 @model_function("reward")
 def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes [S] the reward model's score of each whole sequence, computed for those that were not scored ahead.
+    """Write the reward model's score of each whole sequence, [S]; computed for samples that were not scored ahead.
 
     `args.path` names the model's folder.
     """
@@ -26,7 +26,7 @@ def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
     ends_S = torch.from_numpy(batch.starts_S + batch.lengths_S - 1).to(batch.device)
     ahead_S = _scored_ahead(batch, key)
     missing = ahead_S.isnan().nonzero().flatten().tolist()
-    computed_S = ctx.value().outputs(batch, missing)[ends_S].double()  # all ranks take part, also one that misses none
+    computed_S = ctx.value().outputs(batch, missing)[ends_S].double()  # called by all ranks
     batch[key] = scores_S = torch.where(ahead_S.isnan(), computed_S, ahead_S)
     return ctx.reduce({f"reward/{key}": mean_stat(scores_S, torch.ones_like(scores_S, dtype=torch.bool))})
 
@@ -74,7 +74,7 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 
 def _turn_rewards(batch: StepBatch, key: str) -> list[tuple[float, ...]]:
-    """The rewards of each sample's turns, with `batch[key]` at the last one."""
+    """Return the rewards of each sample's turns, with `batch[key]` at the last turn."""
     names = (key, "token_rewards", "loss_mask")
     rewards_S, token_rewards_T, mask_T = (batch[name].double().cpu().numpy() for name in names)
     parts = zip(batch.starts_S.tolist(), (batch.starts_S + batch.lengths_S).tolist(), rewards_S.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, without ever holding the logits of a whole batch.
+"""Log-probabilities and entropies from hidden states. The logits of a whole batch are never in memory.
 
 For V = 150,000 the fp32 logits of 16k tokens take 10 GB, and their gradient as much again several times over, one for
 each step from logits to log-probabilities. Tokens are therefore scored in chunks whose logits take at most
@@ -30,7 +30,7 @@ _BLOCK = 1 << 22
 """Numbers of a chunk that are processed at a time if that needs a separate buffer: 16 MiB, which stays near the caches.
 """
 _GPU_BLOCK = 1 << 26
-"""The same on a GPU: all of a chunk of 256 MiB, as every piece costs launches."""
+"""Numbers at a time on a GPU: all of a chunk of 256 MiB, because every piece costs launches."""
 
 
 class EntropyMode(StrEnum):
@@ -49,10 +49,10 @@ Score = Callable[[Tensor, Tensor, EntropyMode], tuple[Tensor, Tensor]]
 
 
 def logits_function(model: PreTrainedModel) -> LogitsOf:
-    """The map from hidden states [N, H] to logits [N, V] of `model`.
+    """Return the map from hidden states [N, H] to logits [N, V] of `model`.
 
-    It is the output embedding, scaled and soft-capped as the config says, or the model's own code where there are other
-    parameters too. That `model` does no more is proven at load (`asyncrl.trainer.model.layout_parity`).
+    It is the output embedding, scaled and soft-capped as configured, or the model's own code if there are other
+    parameters. The check at load proves that `model` does no more (`asyncrl.trainer.model.layout_parity`).
     """
     if has_more_than_head(model):
         return logits_of_model(model)
@@ -83,7 +83,8 @@ def token_logprobs(
     max_logits_bytes: int = MAX_LOGITS_BYTES,
     score: Score | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `targets_N` at `temperature` and the entropy of each distribution, in nats; fp32, [N].
+    """Return log-probabilities of `targets_N` at `temperature` and the entropy of each distribution, in nats; fp32,
+    [N].
 
     Args:
         hidden_NH: the trunk's output at the position before each target.
@@ -97,7 +98,7 @@ def token_logprobs(
     def score_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV = logits_of(hidden)
         if temperature != 1.0:
-            logits_NV = logits_NV.float().div_(temperature)  # nobody else has them; autograd would say so
+            logits_NV = logits_NV.float().div_(temperature)  # not used elsewhere; autograd would raise an error
         return score_logits(logits_NV, targets, entropy)
 
     vocabulary = logits_of(hidden_NH[:1].detach()).shape[-1]
@@ -141,7 +142,7 @@ class _Score(Function):
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor, None, None]:
         all_NV, targets_N, entropy_N = ctx.saved_tensors
-        # In the saved tensor's place; a second backward pass would be told so by autograd.
+        # Overwrites the saved tensor; autograd would raise an error in a second backward pass.
         if ctx.bonus:
             columns_N3 = torch.stack((entropy_N, grad_entropy_N, grad_N), dim=-1)
             for block, columns in zip(_blocks(all_NV), _blocks(all_NV, columns_N3), strict=True):

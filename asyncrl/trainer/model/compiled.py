@@ -1,10 +1,10 @@
 """Compile those parts of a model's layers that work token by token: norms and feed-forward (`trainer.compile`).
 
-Written for clarity, transformers' modules are many small operations: on a GPU each is a launch and a pass over memory,
-and for training each keeps its result. `torch.compile` makes one or two kernels of a norm, and of what is between the
-matrices of a feed-forward. It is done once, for any number of tokens.
+transformers' modules are written for clarity, as many small operations. On a GPU each operation is a launch and a pass
+over memory, and for training each keeps its result. `torch.compile` makes one or two kernels of a norm, and of the
+operations between the matrices of a feed-forward. It compiles once, for any number of tokens.
 
-Attention is not compiled: how sequences lie differs with every micro-batch, in Python objects, so each would be
+Attention is not compiled: the layout of sequences, in Python objects, differs with every micro-batch, so each would be
 compiled again. Its kernels are fused already. Experts choose tokens by their values and stay as they are.
 
 A model is checked at load with its compiled parts against transformers' own forward without them
@@ -31,7 +31,7 @@ def compile_layers(trunk: nn.Module) -> int:
     """Compile the norms and feed-forward of every layer of `trunk`, at their first call; returns their number.
 
     Raises:
-        NotImplementedError: no layer has one by a name that is known.
+        NotImplementedError: no layer has a norm or feed-forward with a known class name.
     """
     layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
     parts = (named for layer in layers for named in layer.named_modules())
@@ -42,7 +42,7 @@ def compile_layers(trunk: nn.Module) -> int:
             f"with {', '.join(TOKENWISE)}; set it to false"
         )
     for module in found:
-        # Not `Module.compile`: torch counts what it compiles by the code that is called, which would be that of all.
+        # Not `Module.compile`: torch counts compilations by the called code, which would be the same for all.
         module.forward = torch.compile(module.forward, dynamic=True, backend=BACKEND)
     return len(found)
 

@@ -1,16 +1,16 @@
 """Floating point operations of training, counted from a model's shapes, for MFU (arXiv 2204.02311, appendix B).
 
-Counted are matrix products: a multiplication and an addition are two operations.
+Only matrix products are counted: a multiplication and an addition are two operations.
 
     forward     2 for each value of a matrix and each computed token; in the head each wanted token;
                 2 heads (d_qk + d_v) for each pair of a token and one that it attends to
     backward    as much for the gradients of trained matrices, and as much for the gradients of their inputs, from the
                 first layer with trained parameters on; twice as much for pairs
 
-Padding counts nothing, a prefix that lies once counts once, and what gradient checkpointing or chunks of the head
-compute again counts nothing. Neither do norms, activations, softmax, and the states of recurrent layers. The matrices
+A shared prefix counts once. Padding, recomputation (gradient checkpointing, chunks of the head), norms, activations,
+softmax and the states of recurrent layers do not count. The matrices
 of a vision tower are counted as they are multiplied (`FlopCount`), as their rows depend on the sizes of pictures; pairs
-of its patches are left out. Where the embedding is frozen, torch needs no gradient of the input of the first layer with
+of its patches are left out. If the embedding is frozen, torch needs no gradient of the input of the first layer with
 adapters; it is counted all the same.
 """
 
@@ -73,13 +73,13 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Tokens that a token of an attention layer sees at most: the last `window`, or those of its `chunk`."""
+    """Limit of the tokens that a token of an attention layer sees: the last `window`, or those of its `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
 
     def pairs(self, depths: NDArray[np.int64]) -> int:
-        """Pairs of a token and one that it sees."""
+        """Return the number of pairs of a token and a token that it sees."""
         if self.chunk is not None:
             depths = (depths - 1) % self.chunk + 1
         elif self.window is not None:
@@ -94,7 +94,7 @@ class ModelFlops:
     Attributes:
         token: for each computed token.
         wanted: for each token that the head is computed for.
-        pairs: for each pair of a token and one that it sees, by what layers let a token see.
+        pairs: for each pair of a token and a token that it sees, by the layers' limit.
     """
 
     token: Product
@@ -109,13 +109,13 @@ class ModelFlops:
 
 
 def model_flops(root: nn.Module, trunk: PreTrainedModel) -> ModelFlops:
-    """Count a model as it is on this rank: of layers that are cut over ranks this rank's part, of a vision tower none.
+    """Count a model as it is on this rank: this rank's part of layers that are cut over ranks, and no vision tower.
 
     Args:
         root: the trunk and its head.
 
     Raises:
-        NotCounted: it has experts, and the configuration does not say how many of them a token goes through.
+        NotCounted: the model has experts, and the configuration lacks the number of experts per token.
     """
     text, config = text_part(trunk), trunk.config.get_text_config()
     first = _first_trained(text, trunk)
@@ -131,9 +131,9 @@ def model_flops(root: nn.Module, trunk: PreTrainedModel) -> ModelFlops:
 
 
 def _first_trained(text: nn.Module, trunk: nn.Module) -> int | None:
-    """The first layer that a gradient has to come back to; None if nothing is trained.
+    """Return the first layer that needs a gradient; None if nothing is trained.
 
-    -1: it goes on to the embedding, or to the rows that a vision tower made.
+    -1: the embedding, or the rows of a vision tower, need a gradient too.
     """
     trained = {id(parameter) for parameter in trunk.parameters() if parameter.requires_grad}
     before = trained - {id(parameter) for parameter in text.parameters()}
@@ -147,7 +147,7 @@ def _first_trained(text: nn.Module, trunk: nn.Module) -> int | None:
 
 
 def _layer(name: str) -> int | None:
-    """Number of the layer that the parameter `name` is of."""
+    """Return the number of the layer that the parameter `name` belongs to."""
     found = _LAYER.search(name)
     return None if found is None else int(found[1])
 
@@ -172,12 +172,12 @@ def _product(parameter: Tensor, share: float, *, inputs: bool) -> Product:
 
 
 def _values(parameter: Tensor) -> float:
-    """Values of a parameter that this rank computes with: of tensor slices its own, of FSDP's parts all."""
+    """Return the values of a parameter that this rank computes with: its own tensor slice, and all of FSDP's parts."""
     return parameter.numel() / _slices(parameter)
 
 
 def _slices(parameter: Tensor) -> int:
-    """Number of tensor slices that it is cut into."""
+    """Return the number of tensor slices of a parameter."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for axis, placement, size in zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, strict=True):
@@ -187,7 +187,7 @@ def _slices(parameter: Tensor) -> int:
 
 
 def _chosen_experts(config: PretrainedConfig) -> float:
-    """Share of the experts that a token goes through."""
+    """Return the share of the experts that a token goes through."""
     settings = config.to_dict()
     experts = next((settings[name] for name in _NUMBERS_OF_EXPERTS if settings.get(name)), None)
     chosen = next((settings[name] for name in _CHOSEN if settings.get(name)), None)
@@ -197,7 +197,7 @@ def _chosen_experts(config: PretrainedConfig) -> float:
 
 
 def _pairs(text: nn.Module, config: PretrainedConfig, first: int | None) -> dict[Attended, Product]:
-    """Operations for a pair, of all attention layers that this rank has."""
+    """Return the operations per pair over all attention layers of this rank."""
     kinds = list(getattr(config, "layer_types", None) or [])
     present = {layer for name, _ in text.named_parameters() if (layer := _layer(name)) is not None}
     attending = [layer for layer, memory in enumerate(layer_memories(config)) if memory.keys and layer in present]
@@ -222,7 +222,7 @@ def _sees(config: PretrainedConfig, kind: str | None) -> Attended:
 
 
 def _heads(text: nn.Module, config: PretrainedConfig) -> float:
-    """Sizes of queries and values of a token together, over the heads that this rank computes."""
+    """Return the size of a token's queries and values together, over the heads that this rank computes."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise NotCounted(f"the configuration of {config.model_type} does not have one number of attention heads")
@@ -243,12 +243,12 @@ class FlopCount:
     """Operations that this rank does for a role, added up.
 
     Args:
-        root, trunk: as of `model_flops`, as they are trained; this attaches to the linear layers and convolutions of a
-            vision tower.
+        root, trunk: see `model_flops`; in the state in which they are trained. This attaches hooks to the linear layers
+            and convolutions of a vision tower.
 
     Attributes:
         total: operations so far.
-        left_out: what of this model is not counted, each in a few words; empty for a decoder of attention layers.
+        left_out: parts of the model that are not counted, each in a few words; empty for a decoder of attention layers.
 
     Raises:
         NotCounted: see `model_flops`.

@@ -1,7 +1,7 @@
-"""A model's folder, checked before anything loads it. Torch-free: of the weights only the files' headers are read.
+"""Check a model's folder before anything loads it. Torch-free: only the headers of the weight files are read.
 
-A download that was cut off, a pointer of Git LFS in place of a file, a `config.json` of another model: each is found by
-names, shapes and sizes in the headers. Values are not looked at, nor `*.bin` files, which are pickles.
+Names, shapes and sizes in the headers reveal a download that was cut off, a pointer of Git LFS in place of a file, and
+a `config.json` of another model. Values are not checked, nor are `*.bin` files, which are pickles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AGAIN = "download the model again"
 
 
 def hugging_face_folder(name: str, path: str) -> Iterator[str]:
-    """Yield what is wrong with the model folder `path`, the value of the setting `name`."""
+    """Yield an error message for each problem of the model folder `path`, the value of the setting `name`."""
     folder, given = Path(path).expanduser(), f"{name}={path!r}"
     if not folder.is_dir():
         yield f"{given}: no such folder, so there is no config.json to read; {_FIX}"
@@ -55,7 +55,7 @@ def read_header(file: Path) -> dict[str, Any]:
     """Return the header of a safetensors file: by tensor its `dtype`, `shape` and `data_offsets`.
 
     Raises:
-        ValueError: it is no such file, or not a whole one.
+        ValueError: the file is not a safetensors file, or is not complete.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -81,7 +81,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _wrong_weights(folder: Path, described: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the safetensors files in `folder`, by themselves or beside its `config.json`."""
+    """Return an error message if the safetensors files in `folder` are damaged or contradict its `config.json`."""
     shapes: dict[str, list[int]] = {}
     try:
         for file in _files(folder):
@@ -108,7 +108,7 @@ def _files(folder: Path) -> list[Path]:
     """Return the safetensors files that the folder's index names, else all of it.
 
     Raises:
-        ValueError: the index cannot be read, or names one that is not there.
+        ValueError: the index cannot be read, or names a missing file.
     """
     index = folder / _INDEX
     if not index.is_file():
@@ -123,7 +123,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _layer_numbers(tensor: str) -> Iterator[str]:
-    """Yield the number of the decoder's layer that `tensor` is of; nothing where its name does not tell."""
+    """Yield the number of the decoder layer of `tensor`; nothing if its name does not contain one."""
     head, layers, rest = tensor.partition("model.layers.")
     number = rest.partition(".")[0]
     if layers and not head.replace("language_model.", "").strip("model.") and number.isdigit():
@@ -133,7 +133,7 @@ def _layer_numbers(tensor: str) -> Iterator[str]:
 def _unknown_architecture(described: Mapping[str, Any]) -> str | None:
     """Return why transformers has no causal language model for this `config.json`; None if it has one.
 
-    A class of models for texts and pictures has one in it; a classifier is for a critic or a reward.
+    A class of models for texts and pictures contains one; a classifier is for a critic or a reward.
     """
     kind = described["model_type"]
     if kind in _model_types():
@@ -153,7 +153,7 @@ def _unknown_architecture(described: Mapping[str, Any]) -> str | None:
 
 @cache
 def _model_types() -> frozenset[str]:
-    """Return the model types that transformers can load as language models; empty where its source does not say.
+    """Return the model types that transformers can load as language models; empty if its source does not show them.
 
     Read from the source of `transformers.models.auto.modeling_auto`: importing it takes seconds, and loads torch.
     """

@@ -65,13 +65,13 @@ def checkpoint_layers(trunk: nn.Module, routers: Routers | None = None, *, on_ho
 
 
 def _saving_to(inputs: HostActivations, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward`, whose `checkpoint` has autograd save its positional arguments and nothing else."""
+    """Call `forward`; its `checkpoint` makes autograd save only the positional arguments."""
     with inputs.moving():
         return forward(*args, **kwargs)
 
 
 class HostActivations:
-    """Moves what autograd saves within `moving()`; one for all layers of a model, in the order of their forwards."""
+    """Moves the tensors that autograd saves within `moving()`. One object serves all layers, in forward order."""
 
     def __init__(self) -> None:
         self._copies = HostCopies()
@@ -99,7 +99,7 @@ class _Moved:
     """One tensor on the host. Autograd owns it, so it ends with the graph; nothing else may keep it alive.
 
     Args:
-        tensor: on the device.
+        tensor: tensor on the device.
         before: the tensor that was moved before this one, which the backward pass needs next.
     """
 
@@ -111,7 +111,7 @@ class _Moved:
         self._copy = copies.begin([(self._host, tensor)])
 
     def leave(self) -> None:
-        """Give the tensor on the device up once its copy has ended; the device waits for that, not the host."""
+        """Free the tensor on the device once its copy has ended; the device waits for that, not the host."""
         if self._here is None:
             return
         if self._here._version != self._version:
@@ -123,7 +123,7 @@ class _Moved:
         self._here = None
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back to the device, unless it is there."""
+        """Begin to copy the tensor back to the device, unless it is already there."""
         if self._here is None:
             self._here = torch.empty_like(self._host, device=self._device)
             self._version = self._here._version

@@ -1,11 +1,10 @@
-"""Choose how sequences are laid out for training: the first layout that is proven right. A model without one is refused
-by name.
+"""Choose the layout of sequences for training: the first one that is proven correct. A model without one is refused.
 
 Packing computes no padding, but only an attention that knows where sequences end keeps them apart. A recurrence or a
 convolution keeps them apart if its kernel takes the packing arguments, and some models have their own attention; no
-list of names could tell these apart. So each layout is tried at load (`asyncrl.models.parity`), in this order:
+list of names could distinguish these. So each layout is tried at load (`asyncrl.models.parity`), in this order:
 
-    sdpa                packed with shared prefixes, then packed, both first with torch's variable-length kernel where
+    sdpa                packed with shared prefixes, then packed, both first with torch's variable-length kernel if
                         there is one, then padded rows with torch's attention, then with transformers' eager one
     flex_attention      packed with shared prefixes by FlexAttention, then as sdpa
     flash_attention_2   packed by its own kernel, then padded rows
@@ -69,10 +68,10 @@ class ParityTestable(Protocol):
 
     @property
     def network(self) -> PreTrainedModel:
-        """The transformers model in it, whose attention implementation is set along with `attention`."""
+        """The engine's transformers model, whose attention implementation is set along with `attention`."""
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the parameters of `network` by the names that they have in a new model."""
+        """Return the parameters of `network` by their names in a new model."""
 
     def around(self, network: PreTrainedModel) -> ParityTestable:
         """Return an engine that computes `network` as this one computes its own."""
@@ -143,7 +142,7 @@ _WHOLE = "a layout without c (trainer.parallel)"
 
 
 def first_layout(setting: AttentionImplementation) -> SequenceLayout:
-    """Return the layout that `select_attention` tries first where there is no GPU."""
+    """Return the layout that `select_attention` tries first without a GPU."""
     return next(layout for layout in _LAYOUTS[setting] if layout.attention != VARLEN)
 
 
@@ -225,7 +224,7 @@ def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> No
         longest: tokens of the longest sequence of the run.
 
     Raises:
-        UnsupportedModelError: the model has such a length, and it is below `longest`.
+        UnsupportedModelError: the model has such a limit, and it is below `longest`.
     """
     limit = batch_independent_limit(network.config)
     if limit is not None and longest > limit:
@@ -238,8 +237,8 @@ def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> No
 
 
 def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | None:
-    """Return why layers of `network` cannot be right under `layout` although no short sequence shows it; None if they
-    can.
+    """Return an error message if layers of `network` cannot be correct under `layout`, although no short sequence
+    shows it.
 
     On padded rows transformers builds the masks of all layers itself.
     """
@@ -281,7 +280,7 @@ class _Subject:
             self._plain_shown = [engine.plain(tokens) for tokens in self._shown]
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+        except Exception as error:  # any error of a model's own code is a reason to refuse the model
             raise UnsupportedModelError(
                 f"{type(network).__name__} cannot be trained: transformers' own forward of it in "
                 f"{str(network.dtype).removeprefix('torch.')} fails: {told(error)}. Use another model.dtype, or "

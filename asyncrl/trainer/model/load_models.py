@@ -1,4 +1,4 @@
-"""Loading the models of a training rank from a Hugging Face folder."""
+"""Load the models of a training rank from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncrl.trainer.settings import AttentionImplementation, VisionMode
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
-    """Return the layout that `model.attn_implementation` asks for; `layout_parity` finds out if the model allows it."""
+    """Return the layout that `model.attn_implementation` requests; `layout_parity` checks that the model allows it."""
     return first_layout(attn_implementation)[0]
 
 

@@ -29,8 +29,8 @@ class FlatAdamW(ScheduledAdamW):
 
     Args:
         parameters: (name, parameter) pairs, each once; all on one device.
-        undecayed: names of parameters that weight decay leaves alone, besides norms and biases.
-        total_steps: as of `ScheduledAdamW`.
+        undecayed: names of parameters without weight decay, besides norms and biases.
+        total_steps: see `ScheduledAdamW`.
 
     Raises:
         ValueError: there is no trainable parameter.
@@ -72,7 +72,7 @@ class FlatAdamW(ScheduledAdamW):
         return [views[name] for name in self._given]
 
     def kept(self) -> Iterator[Tensor]:
-        yield self.flat.data  # of which parameters of lower precision are no views
+        yield self.flat.data  # parameters of lower precision are not views of it
         yield from super().kept()
 
     def zero_grad(self) -> None:
@@ -102,13 +102,13 @@ class FlatAdamW(ScheduledAdamW):
         return (self.flat,)
 
     def _views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Each parameter's part of a vector, in its shape."""
+        """Return each parameter's part of a vector, in the parameter's shape."""
         parts = torch.split(vector, [parameter.numel() for _, parameter in self._parameters])
         named = zip(self._parameters, parts, strict=True)
         return {name: part.view_as(parameter) for (name, parameter), part in named}
 
     def _adopt(self) -> None:
-        """Move every parameter's values into the flat vector and have its gradient arrive in the other one."""
+        """Move every parameter's values into the flat vector and its gradient into the gradient vector."""
         masters, grads = self._views(self.flat.data), self._views(self.grad)
         for name, parameter in self._parameters:
             master, grad = masters[name], grads[name]
@@ -126,7 +126,7 @@ class FlatAdamW(ScheduledAdamW):
 
 
 class _Widen:
-    """Adds a low-precision gradient into its fp32 place and frees it."""
+    """Adds a low-precision gradient into its part of the fp32 vector and frees the gradient."""
 
     def __init__(self, destination: Tensor) -> None:
         self._destination = destination

@@ -55,10 +55,10 @@ class FlatEngine(RoleEngine[FlatAdamW]):
     """Base of the flat policy and value engines: a trunk, its layout, and its optimizer if it is trained.
 
     Args:
-        gradient_checkpointing: whether a trained role's layers recompute their activations.
-        activations_on_host: whether the inputs of such layers are kept in host memory.
-        compiled: whether the token-wise parts of the layers are compiled.
-        role: as of `RoleEngine`; gradients are summed over the data-parallel ranks of its `place`.
+        gradient_checkpointing: True if a trained role's layers recompute their activations.
+        activations_on_host: True if the inputs of such layers are kept in host memory.
+        compiled: True if the token-wise parts of the layers are compiled.
+        role: see `RoleEngine`; gradients are summed over the data-parallel ranks of its `place`.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class FlatValueEngine(FlatEngine, ValueEngine):
     """A whole critic or reward model.
 
     Args:
-        classifier: of a reward model, the model that transformers has of its trunk and head.
+        classifier: for a reward model, the transformers model of its trunk and head.
     """
 
     def __init__(self, critic: Critic, *, classifier: PreTrainedModel | None = None, **engine: Any) -> None:
@@ -325,5 +325,5 @@ class FlatValueEngine(FlatEngine, ValueEngine):
 
 
 def _weights_of(network: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters by the names that they had before adapters came."""
+    """Return parameters by the names that they had before adapters were added."""
     return {plain_name(name): each for name, each in network.named_parameters(remove_duplicate=False)}

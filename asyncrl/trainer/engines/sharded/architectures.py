@@ -1,8 +1,8 @@
 """Architectures that may be cut into tensor slices and pipeline stages: those for which a test shows correct results.
 
-How a trunk can be cut lies in its code: whether each step of a layer works on a slice, whether the trunk does something
-to its input embeddings that a later stage must not do again. A wrong cut is as silent as any other wrong number. So an
-architecture is let in by name, once a table in `docs/models.md` shows that two slices, or two stages, have the
+The code of a trunk decides how it can be cut: whether each step of a layer works on a slice, and whether the trunk
+changes its input embeddings in a way that a later stage must not repeat. A wrong cut raises no error. So an
+architecture is accepted by name, once a table in `docs/models.md` shows that two slices, or two stages, have the
 log-probabilities and gradients of one process. Data-parallel ranks run a model's own code on whole layers: any model.
 
 Torch-free: the launcher checks it before anything starts.
@@ -60,7 +60,7 @@ PIPELINE_PARALLEL_WITH_PICTURES = _BOTH_WITH_PICTURES | {"qwen3_vl"}
 
 
 def refusals(model_type: str, layout: Layout) -> Iterator[str]:
-    """Why a model of `model_type` cannot be trained in `layout`, and what can."""
+    """Yield an error message for each reason why a model of `model_type` cannot be trained in `layout`."""
     cuts = (
         ("t", layout.tensor, "tensor slices", TENSOR_PARALLEL | TENSOR_PARALLEL_WITH_PICTURES),
         ("p", layout.pipeline, "stages", PIPELINE_PARALLEL | PIPELINE_PARALLEL_WITH_PICTURES),

@@ -1,10 +1,10 @@
-"""Making one rank's part of a model from a model folder, without the whole ever being in one place.
+"""Build one rank's part of a model from a model folder. No rank ever holds the whole model.
 
     on the meta device    transformers' model ─▶ its stage ─▶ its layers' slices (DTensors) ─▶ FSDP2
-    then                  memory for what is left ─▶ this rank's slices read from the folder's safetensors
+    then                  memory for the remaining parameters ─▶ this rank's slices read from the folder's safetensors
 
 FSDP2 wraps the stage at one data-parallel rank too: all parameters are then DTensors on one mesh, and clipping, the
-optimizer and checkpoints know one kind.
+optimizer and checkpoints handle a single kind of parameter.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class BuildPlan:
     """Plan of how a role's model is spread over ranks and stored.
 
     Attributes:
-        mesh: of all ranks, with the axes `asyncrl.trainer.parallel.rank_position.MESH_AXES`.
+        mesh: device mesh of all ranks, with the axes `asyncrl.trainer.parallel.rank_position.MESH_AXES`.
         attention: how sequences are laid out, and transformers' name of the attention function.
         context: parts that a micro-batch's tokens are cut into.
-        dtype: of the arithmetic.
+        dtype: type of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
         lora: settings of the adapters, if adapters are trained; all other parameters are then held in `dtype`.
         merge: True if adapters are published merged into the weights.
-        seed: of the adapters' first values.
+        seed: seed of the adapters' initial values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
         activations_on_host: keep these inputs in host memory.
         replay_routing: True if a policy's routers replay the expert choices of generation.
@@ -99,7 +99,7 @@ class BuildPlan:
 
     @property
     def fuses_norms(self) -> bool:
-        """True if norms are torch's fused kernel; weights in slices are no plain tensors where they are computed."""
+        """True if norms are torch's fused kernel; weights in slices are not plain tensors there."""
         return self.device.type == "cuda" and self.mesh["tensor"].size() == 1
 
     @property
@@ -116,7 +116,7 @@ class Built:
         stage: the module that computes; its parameters are DTensors.
         names: parameter of the stage to its name in checkpoints: of a policy, as in a model folder, where a tied output
             embedding has the input's; of a value model as in the stage.
-        buffers: persistent ones of this stage, by their names in a model folder.
+        buffers: persistent buffers of this stage, by their names in a model folder.
         published: all tensors of its model folder in the model's order, the same on all ranks; none of a critic.
         adapters: the adapters, in the same way, by their names in peft's folder.
         stages: pipeline stage of each published tensor.
@@ -145,10 +145,10 @@ class Built:
 
 
 def build_policy(path: str | Path, plan: BuildPlan) -> Built:
-    """This rank's part of the language model in `path`, in evaluation mode.
+    """Build this rank's part of the language model in `path`, in evaluation mode.
 
     Raises:
-        LayoutError: the model cannot be spread so.
+        LayoutError: the model cannot be spread in this way.
         OSError: `path` holds no model.
     """
     model = _on_meta(language_model(path), path, plan)
@@ -167,7 +167,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     if tied and not isinstance(head, nn.Linear):
         raise LayoutError(f"{type(model).__name__} ties its embeddings in an unknown way; use trainer.engine=flat")
-    if tied:  # a parameter of its own while layers are cut; one storage again at the end
+    if tied:  # a separate parameter while layers are cut; shares storage again at the end
         head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)), requires_grad=plan.lora is None)
     stages = _StageOf(model, place.stages)
     inputs = trunk.get_input_embeddings()
@@ -175,7 +175,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     logits_of = logits_function(model)
     if not place.last:
         model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
-    cut_stage(trunk, place)  # after which a model without its input embedding may not say where its head is
+    cut_stage(trunk, place)  # afterwards a model without its input embedding may not find its head
     stage = PolicyStage(
         trunk,
         place,
@@ -207,21 +207,21 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
 
 
 def build_critic(path: str | Path, plan: BuildPlan) -> Built:
-    """This rank's part of an untrained critic on the trunk in `path`: its head is zero.
+    """Build this rank's part of an untrained critic on the trunk in `path`, with a head of zeros.
 
-    Raises: as `build_policy`.
+    Raises: as for `build_policy`.
     """
     return _build_value(path, _on_meta(language_model(path), path, plan), None, plan)
 
 
 def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
-    """This rank's part of the sequence classifier with one label in `path`.
+    """Build this rank's part of the sequence classifier with one label in `path`.
 
     To be trained, `path` may be a language model's folder: its trunk then gets a new head, at 0.
 
     Raises:
-        ValueError: it has several labels, or no linear head called `score`.
-        LayoutError, OSError: as `build_policy`.
+        ValueError: the classifier has several labels, or no linear head called `score`.
+        LayoutError, OSError: as for `build_policy`.
     """
     config = AutoConfig.from_pretrained(str(path))
     new = plan.trained and not is_classifier(config)
@@ -270,14 +270,14 @@ def _on_meta(kind: Any, path: str | Path, plan: BuildPlan, config: PretrainedCon
     with torch.device("meta"):
         model: PreTrainedModel = kind.from_config(config, dtype=plan.held)
     attention = plan.attention.attention
-    # Now, and not with the config: models with an attention of their own know no other names.
+    # Set now and not with the config: models with their own attention accept no other names.
     set_attention(model, across_ranks(attention) if plan.context > 1 else attention)
     model.train(False)
     return model
 
 
 def _published(model: PreTrainedModel, folder: list[FolderTensor], dtype: torch.dtype) -> list[TensorSpec]:
-    """The tensors of a model folder: parameters in `dtype` and persistent buffers."""
+    """Return the specs of a model folder's tensors: parameters in `dtype` and persistent buffers."""
     buffers = dict(model.named_buffers())
     types = {tensor.name: buffers[tensor.parameter].dtype for tensor in folder if tensor.parameter in buffers}
     return [TensorSpec(tensor.name, tensor.shape, types.get(tensor.name, dtype)) for tensor in folder]
@@ -380,8 +380,8 @@ def _materialise(
     """Give the stage memory on the device and fill it from the model's folder.
 
     Args:
-        names: of the model's parameters, by name in the stage.
-        folder: where these lie there.
+        names: names of the model's parameters, by name in the stage.
+        folder: position of each tensor of the folder in a parameter.
     """
     stage = built.stage
     stage.to_empty(device=plan.device)
@@ -392,7 +392,7 @@ def _materialise(
         for name, parameter in stage.named_parameters():
             if name in untrained:
                 parameter.zero_()
-    built.buffers.update(_buffers(stage, built.model))  # those before were on the meta device
+    built.buffers.update(_buffers(stage, built.model))  # the previous buffers were on the meta device
     parameters = stage.named_parameters()
     wanted = {
         names[name]: parameter.detach()

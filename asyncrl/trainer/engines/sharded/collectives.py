@@ -85,12 +85,14 @@ def gather(slice_: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
 
 
 def split(whole: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
-    """This rank's slice of the last dimension of a tensor that is whole on all ranks; `gather` undoes it."""
+    """Return this rank's slice of the last dimension of a tensor that is whole on all ranks; `gather` is the
+    inverse.
+    """
     return _apply(_Split, whole, widths, group)
 
 
 def exchange(parts: Tensor, group: Group) -> Tensor:
-    """All-to-all: parts[i] goes to rank i of the group; result[i] is what rank i had for this one. As many as ranks."""
+    """All-to-all with one part per rank: parts[i] goes to rank i of the group; result[i] comes from rank i."""
     return _apply(_Exchange, parts, group)
 
 
@@ -119,7 +121,7 @@ def _own_slice(whole: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
 
 
 def _gathered(slice_: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
-    """Slices may differ in width; gloo gathers equal shapes only, so the narrow ones are padded."""
+    """Gather slices that may differ in width: gloo gathers equal shapes only, so narrow slices are padded."""
     widest = max(widths)
     own = torch.nn.functional.pad(slice_, (0, widest - slice_.shape[-1])).contiguous()
     parts = [torch.empty_like(own) for _ in widths]

@@ -44,8 +44,8 @@ class StreamPart:
 
     Attributes:
         group: the ranks that have the other parts.
-        rank, parts: this rank's number among them, and theirs.
-        tokens: of the whole stream, T.
+        rank, parts: this rank's number among the ranks of the group, and the number of ranks.
+        tokens: tokens of the whole stream, T.
     """
 
     group: Group
@@ -60,7 +60,7 @@ class StreamPart:
 
     @property
     def padding(self) -> int:
-        """Places that the stream is lengthened by."""
+        """Number of padding places at the end of the stream."""
         return self.width * self.parts - self.tokens
 
     def own(self, stream: Tensor, filled: int = 0) -> Tensor:
@@ -105,7 +105,7 @@ class StreamPart:
         return leave(padded, self.group)[: self.tokens]
 
     def wanted(self, places_N: Tensor) -> Wanted:
-        """Those of `places_N`, places of the whole stream, that are in this part."""
+        """Return the outputs at `places_N`, places of the whole stream, with those that are in this part."""
         local_N = places_N - self.rank * self.width
         return Wanted(self, local_N, ((local_N >= 0) & (local_N < self.width)).nonzero()[:, 0])
 
@@ -115,8 +115,8 @@ class Wanted:
     """Wanted outputs of a stream, of which this rank's part has some or none.
 
     Attributes:
-        local_N: the place of each in this rank's part, if it is there.
-        own_M: numbers of those that are.
+        local_N: place of each wanted output in this rank's part, if the part has it.
+        own_M: indices of the outputs that the part has.
     """
 
     part: StreamPart
@@ -127,7 +127,7 @@ class Wanted:
     def places(self) -> Tensor:
         """Places in this rank's part to compute outputs at.
 
-        Never none: the head is computed on every rank, so that each has a gradient for all its parameters.
+        At least one place: the head is computed on every rank, so that each has a gradient for all its parameters.
         """
         return self.local_N[self.own_M] if len(self.own_M) else self.local_N.new_zeros(1)
 
@@ -146,14 +146,14 @@ class Wanted:
 
 
 def part_of(micro_batch: MicroBatch) -> StreamPart | None:
-    """Return the part of its stream that `micro_batch` was cut to; None: it is whole."""
+    """Return the part of its stream that `micro_batch` was cut to; None if it is whole."""
     part: StreamPart | None = micro_batch.model_inputs.get(_PART)
     return part
 
 
 def cut_to_part(micro_batch: MicroBatch, ranks: Ranks) -> MicroBatch:
-    """Return `micro_batch`, whose input is one stream, with the input of this rank's part; itself where `ranks` is
-    one.
+    """Return `micro_batch`, whose input is one stream, with the input of this rank's part; unchanged if
+    `ranks` is one rank.
     """
     if ranks.world == 1:
         return micro_batch
@@ -173,7 +173,7 @@ def cut_to_part(micro_batch: MicroBatch, ranks: Ranks) -> MicroBatch:
 
 
 def _across_ranks(compute: Attention) -> Attention:
-    """Return `compute`, the attention of a whole stream, where each rank has a part of the tokens."""
+    """Return the attention `compute` of a whole stream, for ranks that each have a part of the tokens."""
 
     def attention(
         module: nn.Module,
@@ -201,7 +201,7 @@ def _across_ranks(compute: Attention) -> Attention:
 
 
 def across_ranks(name: str) -> str:
-    """Return the name of the attention function `name` where each rank has a part of the tokens."""
+    """Return the name of the attention function `name` for ranks that each have a part of the tokens."""
     return f"{name}_across_ranks"
 
 

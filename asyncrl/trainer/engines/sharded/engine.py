@@ -61,8 +61,8 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     """Base of the sharded policy and value engines: a stage, its neighbours, and its optimizer if it is trained.
 
     Args:
-        neighbours: this rank's pipeline; None where there is one stage.
-        tied_stages: first and last stage, where each has a copy of a tied embedding.
+        neighbours: this rank's pipeline; None if there is one stage.
+        tied_stages: first and last stage, if each has a copy of a tied embedding.
         optimizer: settings and optimizer steps of the whole run; None for a frozen role.
     """
 
@@ -79,7 +79,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     ) -> None:
         self._built, self._plan = built, plan
         self.stage = built.stage
-        # Now, while they are parts: between passes a stage may have FSDP2's whole embedding and head in their place.
+        # Now, while parameters are parts: between passes FSDP2 may keep the embedding and head whole.
         self._parameters = {built.names[name]: parameter for name, parameter in built.stage.named_parameters()}
         self._neighbours, self._tied_stages = neighbours, tied_stages
         super().__init__(
@@ -216,7 +216,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             grad = parameter.grad
             if grad is None:
                 continue
-            if isinstance(parameter, DTensor):  # of whose slices a rank may have seen its own heads only
+            if isinstance(parameter, DTensor):  # its slice's gradient may be of this rank's heads only
                 with several_collectives_expected():
                     grad = parameter.grad = cast(DTensor, grad).redistribute(placements=parameter.placements)
             grads.append(local(grad))

@@ -24,7 +24,10 @@ from asyncrl.trainer.parallel.worker_grid import Coordinates
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every rank of its mesh, which all must call this. A plain tensor is already whole."""
+    """Return the whole tensor on every rank of its mesh, whose ranks must all call this.
+
+    A plain tensor is already whole.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     with several_collectives_expected():
@@ -35,7 +38,8 @@ def own_parts(tensor: Tensor, parts: Sequence[FolderTensor]) -> Iterator[tuple[F
     """Yield those of a parameter's `parts` that this rank holds, each with the tensor to read it into.
 
     If a part is the whole parameter, that is `tensor` itself, however it is spread. Otherwise it is a view of this
-    rank's memory: a parameter of many parts is spread by its first dimension, so a rank has a part whole or not at all.
+    rank's memory: a parameter of many parts is spread by its first dimension, so a rank has all of a part or nothing of
+    it.
     """
     for part in parts:
         if part.is_whole:
@@ -57,9 +61,9 @@ class Gathering:
     """The published tensors of one role.
 
     Attributes:
-        specs: of the whole model, in its order.
+        specs: tensors of the whole model, in its order.
         stages: by name, the pipeline stage that has the tensor.
-        folder: by name, where the tensor lies in a parameter; what is not in it is a parameter by that name.
+        folder: by name, position of the tensor in a parameter; a tensor without an entry is a parameter of that name.
         mine: the parameters and buffers of this rank's stage; parts of them.
     """
 
@@ -77,7 +81,7 @@ class Gathering:
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """See `asyncrl.trainer.engines.base.PolicyEngine.gather`."""
         here, grid = self.place.coordinates.pipeline, self.place.grid
-        parameter, gathered = "", torch.empty(0)  # the one at hand: the next tensor may be a part of it too
+        parameter, gathered = "", torch.empty(0)  # the last gathered one: the next tensor may be a part of it too
         for spec in self.specs:
             if spec.name not in owners:
                 continue
@@ -87,7 +91,7 @@ class Gathering:
                 part = self.folder.get(spec.name)
                 name = spec.name if part is None else part.parameter
                 if name != parameter:
-                    parameter, gathered = name, torch.empty(0)  # given up before the next needs room
+                    parameter, gathered = name, torch.empty(0)  # freed before the next one needs memory
                     gathered = whole(self.mine[name].detach().to(spec.dtype))
                 tensor = (gathered if part is None else part.of(gathered)).contiguous()
             sender = grid.worker_at(Coordinates(stage, 0, 0))

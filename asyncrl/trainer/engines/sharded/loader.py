@@ -30,7 +30,7 @@ class ShardedLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._neighbours = _neighbours(place)
-        self._layouts: dict[tuple[str, torch.dtype], SequenceLayout] = {}  # roles often have one model
+        self._layouts: dict[tuple[str, torch.dtype], SequenceLayout] = {}  # roles often share a model
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
         lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
@@ -101,7 +101,7 @@ class ShardedLoader(EngineLoader):
 
 
 def _neighbours(place: RankPosition) -> Neighbours | None:
-    """Return this rank's pipeline; None where there is one stage."""
+    """Return this rank's pipeline; None if there is one stage."""
     assert place.mesh is not None
     if place.backwards is None:
         return None

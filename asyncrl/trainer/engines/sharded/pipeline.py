@@ -29,7 +29,7 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The pipeline's groups; both have the stages in their order.
+    """The pipeline's groups; both list the stages in order.
 
     Attributes:
         forwards: carries activations, and the last stage's results.
@@ -42,7 +42,7 @@ class Neighbours:
     backwards: dist.ProcessGroup
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """`tensor` as the last stage has it, in place on the others."""
+        """Broadcast `tensor` of the last stage, in place on the others."""
         dist.broadcast(tensor, group=self.forwards, group_src=self.stages - 1)
         return tensor
 
@@ -66,7 +66,7 @@ class Pipeline:
     Args:
         forward: the stage's forward pass, of a micro-batch and the hidden states of the stage before.
         backward: the backward pass of an output, given its gradient (None for a loss) and whether it is the last.
-        hidden_size, dtype: of what travels between stages.
+        hidden_size, dtype: size and type of the tensors sent between stages.
     """
 
     neighbours: Neighbours
@@ -81,7 +81,7 @@ class Pipeline:
         """Run all micro-batches; forward passes only if gradients are switched off.
 
         Args:
-            finish: makes the loss of the last stage's outputs; called there only.
+            finish: computes the loss from the last stage's outputs; called on that stage only.
         """
         if torch.is_grad_enabled():
             self._forward_and_backward(micro_batches, finish)
@@ -137,7 +137,7 @@ class Pipeline:
         tensor = tensor.to(self.dtype).contiguous()
         work = dist.isend(tensor, group=group, group_dst=stage)
         assert work is not None  # None is for ranks outside the group
-        self._sends.append((work, tensor))  # gloo reads it until it is done
+        self._sends.append((work, tensor))  # gloo reads the tensor until the work is done
 
     def _receive(self, shape: Sequence[int], stage: int, group: dist.ProcessGroup) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)

@@ -41,7 +41,7 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 _VOCABULARY = 512
 _LAYERS = 2
 _SPREAD = 0.02
-"""Standard deviation of what a new model has as zeros."""
+"""Standard deviation of parameters that are zeros in a new model."""
 
 
 def select_layout(
@@ -52,8 +52,8 @@ def select_layout(
     Called by all ranks of the grid.
 
     Raises:
-        UnsupportedModelError: no layout does, or the ranks that have parts of the tokens compute something else.
-        PeerFailed: another rank found that.
+        UnsupportedModelError: no layout is correct, or the ranks with parts of the tokens compute another result.
+        PeerFailed: another rank raised this.
     """
     choices, chosen = layouts(config.model.attn_implementation), torch.zeros(1, dtype=torch.int64)
 
@@ -76,7 +76,9 @@ def select_layout(
 def _select_alone(
     path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, *, in_parts: bool
 ) -> SequenceLayout:
-    """Return the first layout that is right in this process; if the tokens are to be cut, of those that can be."""
+    """Return the first layout that is correct in this process; only layouts whose tokens can be cut, if they will
+    be.
+    """
     setting = config.model.attn_implementation
     model = _surrogate(path, dtype, device, config.seed)
     pictures = prepare_vision(model, path, config.model.vision)
@@ -101,7 +103,7 @@ def _select_alone(
 
 
 class _InParts(FlatPolicyEngine):
-    """A whole model of which each of `ranks` computes a part of the tokens. Its results are on all of them."""
+    """A whole model; each of `ranks` computes a part of the tokens, and all ranks have the results."""
 
     def __init__(self, model: PreTrainedModel, kind: AttentionKind, ranks: Ranks) -> None:
         super().__init__(model, temperature=1.0, attention=kind, tokens_per_micro_batch=1)
@@ -115,10 +117,10 @@ class _InParts(FlatPolicyEngine):
 
 
 def _check_parts(model: PreTrainedModel, layout: SequenceLayout, ranks: Ranks) -> None:
-    """Compare what `ranks` compute of `model` together, each a part of the tokens, with transformers' own forward.
+    """Compare the joint result of `ranks`, each with a part of the tokens, with transformers' own forward.
 
     Raises:
-        UnsupportedModelError: it differs.
+        UnsupportedModelError: the results differ.
     """
     probes = probe_for(model)
     sequences = [*probes, *forks(probes)]
@@ -131,7 +133,7 @@ def _check_parts(model: PreTrainedModel, layout: SequenceLayout, ranks: Ranks) -
                 fault = Difference.of(plain, engine.together(sequences)).beyond(tolerance(model.dtype))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+        except Exception as error:  # any error of a model's own code is a reason to refuse the model
             fault = f"its forward fails: {told(error)}"
         if fault is not None:
             raise UnsupportedModelError(
@@ -144,7 +146,7 @@ def _surrogate(path: str, dtype: torch.dtype, device: torch.device, seed: int) -
     """Return a small model with random weights, on `device`, whose code is that of the model in `path`.
 
     Args:
-        seed: of the weights, so that several ranks have the same.
+        seed: seed of the weights, so that several ranks have the same weights.
     """
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
@@ -158,7 +160,7 @@ def _surrogate(path: str, dtype: torch.dtype, device: torch.device, seed: int) -
         token = getattr(text, name, None)
         if isinstance(token, int) and token >= text.vocab_size:
             setattr(text, name, None)
-    with torch.random.fork_rng(devices=[]):  # which random weights are drawn must not move the run's own
+    with torch.random.fork_rng(devices=[]):  # drawing weights must not advance the run's random state
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = language_model(path).from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
@@ -170,7 +172,7 @@ def _surrogate(path: str, dtype: torch.dtype, device: torch.device, seed: int) -
 
 
 def _shorten(text: PretrainedConfig, layers: int) -> None:
-    """Keep the first `layers` layers, also in what is listed layer by layer."""
+    """Keep the first `layers` layers, also in settings that list values by layer."""
     before = text.num_hidden_layers
     if layers >= before:
         return

@@ -21,10 +21,10 @@ class ShardedAdamW(ScheduledAdamW):
 
     Args:
         parameters: (name in the model folder, parameter) pairs of this rank's stage; DTensors on one mesh.
-        counted: of these, the names whose gradients count in the norm: a parameter of two stages counts once.
-        pipeline: over whose ranks the norm is summed; None where there is one stage.
-        undecayed: names of parameters that weight decay leaves alone, besides norms and biases.
-        total_steps: as of `ScheduledAdamW`.
+        counted: names of the parameters that count in the norm; a parameter of two stages counts once.
+        pipeline: ranks over which the norm is summed; None if there is one stage.
+        undecayed: names of parameters without weight decay, besides norms and biases.
+        total_steps: see `ScheduledAdamW`.
 
     Raises:
         ValueError: there is no trainable parameter.

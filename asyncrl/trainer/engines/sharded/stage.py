@@ -64,8 +64,8 @@ class Absent(nn.Module):
 
 
 def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
-    """Remove from the trunk `model` all that does not belong to the stage at `place`. A vision tower is the first
-    stage's.
+    """Remove all modules of the trunk `model` that do not belong to the stage at `place`. A vision tower belongs to
+    the first stage.
 
     Raises:
         LayoutError: the trunk is not an embedding, a list of layers and a norm, has fewer layers than stages, or feeds
@@ -96,9 +96,9 @@ def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
             own = [name for name, _ in model.named_parameters(recurse=False)]  # between the rows of a picture
             for name in (*others, *own):
                 setattr(model, name, None)
-            model._is_hf_initialized = True  # transformers would look for them
+            model._is_hf_initialized = True  # transformers would look for the removed parts
         setattr(trunk, EMBEDDING, None)
-        if hasattr(trunk, "embedding_multiplier"):  # Granite's, which its forward applies to whatever comes in
+        if hasattr(trunk, "embedding_multiplier"):  # Granite's forward applies it to any input
             trunk.embedding_multiplier = cast(Any, 1.0)
     if not place.last:
         setattr(trunk, NORM, nn.Identity())
@@ -108,7 +108,7 @@ class Stage(nn.Module, ABC):
     """A trunk's layers of one stage; a subclass adds the head, on the last stage.
 
     `forward(micro_batch, hidden)` returns hidden states [rows, width, H] of the stage's last layer; the last stage
-    returns a tuple of what its head gives. A micro-batch that was cut to a part of its stream gives the hidden states
+    returns a tuple of its head's outputs. A micro-batch that was cut to a part of its stream gives the hidden states
     of the part, and the last stage's outputs for the whole stream.
     """
 
@@ -117,14 +117,14 @@ class Stage(nn.Module, ABC):
         self.trunk = trunk
         self.place = place
         self.seeing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro_batch: nullcontext()
-        """Within it the trunk knows the pictures of a micro-batch. Set by the engine; called where FSDP2 has gathered
-        the vision tower."""
+        """Returns a context within which the trunk has the pictures of a micro-batch. Set by the engine; called while
+        FSDP2 has the vision tower gathered."""
         decoder = set(text_part(trunk).modules())
         tower = (module for module in trunk.modules() if module not in decoder)
         self._tower = [module for module in tower if any(True for _ in module.parameters(recurse=False))]
 
     def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
-        """One micro-batch; `hidden` are the hidden states of the stage before, None on the first."""
+        """Run one micro-batch; `hidden` are the hidden states of the stage before, None on the first."""
         inputs = dict(micro_batch.model_inputs)
         if not self.place.first:
             del inputs["input_ids"]
@@ -132,7 +132,7 @@ class Stage(nn.Module, ABC):
         output = self._seen(micro_batch, inputs) if self._tower else self._hidden(inputs)
         if not self.place.last:
             return output
-        # No views: FSDP hooks the tensors themselves, and warns of what is written into a view.
+        # No views: FSDP hooks the tensors themselves, and warns of writes into a view.
         return tuple(given.clone() for given in self.finish(output.flatten(0, 1), micro_batch, **outputs))
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
@@ -141,8 +141,8 @@ class Stage(nn.Module, ABC):
         return output
 
     def _seen(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> Tensor:
-        """As `_hidden`, with pictures. Every parameter of a trained tower gets a gradient, also on a rank whose
-        micro-batch has no pictures: data-parallel ranks reduce the same parameters.
+        """Return the hidden states, as `_hidden`, with pictures. Every parameter of a trained tower gets a gradient,
+        also on a rank whose micro-batch has no pictures: data-parallel ranks reduce the same parameters.
         """
         with ExitStack() as stack:
             for module in self._tower:
@@ -163,7 +163,7 @@ class PolicyStage(Stage):
 
     Args:
         output_embedding, logits_of: None on all stages but the last.
-        slices: the tensor-parallel ranks, where each has the logits of a slice of `vocabulary`.
+        slices: the tensor-parallel ranks, if each has the logits of a slice of `vocabulary`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class PolicyStage(Stage):
         self._logits_of, self._vocabulary, self._slices = logits_of, vocabulary, slices
 
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
-        """See `Stage`; keywords: `temperature`, `entropy`, and `allowed_A` where not all tokens may be drawn."""
+        """See `Stage`; keywords: `temperature`, `entropy`, and `allowed_A` if not all tokens may be drawn."""
         part = part_of(micro_batch)
         if part is None:
             return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
@@ -283,7 +283,7 @@ def _restricted(logits_of: LogitsOf, allowed_A: Tensor, offset: int, hidden_NH: 
 
 
 def sliced_logprobs(logits_Nv: Tensor, targets_N: Tensor, vocabulary: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets_N` and entropies of the distributions, in nats; fp32, [N] each.
+    """Return log-probabilities of `targets_N` and entropies of the distributions, in nats; fp32, [N] each.
 
     Args:
         logits_Nv: this rank's slice of the fp32 logits: ceil(V / ranks) of `vocabulary` V, fewer on the last ranks.

@@ -1,9 +1,9 @@
-"""Cutting a model's layers over tensor-parallel ranks, by the plan that transformers ships with the model.
+"""Cut a model's layers over tensor-parallel ranks, by the plan that transformers ships with the model.
 
 Parameters become DTensors, so that sharded data parallelism, the optimizer and checkpoints know what each rank has. The
 arithmetic is done on their local parts, with the collectives of this package: DTensor's own dispatch costs several
-times a small layer's arithmetic, and is not cached for ragged shapes. *Every* parameter becomes one, those that stay
-whole on all ranks too: clipping and the optimizer then see one kind.
+times a small layer's arithmetic, and is not cached for ragged shapes. *Every* parameter becomes a DTensor, also
+those that stay whole on all ranks: clipping and the optimizer then handle a single kind.
 
     colwise                          output features cut; input whole, output a slice
     rowwise                          input features cut; input a slice, output whole
@@ -15,7 +15,7 @@ whole on all ranks too: clipping and the optimizer then see one kind.
     (not in the plan)                whole, computed alike on all ranks
 
 The output embedding is cut by vocabulary and its logits stay slices (`vocab_parallel`). Keys and values of fewer heads
-than ranks stay whole; each rank takes the heads that its queries look at. Experts are never cut: each tensor-parallel
+than ranks stay whole; each rank takes the heads that its queries attend to. Experts are never cut: each tensor-parallel
 rank has some of a layer's whole (expert parallelism), which keeps matrices large and their places in a parameter boxes.
 """
 
@@ -67,7 +67,7 @@ def cut_layers(model: PreTrainedModel, plan: dict[str, str], config: PretrainedC
         _STYLES[style or "whole"](module, mesh)
     if heads.replicated:
         for module in text_part(model).modules():
-            if hasattr(module, "num_key_value_groups"):  # of eager attention; the other kinds look at the shapes
+            if hasattr(module, "num_key_value_groups"):  # for eager attention; the other kinds use the shapes
                 module.num_key_value_groups = cast(Any, max(1, heads.queries // heads.ranks))
 
 
@@ -77,7 +77,7 @@ def cut_output_embedding(head: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the parameters of `module` DTensors that are whole on all ranks, which compute it alike."""
+    """Make the parameters of `module` DTensors that are whole on all ranks; all ranks compute the same."""
     _keep_whole(module, mesh, Replicate())
 
 
@@ -86,7 +86,7 @@ def _style_of(path: str, plan: dict[str, str]) -> str | None:
 
 
 def _with_adapters(styles: dict[str, str | None]) -> dict[str, str | None]:
-    """The style of a layer with an adapter, on its parts: the adapter's output is cut as the layer's is."""
+    """Apply the style of a layer with an adapter to its parts: the adapter's output is cut like the layer's."""
     cut = dict(styles)
     for path, style in styles.items():
         if style is None or f"{path}.lora_A" not in styles:
@@ -113,7 +113,7 @@ class _Heads:
         self.replicated = bool(self.keys % ranks)
 
     def of_rank(self, rank: int) -> int:
-        """The key-value head that the queries of `rank` look at."""
+        """Return the key-value head that the queries of `rank` attend to."""
         return rank * self.keys // self.ranks
 
 
@@ -189,7 +189,7 @@ def _embedding(module: nn.Module, mesh: DeviceMesh) -> None:
     start, width = sum(widths[: mesh.get_local_rank()]), widths[mesh.get_local_rank()]
     _distribute(module, "weight", mesh, Shard(0))
     original = cast(Forward, module.forward)
-    padding = module.padding_idx  # its row gets no gradient
+    padding = module.padding_idx  # the padding token's row gets no gradient
     module.padding_idx = padding - start if padding is not None and 0 <= padding - start < width else None
 
     def forward(ids: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, grad: Placement) -> None:
 
 
 def _deal_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank a contiguous run of the experts. It computes what these add to every token.
+    """Give each rank a contiguous run of the experts. The rank computes their contribution to every token.
 
     The module is called with hidden states [T, H], and the chosen experts and their weights of each token, [T, k] each.
     Only pairs of a token and an expert of this rank are computed, each as a separate token with one expert.
@@ -274,7 +274,7 @@ def _repeat_heads(module: nn.Module, heads: _Heads, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def local_parameters(module: nn.Module, grad: Placement | None) -> Iterator[None]:
-    """The module's own parameters as plain local tensors, for a forward that knows nothing of DTensors."""
+    """Within this block the module's own parameters are plain local tensors, for a forward that cannot use DTensors."""
     saved = dict(module._parameters)
     try:
         for name in saved:

@@ -6,13 +6,12 @@ token q sees token k if and only if k is on its path:
     k <= q < ends[k],   and with a sliding window depth[q] - depth[k] < window
 
 Sequences that share nothing are tries of one branch, so the same two vectors keep packed sequences apart. Nothing is
-gathered, repeated or masked by a [T, T] tensor: the kernel gets the blocks of `BLOCK` x `BLOCK` pairs in which anything
-is visible, found from the vectors' extremes, and asks the rule in those that are not visible whole.
+gathered, repeated or masked by a [T, T] tensor: the kernel gets the blocks of `BLOCK` x `BLOCK` pairs with anything
+visible, found from the vectors' extremes, and applies the rule in blocks that are only partly visible.
 
 On a GPU the kernel is compiled once, for any length. Elsewhere FlexAttention has no backward pass: `all_pairs` does the
 same there, which is slow and for tests; they compare it with FlexAttention's forward pass, with `packed_attention` and
-with a plain mask.
-Whether a model is right with it is checked at load like every layout
+with a plain mask. The parity check at load tests each model with it, as with every layout
 (`asyncrl.trainer.model.layout_parity`).
 """
 
@@ -34,7 +33,7 @@ FLEX = "asyncrl_flex"
 
 
 class VisibleBlocks(NamedTuple):
-    """Blocks of pairs in which a token sees another, [blocks of queries, blocks of keys]: `partly`, and `wholly`."""
+    """Blocks of pairs with visible tokens, [blocks of queries, blocks of keys]: `partly` and `wholly` visible ones."""
 
     partly: Tensor
     wholly: Tensor
@@ -44,8 +43,8 @@ class FlexStream:
     """The stream's vectors on the device; block masks are made once for all layers that ask for them.
 
     Args:
-        ends_T: int64 [T], for each token the end of what lies below it; T is a multiple of `FLEX_BLOCK`.
-        depths_T: int64 [T], its position in its sequence.
+        ends_T: int64 [T], for each token the end of the tokens below it; T is a multiple of `FLEX_BLOCK`.
+        depths_T: int64 [T], position of each token in its sequence.
     """
 
     def __init__(self, ends_T: Tensor, depths_T: Tensor) -> None:
@@ -53,7 +52,7 @@ class FlexStream:
         self._masks: dict[int | None, BlockMask] = {}
 
     def mask(self, window: int | None) -> BlockMask:
-        """Return the block mask of layers with a sliding `window`; None: they see their whole path."""
+        """Return the block mask of layers with a sliding `window`; None: tokens see their whole path."""
         if window not in self._masks:
             partly, wholly = visible_blocks(self._ends_T, self._depths_T, window)
             self._masks[window] = BlockMask.from_kv_blocks(
@@ -81,8 +80,8 @@ class FlexStream:
 
 
 def visible_blocks(ends_T: Tensor, depths_T: Tensor, window: int | None) -> VisibleBlocks:
-    """Return the blocks in which anything may be visible, as bool tensors. `partly` may hold blocks in which nothing
-    is.
+    """Return the blocks in which anything may be visible, as bool tensors. `partly` may hold blocks without visible
+    pairs.
     """
     ends, depths = ends_T.view(-1, FLEX_BLOCK), depths_T.view(-1, FLEX_BLOCK)
     numbers = torch.arange(len(ends), device=ends_T.device)
@@ -148,10 +147,10 @@ def flex_stream_attention(
     s_aux: Tensor | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention of every token of a stream to its path; arguments and result as of `packed_attention`.
+    """Return attention of every token of a stream to its path; arguments and result as for `packed_attention`.
 
     Raises:
-        NotImplementedError: the model does not hand `attention_blocks` down, or drops attention at random.
+        NotImplementedError: the model does not pass `attention_blocks` on, or uses attention dropout.
     """
     if not isinstance(attention_blocks, FlexStream):
         raise NotImplementedError("the model does not tell its attention where sequences end")

@@ -38,8 +38,10 @@ class DeviceBlock:
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The mask that a causal kernel needs in addition, as 0 and -inf, for a sliding window that hides something or
-        for queries that begin in the middle of a row. None if it needs none. Shape as of `visible`.
+        """Return the mask that a causal kernel needs in addition, as 0 and -inf; None if it needs none.
+
+        A mask is needed if a sliding window hides something, or if queries begin in the middle of a row. The shape is
+        that of `visible`.
         """
         hides = window is not None and window < self.block.width
         if not hides and self.block.first is None:
@@ -83,7 +85,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed stream.
+    """Compute causal attention within each sequence of a packed stream.
 
     Args:
         query: [1, heads, T, head size]; `key` and `value` may have fewer heads (grouped queries), values another size.
@@ -153,7 +155,7 @@ def _written_out(
 
 
 def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
-    """[rows, heads, width, size] with every head repeated `times` times in place."""
+    """Repeat every head of [rows, heads, width, size] `times` times, next to itself."""
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 

@@ -2,7 +2,7 @@
 
 The kernel gets the end of each sequence of the stream (`packing_arguments`). So nothing is gathered, masked or
 repeated, and a block of pairs that no token sees costs nothing. It supports grouped queries and sliding windows. Capped
-logits, sinks, dropout, and values of another size than keys are refused by name, and the next layout is tried. A stream
+logits, sinks, dropout, and values of another size than keys raise an error, and the next layout is tried. A stream
 of shared prefixes has no such ends and goes to `packed_attention`.
 
 Elsewhere `all_pairs` computes the same with a mask of all pairs. It is slow and only for tests, which compare it with
@@ -43,7 +43,8 @@ def varlen_attention(
     max_length_q: int = 0,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed stream; `settings` and result as of `packed_attention`.
+    """Compute causal attention within each sequence of a packed stream; `settings` and result as for
+    `packed_attention`.
 
     Args:
         cu_seq_lens_q: int32 [sequences + 1], start of each sequence and end of the last; None for shared prefixes.
@@ -73,7 +74,7 @@ def _within_ends(
 ) -> tuple[Tensor, None]:
     if softcap is not None or s_aux is not None or dropout or value.shape[-1] != query.shape[-1]:
         raise NotImplementedError("torch's kernel knows no capped logits, sinks, dropout or values of another size")
-    on_gpu = query.device.type in ("cuda", "meta")  # of tensors without values, the kernel checks its arguments
+    on_gpu = query.device.type in ("cuda", "meta")  # with meta tensors, the kernel checks its arguments
     compute: Callable[..., Tensor] = varlen_attn if on_gpu else all_pairs  # type: ignore[assignment]
     out = compute(
         *(each.squeeze(0).transpose(0, 1) for each in (query, key, value)),
