@@ -1,8 +1,8 @@
-"""ModelWorker: one training rank. It holds the trajectories' tensors and computes what the master asks for.
+"""ModelWorker: one training rank. It holds the trajectories' tensors and runs the master's calls.
 
-There are two I/O threads and one that computes. The trajectory puller receives rollouts and acknowledges them once they
-are in the inbox. The request server answers quick requests at once (metadata, discards) and queues those that compute.
-The main thread answers these (`asyncrl.trainer.rank.queued_requests`).
+There are two I/O threads and one compute thread. The trajectory puller receives rollouts and acknowledges them once
+they are in the inbox. The request server answers quick requests at once (metadata, discards) and queues those that
+compute. The main thread answers these (`asyncrl.trainer.rank.queued_requests`).
 
     RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──run_call──▶ engines ──publish──▶ weights/<role>/v<N>
                                     │ poll_buffer          ▲
@@ -53,9 +53,9 @@ from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 
-_SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
+_SERVE_S = 0.5  # longest wait for a request between two checks for a stop request
 _MEET_LOOK_S = 0.1
-_CLOSE_S = 1.0  # how long the end waits for weights on their way
+_CLOSE_S = 1.0  # time limit for weights in transit at the end of the process
 
 
 class ModelWorker(Worker):
@@ -100,7 +100,7 @@ class ModelWorker(Worker):
         if device.type == "cuda":
             observer.gauges(partial(gpu_memory, device))
         joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
-        start_s = LONGEST_STARTS * config.system.start_timeout_s  # the master sees if the others still start
+        start_s = LONGEST_STARTS * config.system.start_timeout_s  # the master detects ranks that no longer start
         self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
         observer.stage("loads the models")
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
@@ -136,7 +136,7 @@ class ModelWorker(Worker):
         self._take_connections(head, queued)
 
     def _meet(self, ranks: int) -> None:
-        """Wait until all ranks are about to join: the first rank waits for the others' processes, and they wait for it.
+        """Wait until all ranks are about to join: the first rank waits for all, the others for the first.
 
         Raises:
             NotStarted: none of the awaited processes made progress for `system.start_timeout_s`.
@@ -194,7 +194,7 @@ class ModelWorker(Worker):
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
         puller = TrajectoryPuller(system.host, self.security, on_message=self._receiver.receive, remembered=remembered)
         self._open.callback(puller.close)
-        self._open.callback(self._receiver.inbox.close)  # first: its thread may wait for room there
+        self._open.callback(self._receiver.inbox.close)  # before the puller: its thread may wait for room in the inbox
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.lease_s
         self.resolver.add(names.worker_key(self.spec.kind, self.index), address, lease_s=lease_s, replace=True)
@@ -230,4 +230,4 @@ class ModelWorker(Worker):
         try:
             closing.result(_CLOSE_S)
         except TimeoutError:
-            self.log.warning("a server did not take leave within %g s", _CLOSE_S)
+            self.log.warning("a server did not disconnect within %g s", _CLOSE_S)

@@ -41,12 +41,12 @@ class LearningRateSchedule(StrEnum):
 
 
 class KeptOn(StrEnum):
-    """Memory that holds tensors of which the device needs a part at a time."""
+    """Memory for tensors of which the device needs only a part at a time."""
 
     device = auto()
     """The device's own."""
     host = auto()
-    """The host's; what is needed is copied to the device."""
+    """The host's; the needed part is copied to the device."""
 
 
 class BestDirection(StrEnum):
@@ -60,9 +60,9 @@ class ReferenceMode(StrEnum):
     """Behaviour of the reference model while the actor learns."""
 
     frozen = auto()
-    """It stays the model it was loaded from."""
+    """The reference does not change."""
     ema = auto()
-    """It follows the actor as an exponential moving average."""
+    """The reference follows the actor as an exponential moving average."""
 
 
 MOST_BETA = 0.999999
@@ -75,7 +75,7 @@ class LoraPublish(StrEnum):
     """Content of a version of a policy with adapters."""
 
     auto = "auto"
-    """Adapters where all servers can load them, else merged weights."""
+    """Adapters if all servers can load them, else merged weights."""
     adapter = "adapter"
     """The adapters alone."""
     merged = "merged"
@@ -84,7 +84,7 @@ class LoraPublish(StrEnum):
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters of the policy: what is trained instead of its weights."""
+    """Low-rank adapters of the policy, which are trained instead of its weights."""
 
     rank: int = setting(
         0, "rank of the adapters, by the extra `lora`; 0: none, all weights are trained", minimum=0, fixed=True
@@ -109,9 +109,9 @@ class VisionMode(StrEnum):
     train = auto()
     """They are trained with the rest."""
     freeze = auto()
-    """They stay as they are; the text model is trained."""
+    """They are frozen; the text model is trained."""
     none = auto()
-    """They are not used: the run has no pictures. What they are made of stays as it is."""
+    """They are not used: the run has no pictures. Their weights do not change."""
 
 
 @dataclass
@@ -329,19 +329,21 @@ class TeacherConfig(RolePlacementConfig):
 
     @property
     def role(self) -> str:
-        """Its role in the trainer."""
+        """The teacher's role in the trainer."""
         return f"teacher_{self.name}"
 
     @property
     def logprobs(self) -> str:
-        """The key of its log-probabilities, [T], in a step's batch: a column of samples unless the ranks score."""
+        """Key of the teacher's log-probabilities, [T], in a step's batch: a column of samples unless the ranks
+        score.
+        """
         if self.path is not None:
             return f"{self.role}_logprobs"
         return self.column or f"token/{self.role}"
 
 
 SOURCE_NUMBER = "row/source_number"
-"""Column of samples where teachers are for some sources: the position of the row's in `taught_sources`, or -1."""
+"""Column of samples if teachers have sources: position of the row's source in `taught_sources`; -1 if not there."""
 
 
 _COMPARING = ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo")
@@ -412,18 +414,18 @@ class AlgorithmConfig:
 
     @property
     def kl_estimator(self) -> ChoiceConfig:
-        """The estimator of the KL term: `kl`, where it is `auto` the usual one of the term's place."""
+        """The estimator of the KL term: `kl`, or for `auto` the default of the term's place."""
         if self.kl.name != AUTO:
             return self.kl
         return ChoiceConfig("k3" if self.kl_in == KLPlace.loss else "k1", self.kl.params)
 
     @property
     def taught_sources(self) -> list[str]:
-        """The sources that teachers are named for, sorted; none if each teacher is for all."""
+        """The sources that teachers list, sorted; empty if each teacher is for all sources."""
         return sorted({source for teacher in self.teachers for source in teacher.sources})
 
     def teacher_of(self, role: str) -> TeacherConfig | None:
-        """Return the teacher that is `role` in the trainer; None if none is."""
+        """Return the teacher whose role in the trainer is `role`; None if there is none."""
         return next((teacher for teacher in self.teachers if teacher.role == role), None)
 
     @property

@@ -52,11 +52,11 @@ def prepare_vision(
     """Return the picture processing of `model`, with its vision tower frozen if `mode` says so; None for text alone.
 
     Args:
-        path: its folder.
-        attach: as of `Pictures`.
+        path: folder of the model.
+        attach: see `Pictures`.
 
     Raises:
-        UnsupportedModelError: its folder lacks the picture processor's configuration.
+        UnsupportedModelError: the folder lacks the picture processor's configuration.
     """
     if mode != VisionMode.train:
         for parameter in tower_parameters(model):
@@ -72,7 +72,7 @@ def prepare_vision(
 def _pretrained(
     kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, **more: Any
 ) -> Any:
-    """Return the model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
+    """Return the model in `path` loaded by transformers' auto class `kind`, with the attention of the first layout.
 
     The attention is set after loading, so that a model with its own attention keeps the one that transformers chooses
     (Falcon's eager attention with alibi differs from its other one: transformers 5.24 adds alibi twice). Flash
@@ -134,7 +134,7 @@ def load_reward_model(
         trained: `path` may be a language model's folder: its trunk then gets a new head, at 0.
 
     Raises:
-        ValueError: it has several labels, or no linear head called `score`.
+        ValueError: the classifier has several labels, or no linear head called `score`.
     """
     config = AutoConfig.from_pretrained(path)
     new = trained and not is_classifier(config)
@@ -150,15 +150,15 @@ def load_reward_model(
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """True if `config` is of a sequence classifier's folder."""
+    """True if `config` belongs to a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def as_classifier(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a classifier with one label on the trunk of the model that `config` is of.
+    """Return the configuration of a classifier with one label on the trunk of the model of `config`.
 
     Raises:
-        UnsupportedModelError: transformers has none.
+        UnsupportedModelError: transformers has no such classifier.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UnsupportedModelError(
@@ -173,7 +173,7 @@ def single_score(model: PreTrainedModel, path: str | Path) -> nn.Linear:
     """Return the head of the classifier `model` from `path`.
 
     Raises:
-        ValueError: it has several labels, or is no linear head called `score`.
+        ValueError: the classifier has several labels, or no linear head called `score`.
     """
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.out_features != 1:

@@ -1,10 +1,10 @@
 """Low-rank adapters (Hu et al., "LoRA", 2021) by peft: W x + (alpha / rank) B A x with W frozen.
 
-Adapters are the same in every layout: A starts uniform as peft has it (He et al.'s bound), drawn for each layer by the
-layer's name alone, and B at zero, so that an untrained adapter changes nothing. They are kept in fp32. A frozen
-reference that is the very base needs no copy of it: it is the actor with its adapters off.
+Adapters are the same in every layout. A starts uniform as in peft (He et al.'s bound); the random numbers of a layer
+depend only on the layer's name. B starts at zero, so an untrained adapter changes nothing. Adapters are kept in fp32. A
+frozen reference that equals the base needs no copy of the base: it is the actor with its adapters off.
 
-peft is imported where there are adapters only: it is an extra.
+peft is an extra, imported only if there are adapters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ADAPTER = ".default"
 _NAMES_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 BASE_LAYER = ".base_layer"
-"""Part of a base parameter's name that peft inserts; it is not in the name in a model folder."""
+"""Part of a base parameter's name that peft inserts; names in a model folder do not have it."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = False) -> None:
@@ -44,7 +44,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = F
         vision: add adapters to the vision tower and the projector of a model that takes pictures, too.
 
     Raises:
-        ValueError: no layer has such a name, or only some of the layers keep their weights transposed.
+        ValueError: no layer has one of the names, or only some of the layers keep their weights transposed.
     """
     from peft import inject_adapter_in_model
 
@@ -108,12 +108,13 @@ class WholeBase(WholeModel):
 class Merged:
     """Publishable tensors of `base` with `adapters` merged; see `Published`.
 
-    A merged layer is bit for bit what `models.weights.model_files.adapters` makes of a published base and adapters.
+    A merged layer equals, bit for bit, the result of `models.weights.model_files.adapters` for a published base and
+    adapters.
 
     Args:
         config: the settings of the adapters.
-        folder: where the tensors of a model folder lie in parameters.
-        model_config: the model's.
+        folder: positions of a model folder's tensors in parameters.
+        model_config: the model's configuration.
 
     Raises:
         ValueError: the model folder stores a layer that has an adapter as several tensors.
@@ -201,7 +202,7 @@ def published_adapters(model: nn.Module, dtype: torch.dtype) -> list[TensorSpec]
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
-    """Fill the adapters among `parameters`, by their names; alike in every layout."""
+    """Fill the adapters among `parameters` with values that depend on their names and not on the layout."""
     for name, parameter in parameters:
         if not is_adapter(name):
             continue
@@ -235,8 +236,8 @@ def adapters_off(trunk: nn.Module) -> Iterator[None]:
 def peft_config(
     config: LoraConfig, targets: list[str], base: str | None = None, *, transposed: bool = False
 ) -> PeftConfig:
-    """Translate `config` into peft's settings, for the layers `targets` of `base`, given by name or by its last
-    part.
+    """Translate `config` into peft's settings, for the layers `targets` of `base`, given by name or by the last
+    part of the name.
     """
     from peft import LoraConfig as PeftConfig
 
@@ -253,7 +254,9 @@ def peft_config(
 
 
 def adapter_config(config: LoraConfig, base: str, specs: Sequence[TensorSpec], model_config: PretrainedConfig) -> bytes:
-    """The content of peft's `adapter_config.json` beside the published adapters `specs` of the model in `base`."""
+    """Return the content of peft's `adapter_config.json` beside the published adapters `specs` of the model in
+    `base`.
+    """
     kinds = sorted({adapted_layer(spec.name).rsplit(".", 1)[-1] for spec in specs})
     made = peft_config(config, kinds, base, transposed=are_transposed(model_config, specs))
     described: dict[str, Any] = made.to_dict()  # type: ignore[no-untyped-call]

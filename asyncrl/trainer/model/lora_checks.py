@@ -1,4 +1,4 @@
-"""`model.lora` against what is known before anything starts: peft, and the model's weights by name. Torch-free."""
+"""Check `model.lora` before anything starts, against peft and the names of the model's weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
 
 
 def problems(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what is wrong with the adapters of an experiment; see `lora_problems`."""
+    """Yield an error message for each problem of an experiment's adapters; see `lora_problems`."""
     yield from lora_problems(config.model.lora, config.model.path)
     if config.model.lora.rank and config.model.lora.publish == LoraPublish.adapter:
         for needed in _needs_whole_weights(config):
@@ -54,7 +54,7 @@ def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
 
 
 def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
-    """Yield what is wrong with adapters of the model in `path`: `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each problem of adapters of the model in `path`."""
     if not lora.rank:
         return
     if importlib.util.find_spec("peft") is None:
@@ -78,7 +78,7 @@ def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
 def layer_kinds(folder: Path) -> list[str]:
     """Return the names of matrices in the numbered layers of the model in `folder`; empty if its safetensors have none.
 
-    Of experts that transformers keeps in one tensor, their files may still have one each: training tells those.
+    transformers keeps experts in one tensor, but files may still have one tensor per expert; training reports those.
     """
     kinds: set[str] = set()
     for file in folder.glob("*.safetensors"):
@@ -87,6 +87,6 @@ def layer_kinds(folder: Path) -> list[str]:
                 header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
             matrices = [name for name, tensor in header.items() if len(tensor.get("shape", ())) == 2]
         except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
-            return []  # what is no model is told elsewhere
+            return []  # reported elsewhere
         kinds |= {found[1] for name in matrices if (found := _LAYER_WEIGHT.search(name))}
     return sorted(kinds)

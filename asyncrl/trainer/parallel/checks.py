@@ -1,4 +1,4 @@
-"""Layouts against what is known before anything starts: the models' `config.json`, the engine, what is built."""
+"""Check layouts before anything starts, against the models' `config.json`, the engine and the supported features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.trainer.settings import AttentionImplementation, ReferenceMode, Vis
 
 
 def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
-    """Yield what is wrong with the layouts of `placed`: `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each problem of the layouts of `placed`."""
     for role in sorted(config.algorithm.reward_models.keys() - placed.grids.keys()):
         yield (
             f"algorithm.reward_models.{role}: graph {graph.name!r} has no such role; its roles are "
@@ -31,14 +31,17 @@ def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Itera
 
 
 def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelShape) -> Iterator[str]:
-    """The same of the base model, which the run makes first, where `model.path` is null."""
+    """Yield error messages about layouts of the base model, which the run makes first if `model.path` is null."""
     yield from _models_that_do_not_fit(config, graph, placement(config, graph), base)
 
 
 def _models_that_do_not_fit(
     config: ExperimentConfig, graph: Graph, placed: Placement, base: ModelShape | None
 ) -> Iterator[str]:
-    """Layouts that the models of their roles cannot be cut into; `base` is the model of a role that names no folder."""
+    """Yield an error message for each layout that a role's model cannot be cut into.
+
+    `base` is the model of roles without a folder.
+    """
     said = set()
     for role, grid in placed.grids.items():
         name, path = layout_setting(config, role), model_of(config, graph, role)
@@ -46,7 +49,7 @@ def _models_that_do_not_fit(
         if shape is None:
             continue
         for problem in (*refusals(shape.model_type, grid.layout), *misfits(grid.layout, shape)):
-            if (name, problem) not in said:  # a role with the actor's layout and model is wrong where the actor is
+            if (name, problem) not in said:  # a role with the actor's layout and model has the actor's problems
                 said.add((name, problem))
                 yield f"{name}={str(grid)!r}: {'' if role == ACTOR else f'role {role}: '}{problem}"
 
@@ -64,7 +67,7 @@ def _not_cut(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
 
 
 def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
-    """Yield what does not work where the tokens of a micro-batch are cut into parts."""
+    """Yield an error message for each feature that does not work if the tokens of a micro-batch are cut into parts."""
     said: set[tuple[str, str | None]] = set()
     attention = config.model.attn_implementation
     padded = attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.eager)
@@ -87,7 +90,7 @@ def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> 
 
 
 def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
-    """Yield each setting that works in another layout only."""
+    """Yield an error message for each setting that works only in another layout."""
     algorithm, actor = config.algorithm, placed.actor
     together = placed.grid("ref") == actor
     if (
@@ -121,5 +124,5 @@ def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]
 
 
 def _settings(config: ExperimentConfig, placed: Placement) -> dict[str, WorkerGrid]:
-    """The grids by the setting that lays each out; one that lays out several roles gives all of them one grid."""
+    """Return the grids by the setting of their layout; roles with the same setting have one grid."""
     return {layout_setting(config, role): grid for role, grid in placed.grids.items()}

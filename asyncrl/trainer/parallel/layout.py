@@ -1,4 +1,4 @@
-"""Layout of a role's model over ranks: `d2t2p2`, the grammar of `trainer.parallel` and of every role's own layout.
+"""Layout of a role's model over ranks: `d2t2p2`, the grammar of `trainer.parallel` and of every role's separate layout.
 
     d<N>   N data-parallel ranks; each trains other samples, and the weights are sharded over all of them
     t<N>   every layer's matrices are cut into N tensor slices; the experts of a mixture are dealt to them whole
@@ -9,7 +9,7 @@
            replicas, so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
 
 Letters come in any order, each at most once; a missing one is 1. AReaL's `m` is accepted for `t`. `Layout.data` counts
-all data-parallel ranks, replicas included: trajectories are dealt by it.
+all data-parallel ranks, replicas included; trajectories are distributed by this number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layout:
     Attributes:
         data: data-parallel ranks, replicas included.
         tensor, pipeline: tensor slices of a layer, stages of the model.
-        replicas: how many times the weights are there whole; it divides `data`.
+        replicas: number of complete copies of the weights; divides `data`.
         context: parts that the tokens of a micro-batch are cut into.
 
     Raises:
@@ -96,11 +96,11 @@ class Layout:
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of pipeline `stage` out of `stages`: contiguous, their numbers differ by one at most."""
+    """Return the contiguous layers of pipeline `stage` out of `stages`; sizes of stages differ by one at most."""
     return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
 def slice_of(size: int, parts: int, index: int) -> range:
-    """The `index`-th of `parts` slices of a dimension, as torch cuts it: ceil(size / parts) each, the last less."""
+    """Return the `index`-th of `parts` slices of a dimension, as torch cuts it: at most ceil(size / parts) each."""
     each = -(-size // parts)
     return range(min(index * each, size), min((index + 1) * each, size))

@@ -1,13 +1,14 @@
 """Limits on the layouts of a model, read from its `config.json`. Torch-free: the launcher uses it.
 
-- A tensor slice has whole attention heads, and equally many query heads. Key and value heads are dealt out too. If
-  there are fewer of them than slices, several slices hold the same head; each slice must then need only one.
+- A tensor slice has whole attention heads, and all slices have equally many query heads. Key and value heads are
+  distributed too. If there are fewer of them than slices, several slices hold the same head; each slice must then need
+  only one.
 - Rows of the vocabulary and of a dense feed-forward need not divide evenly (ceil(n / t) each, as torch does), but no
   slice of the vocabulary may be empty.
 - Experts are dealt out whole, equally many to each slice.
 - A pipeline stage has at least one layer. With tied embeddings the first and the last stage each hold the matrix.
-- Where the tokens are cut into parts, each part's rank computes whole query heads of attention; key and value heads are
-  repeated where they are too few. Nothing but attention may look along the sequence.
+- If the tokens are cut into parts, each part's rank computes whole query heads of attention; key and value heads are
+  repeated if there are too few. Only attention may connect tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from asyncrl.trainer.parallel.layout import Layout
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _LAYERS_IN_PARTS = {"full_attention", "sliding_attention", "moe", "mlp"}
-"""Layer types of which a rank may have a part of the tokens, by transformers' names."""
+"""Layer types, by transformers' names, that work on a part of the tokens."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder; None where `config.json` does not name one.
+    """Sizes of a decoder; None if `config.json` does not give the size.
 
     Attributes:
-        query_heads, key_value_heads: of an attention layer; None: there is no attention.
+        query_heads, key_value_heads: heads of an attention layer; None if there is no attention.
         experts: experts per layer; 0 if the model is not a mixture of experts.
-        linked: why layers cannot be on different stages; empty if they can.
+        linked: reason why layers cannot be on different stages; empty if they can.
         layer_types: kinds of layers that `config.json` names.
     """
 
@@ -49,7 +50,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> ModelShape:
-        """Read the content of a `config.json`; of its text part if it has several parts."""
+        """Read the content of a `config.json`; only the text part if there are several parts."""
         text = described.get("text_config") or described
         model_type = str(described.get("model_type") or text.get("model_type", ""))
         heads = _number(text, *_HEADS)
@@ -67,7 +68,7 @@ class ModelShape:
 
 
 def shape_of(path: str | None) -> ModelShape | None:
-    """The shape of the model in the folder `path`; None where there is no `config.json` that can be read."""
+    """Return the shape of the model in the folder `path`; None if it has no readable `config.json`."""
     if path is None:
         return None
     try:
@@ -105,7 +106,7 @@ def _context_misfits(layout: Layout, shape: ModelShape) -> Iterator[str]:
 
 
 def tensor_sizes(shape: ModelShape) -> list[int]:
-    """The numbers of tensor slices that the model can be cut into, ascending; 1 is always one."""
+    """Return the numbers of tensor slices that the model can be cut into, ascending, 1 included."""
     most = shape.query_heads or 1
     return [size for size in range(1, most + 1) if not list(_reasons(size, shape))]
 

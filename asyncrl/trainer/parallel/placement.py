@@ -1,4 +1,4 @@
-"""Workers of each role, as the settings lay them out. Torch-free."""
+"""Assign workers to each role, according to the settings. Torch-free."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
 
 
 def engine_of(config: ExperimentConfig) -> str:
-    """Return `trainer.engine`, or what it stands for if it is `auto`: the first engine that can train the layout."""
+    """Return `trainer.engine`; for `auto`, the first engine that can train the layout."""
     if config.trainer.engine != AUTO:
         return config.trainer.engine
     alone = placement(config).workers == 1
@@ -91,13 +91,13 @@ def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacem
 
 
 def host_role(config: ExperimentConfig, role: str) -> str:
-    """Return the role on whose ranks `role` is, if it has none of its own: the actor of its policy, or the run's."""
+    """Return the role whose ranks `role` shares if it has no separate ranks: its policy's actor, or the run's actor."""
     policy, own = policy_and_role(config, role)
     return ACTOR if own == ACTOR else role_of_policy(policy, ACTOR)
 
 
 def layout_setting(config: ExperimentConfig, role: str) -> str:
-    """Return the name of the setting that lays out `role`: that of the role on whose ranks it is, if it has none."""
+    """Return the name of the setting with the layout of `role`, or of the role whose ranks it shares."""
     if role == ACTOR:
         return "trainer.parallel"
     name, own = role_placement(config, role)

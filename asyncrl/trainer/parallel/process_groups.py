@@ -63,7 +63,7 @@ class Collectives:
                 self._made = dict(_sockets().items() - before.items())
                 if self._aborted:
                     self._shut_down()
-        if device.type == "cpu":  # NCCL, which may be among them on GPUs, connects later too
+        if device.type == "cpu":  # on GPUs, groups may include NCCL, which also connects later
             for descriptor, number in self._made.items():
                 _take_no_more(descriptor, number)
 
@@ -82,18 +82,18 @@ class Collectives:
 
     def _shut_down(self) -> None:
         for descriptor, number in self._made.items():
-            with suppress(OSError):  # it has no other end
+            with suppress(OSError):  # the socket is not connected
                 _end_connection(descriptor, number)
         if self._device.type == "cuda" and dist.is_initialized():
             _abort_process_group()
 
 
 def _sockets() -> dict[int, int]:
-    """Return the kernel's number of each socket of this process, by descriptor. Descriptors alone are reused."""
+    """Return the kernel's number of each socket of this process, by descriptor. Only descriptors are reused."""
     found = {}
     with suppress(FileNotFoundError):
         for name in os.listdir(_DESCRIPTORS):
-            with suppress(OSError):  # that of the listing itself
+            with suppress(OSError):  # the descriptor of the listing itself
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     found[int(name)] = status.st_ino
@@ -102,7 +102,7 @@ def _sockets() -> dict[int, int]:
 
 @contextmanager
 def _reopened(descriptor: int, number: int) -> Iterator[socket.socket | None]:
-    """The TCP socket of this `number` that had this descriptor; None if it is closed by now, or no TCP socket."""
+    """Open the TCP socket `number` at this descriptor; None if it was closed, or is not a TCP socket."""
     try:
         found = socket.socket(fileno=os.dup(descriptor))
     except OSError:

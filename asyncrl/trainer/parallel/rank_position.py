@@ -1,7 +1,7 @@
 """Position of this rank in the grids of training ranks.
 
 `training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh. `RankPosition` is the
-position of this rank in one grid, `World` all of its positions. Worker index, rank and data index may differ
+position of this rank in one grid, `World` has all of its positions. Worker index, rank and data index may differ
 (`worker_grid`): ask `RankPosition` which rank takes trajectories, which one publishes, and over which ranks to sum.
 """
 
@@ -29,12 +29,12 @@ class RankPosition:
 
     Attributes:
         everyone: the grid's ranks, in the order of their workers; its leader is the grid's publisher.
-        data: the ranks that have the same part of the model and train other samples, numbered by data index.
-        copy: the ranks that have the parts of one model together, and the same samples; its leader takes trajectories.
-        context: the ranks that have the same part of the model and the same samples, each another part of the tokens.
-        mesh: of the grid's ranks, with the axes `MESH_AXES`; None for a rank that is alone.
-        backwards: this rank's pipeline, for what travels against the stages' order; None where there is one stage.
-        ends: first and last stage of this rank's pipeline, where it is one of them and there are several.
+        data: the ranks with the same part of the model and other samples, numbered by data index.
+        copy: the ranks that together have one whole model, and the same samples; its leader takes trajectories.
+        context: the ranks with the same part of the model and the same samples, each with another part of the tokens.
+        mesh: device mesh of the grid's ranks, with the axes `MESH_AXES`; None for a rank that is alone.
+        backwards: this rank's pipeline, for tensors sent against the stages' order; None if there is one stage.
+        ends: first and last stage of this rank's pipeline, if there are several and this rank has one of the two.
     """
 
     worker: int = 0
@@ -55,11 +55,11 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class World:
-    """All ModelWorkers, and where this one is in each of the grids that roles are spread over; by default it is alone.
+    """All ModelWorkers, and the position of this one in each role's grid; by default it is alone.
 
     Attributes:
         everyone: all ranks, numbered by worker index.
-        places: by grid, of those that this worker is in.
+        places: this worker's position, by grid; only the grids that it is in.
         rank_hosts: addresses of the ranks' hosts.
     """
 
@@ -77,7 +77,7 @@ class World:
         """Return this worker's position in the grid of `role`.
 
         Raises:
-            KeyError: it has no part of it.
+            KeyError: this worker has no part of the role.
         """
         return self.places[self.placement.grid(role)]
 

@@ -1,7 +1,7 @@
-"""Routing of calls: model shards and data slots by name, and the workers that host them.
+"""Routing of calls: names of model shards and data slots, and the workers that host them.
 
 A shard is one rank's part of one role, written `actor@dp0.tp0.pp0`. A rank that computes another part of the tokens
-than the first (`c` in a layout) has that in its name too: `actor@dp0.cp1.tp0.pp0`. One worker may host shards of
+than the first (`c` in a layout) has `cp` in its name too: `actor@dp0.cp1.tp0.pp0`. One worker may host shards of
 several roles (the actor and the reference model of one device, say); one shard has one worker. `__data0__`,
 `__data1__`, ... name the workers that hold trajectories: slot i is data-parallel head i.
 """
@@ -14,7 +14,7 @@ from itertools import product
 
 
 class RoutingError(ValueError):
-    """The table contradicts itself."""
+    """A worker index is negative, or a role's grid has a hole."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,7 +33,7 @@ class ModelShardID:
 
 
 class RoutingTable:
-    """Shards and data slots to worker indices.
+    """Worker indices of shards and data slots.
 
     Args:
         shards: the worker of every shard. A role's shards must fill a whole dp x tp x pp x cp grid.

@@ -10,11 +10,11 @@ numbered row by row: the pipeline is the outermost axis, the tensor slices of on
     pipeline 1        4         5         6         7
 
 The actor's grid begins at worker 0, so there a worker's index is its rank. Its data index, by which trajectories are
-dealt, is another number as soon as there is more than one slice or stage: workers 0 and 2 above are the data heads of
+distributed, differs as soon as there is more than one slice or stage: workers 0 and 2 above are the data heads of
 copies 0 and 1.
 
-Another role has a grid of its own (`Placement`), on the actor's ranks or on workers of its own. An actor at d2t2 on
-workers 0 to 3, the reference model at t2 on the same ranks, a critic at d2 on ranks of its own:
+Another role has a separate grid (`Placement`), on the actor's ranks or on separate workers. An actor at d2t2 on workers
+0 to 3, the reference model at t2 on the same ranks, a critic at d2 on separate ranks:
 
     worker     0             1             2             3             4             5
     actor      dp0.tp0.pp0   dp0.tp1.pp0   dp1.tp0.pp0   dp1.tp1.pp0
@@ -46,10 +46,10 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGrid(Layout):
-    """A layout on consecutive workers, of which `first` is the one at the origin.
+    """A layout on consecutive workers; `first` is the worker at the origin.
 
     Raises:
-        ValueError: as `Layout`, or `first` is negative.
+        ValueError: as for `Layout`, or `first` is negative.
     """
 
     first: int = 0
@@ -61,26 +61,26 @@ class WorkerGrid(Layout):
 
     @classmethod
     def of(cls, layout: Layout, first: int = 0) -> WorkerGrid:
-        """`layout` on the workers from `first` on."""
+        """Return `layout` on the workers from `first` on."""
         return cls(layout.data, layout.tensor, layout.pipeline, layout.replicas, layout.context, first)
 
     @property
     def layout(self) -> Layout:
-        """The sizes of its axes alone."""
+        """The sizes of the axes, without the workers."""
         return Layout(self.data, self.tensor, self.pipeline, self.replicas, self.context)
 
     @property
     def workers(self) -> int:
-        """Number of its ModelWorkers."""
+        """Number of ModelWorkers of the grid."""
         return self.ranks
 
     @property
     def members(self) -> range:
-        """Its workers."""
+        """Indices of the grid's workers."""
         return range(self.first, self.first + self.ranks)
 
     def worker_at(self, coordinates: Coordinates) -> int:
-        """Index of the worker at `coordinates`."""
+        """Return the index of the worker at `coordinates`."""
         copy = coordinates.pipeline * self.data + coordinates.data
         return self.first + (copy * self.context + coordinates.context) * self.tensor + coordinates.tensor
 
@@ -123,10 +123,10 @@ class WorkerGrid(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Every role's grid. The only place where roles meet workers.
+    """Every role's grid: the only mapping from roles to workers.
 
     Attributes:
-        grids: by role; the actor is one of them.
+        grids: grid of each role, the actor included.
 
     Raises:
         ValueError: there is no actor, or a worker between the first and the last hosts nothing.
@@ -147,7 +147,7 @@ class Placement:
         return self.grids[ACTOR]
 
     def grid(self, role: str) -> WorkerGrid:
-        """The grid of `role`; the actor's where the role has none of its own."""
+        """Return the grid of `role`; the actor's if the role has no separate one."""
         return self.grids.get(role, self.actor)
 
     @property

@@ -1,7 +1,7 @@
-"""Joining the `torch.distributed` world of the training ranks, and laying it out as a DeviceMesh.
+"""Join the `torch.distributed` world of the training ranks, and lay it out as a DeviceMesh.
 
-The ranks find each other through name resolution and meet in a file of the run's folder, so no port is opened for it.
-Gloo carries what is on the CPU (small collectives, trajectories), NCCL what is on GPUs.
+The ranks find each other through name resolution and meet in a file of the run's folder, so the rendezvous needs no
+port. Gloo carries tensors on the CPU (small collectives, trajectories), NCCL tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def training_world(
             one rank may load for a long time while the others wait.
 
     Raises:
-        NameResolveTimeout: the first rank did not come within `system.start_timeout_s`; a ModelWorker waits for it
-            before (`ModelWorker._meet`).
+        NameResolveTimeout: the first rank did not appear within `system.start_timeout_s`. A ModelWorker waits for the
+            first rank earlier (`ModelWorker._meet`).
     """
-    if device.type == "cuda":  # DeviceMesh and NCCL choose a GPU by the rank's number else, and each rank sees one
+    if device.type == "cuda":  # else DeviceMesh and NCCL choose a GPU by the rank's number, but each rank sees one GPU
         torch.cuda.set_device(device.index or 0)
     if placement.workers == 1 and not ENGINES[engine_of(config)].in_parts:
         yield World()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # no connections are made after the groups exist
     if worker == 0:
         meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
         resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.lease_s, replace=True)
@@ -92,11 +92,11 @@ def training_world(
             hosts = tuple(told.decode() for told in everyone.all_gather_bytes(config.system.host.encode()))
         yield World(worker, placement, everyone, places, hosts)
     finally:
-        for place in places.values():  # torch's caches of what it computed keep meshes, and these their groups' threads
+        for place in places.values():  # torch's caches keep meshes alive, and meshes the threads of their groups
             if place.mesh is not None:
                 place.mesh._pg_registry.clear()
         collectives.leave()
-        meeting.unlink(missing_ok=True)  # after torch's store, which makes it again where another rank was first
+        meeting.unlink(missing_ok=True)  # after torch's store, which recreates the file if another rank was first
 
 
 def all_have_started(config: ExperimentConfig) -> None:
@@ -110,10 +110,10 @@ class _Groups:
     """The process groups of this rank, one for each set of ranks.
 
     With gloo a group costs threads and connections, with NCCL memory of the GPU. The thread that trains begins all
-    collectives, in the same order on all ranks, so a set of ranks needs one group, however many purposes it serves.
+    collectives, in the same order on all ranks, so a set of ranks needs one group for all purposes.
 
     Attributes:
-        alone: the group of this rank only.
+        alone: group of only this rank.
     """
 
     def __init__(self, worker: int, workers: int, timeout: timedelta) -> None:
@@ -122,11 +122,11 @@ class _Groups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(workers)): dist.group.WORLD}
 
     def own(self, lists: list[list[int]], *, shared: bool = True) -> dist.ProcessGroup | None:
-        """Return the group of the list that has this rank, or None where it is alone or in none. All ranks call this
+        """Return the group of the list with this rank; None if this rank is alone or in no list. All ranks call this
         with the same `lists`, because all must make each group.
 
         Args:
-            shared: False makes a group that serves no other purpose, for what is sent in an order of its own.
+            shared: False makes a dedicated group, for tensors that are sent in a separate order.
         """
         find = self._shared if shared else self._new
         found = [find(tuple(members)) for members in lists if len(members) > 1]
@@ -170,11 +170,11 @@ def _lay_out(worker: int, grid: WorkerGrid, groups: _Groups, device: torch.devic
 
 
 def _lines(workers: torch.Tensor, axis: int) -> list[list[int]]:
-    """The workers that differ in their place on `axis` alone, for each place on the other axes."""
+    """Return the workers that differ only in their place on `axis`, for each place on the other axes."""
     lines: list[list[int]] = workers.movedim(axis, -1).flatten(0, -2).tolist()
     return lines
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks of `group`, to which this rank belongs; None stands for a rank that is alone."""
+    """Return the ranks of `group`, to which this rank belongs; None stands for a rank that is alone."""
     return Ranks() if group is None else Ranks(dist.get_rank(group), dist.get_world_size(group), group)

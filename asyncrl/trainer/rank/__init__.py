@@ -1,1 +1,1 @@
-"""One rank: requests in order, the roles that it hosts, versions that it publishes, and what it measures."""
+"""One rank: its request handlers, roles, published versions and measurements."""

@@ -1,7 +1,7 @@
 """The step in training, on one rank: its batches, one for each trained policy and grid of ranks.
 
-Each role processes all samples of a step, dealt in the way of its grid. So a rank has a batch for every grid that it is
-part of. Where several policies are trained, each trains on its own samples, in minibatches of its own.
+Each role processes all samples of a step, distributed over its grid. So a rank has a batch for every grid that it is
+part of. If several policies are trained, each trains on its own samples, in its own minibatches.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CurrentStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicyPart:
-    """The rollouts with samples of `policy`, in canonical order, these samples alone, and the minibatches of each."""
+    """The rollouts with samples of `policy`, reduced to these, in canonical order, and the minibatches of each."""
 
     policy: str
     trajectories: Sequence[Trajectory]
@@ -130,8 +130,9 @@ def parts_of_policies(
     """Yield the part of each policy, that of the run's own first.
 
     Args:
-        minibatches: of each rollout, those of the run's own policy in each pass, then those of each further one.
-        policies: that are trained beside the run's own.
+        minibatches: for each rollout, the minibatches of the run's own policy in each pass, then of each further
+            policy.
+        policies: names of the policies that are trained beside the run's own.
     """
     if not policies:
         yield PolicyPart("", trajectories, minibatches)

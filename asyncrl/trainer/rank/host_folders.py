@@ -1,6 +1,6 @@
 """Folders of the in-memory checkpoint, one on each host that has ranks, and the version that a start resumes from.
 
-Each host has its own folder, in which its ranks write all that they hold. So a start reads nothing from another host.
+Each host has its own folder, and its ranks write all their parts into it. So a start reads nothing from another host.
 A version is committed on every host once all ranks have written. The step becomes visible to other processes once all
 hosts have committed it. A host keeps the previous version until the next one begins.
 
@@ -41,7 +41,7 @@ class StoredVersion(msgspec.Struct, frozen=True):
     """One version in the memory of a host.
 
     Attributes:
-        manifest: checksum of its manifest.
+        manifest: checksum of the version's manifest.
         lacking: files of this host's ranks that are missing or damaged.
     """
 
@@ -60,8 +60,8 @@ class HostFolders:
     """The folders, as one rank sees them.
 
     Args:
-        hosts: of all ranks.
-        rank: this one.
+        hosts: host of each rank.
+        rank: this rank.
         publisher: the rank that acts for its host; on the other hosts the first rank does.
     """
 
@@ -89,7 +89,7 @@ class HostFolders:
         return {host: self.hosts.index(host) for host in self.hosts} | {self.hosts[self.publisher]: self.publisher}
 
     def agree(self, root: Path, everyone: Ranks, *, invalid: bool) -> Path | None:
-        """Find the step that all ranks continue from, and remove all others from `root`. Called by all ranks.
+        """Find the step that all ranks continue from, and remove all other steps from `root`. Called by all ranks.
 
         Args:
             root: the folder of this host.
@@ -152,7 +152,7 @@ def chosen(held: Mapping[str, Sequence[StoredVersion]]) -> int | None:
         if of_host.keys() == held.keys() and same and not lacking:
             return version
         if version > committed:
-            continue  # a host that has something never committed this one
+            continue  # some host with committed versions never committed this one
         lost = [f"all of it on {host}" for host in sorted(held.keys() - of_host.keys())]
         twice = [] if same else ["its hosts have it of different histories"]
         raise MemoryCheckpointLost(f"version {version} is not whole any more: {'; '.join([*lacking, *lost, *twice])}")

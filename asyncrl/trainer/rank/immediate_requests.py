@@ -31,7 +31,7 @@ class ImmediateRequests:
     Args:
         rank: writes the checkpoints.
         queued: the rank's progress.
-        receiver: keeper of the trajectories that arrived.
+        receiver: holds the received trajectories.
         versions: sends weights from memory.
         memory_checkpoint: folder of the checkpoint in the host's memory.
     """

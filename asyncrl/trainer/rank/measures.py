@@ -1,4 +1,4 @@
-"""Figures of a training rank's steps: operations a second, memory, and profiles of chosen steps."""
+"""Measurements of a training rank's steps: operations per second, memory, and profiles of chosen steps."""
 
 from __future__ import annotations
 

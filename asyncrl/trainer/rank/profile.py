@@ -16,17 +16,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from asyncrl.observe.settings import ProfileConfig
 
 _MEMORY_EVENTS = 200_000
-"""Allocations and frees that are remembered; older ones are forgotten."""
+"""Number of the newest allocations and frees that the history keeps."""
 
 _log = logging.getLogger(__name__)
 
 
 class StepProfile:
-    """Records what a rank does between `begin` and `end` of the steps that `settings` name.
+    """Records the work of a rank between `begin` and `end` of the steps listed in `settings`.
 
     Args:
         rank: index of the ModelWorker.
-        folder: where files go; made when the first is written.
+        folder: folder of the files; created with the first file.
     """
 
     def __init__(self, settings: ProfileConfig, rank: int, folder: Path, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class StepProfile:
         self._profile.stop()
         try:
             files = self._write(self._profile)
-        except (OSError, RuntimeError) as error:  # a full disk, say; the step is trained all the same
+        except (OSError, RuntimeError) as error:  # for example a full disk; the step is trained anyway
             _log.warning("the profile of step %d could not be written: %s", self._step, error)
             files = []
         self._drop(stopped=True)

@@ -77,7 +77,7 @@ class QueuedRequests:
 
     Args:
         rank: engines and checkpoints of the rank.
-        receiver: keeper of the trajectories that arrived.
+        receiver: holds the received trajectories.
         versions: publishes weights.
         memory_checkpoint: folder of the checkpoint in the host's memory.
         step: the batches of the step in training.
@@ -138,7 +138,7 @@ class QueuedRequests:
     def score_ahead(self, request: ScoreAhead) -> Done:
         """Score what the head of each copy received, and keep the scores there."""
         standing = self.standing
-        if self._scorer.collective:  # a master that dies meanwhile may have asked some ranks only, which then wait
+        if self._scorer.collective:  # if the master dies meanwhile, it may have asked only some ranks, which then wait
             self.standing = RankState(in_step=True, master_state=None)
         self._scorer.score(request)
         self.standing = standing

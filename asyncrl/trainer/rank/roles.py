@@ -1,8 +1,8 @@
-"""The roles of a training rank, built from the config and the graph: which models are loaded, which of them learn.
+"""The roles of a training rank, built from the config and the graph: the models to load, and which of them learn.
 
 `actor` and `critic` learn; `ref` is frozen or follows the actor; teachers are frozen. Any other role that a graph names
-is a reward model, loaded from the `path` in the arguments of one of its calls. Further trained policies have roles of
-their own (`asyncrl.config.trained_policies`), made by the same rules with the policy's settings.
+is a reward model, loaded from the `path` in the arguments of one of its calls. Further trained policies have
+separate roles (`asyncrl.config.trained_policies`), built by the same rules with the policy's settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     """Load this rank's parts of the roles that `graph` names.
 
     Raises:
-        OSError, ValueError: a model cannot be loaded; names the role.
+        OSError, ValueError: a model cannot be loaded; the message names the role.
     """
     roles = dict.fromkeys((ACTOR, *config.trained_policies, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}

@@ -52,7 +52,7 @@ class SampleLog:
     ) -> None:
         self._folder, self._every, self._max_bytes = folder, every, max_bytes
         self._writer, self._decode = writer, decode
-        self._trajectories: list[tuple[Trajectory, int]] = []  # with the position of its first token
+        self._trajectories: list[tuple[Trajectory, int]] = []  # each with the position of its first token
         self._wanted_T = torch.zeros(0, dtype=torch.bool)
         self._scores: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -94,14 +94,14 @@ class SampleLog:
             forget_after(self._folder, version, self._writer)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the write in progress."""
         self._finish()
         self._thread.shutdown()
 
     def _finish(self) -> None:
         """Wait for the last write and log its failure.
 
-        A step must not fail because samples, which only people read, are lost.
+        Training does not read the samples, so a lost sample must not fail a step.
         """
         writing, self._writing = self._writing, None
         if writing is not None and (error := writing.exception()) is not None:

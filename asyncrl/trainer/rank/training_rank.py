@@ -28,7 +28,7 @@ class TrainingRank:
 
     Attributes:
         engines: engines of the roles that this rank has a part of: the actor and those that the graph names.
-        state: of the run's own policy; `states` has those of further trained ones, by name.
+        state: training state of the run's own policy; `states` has those of further trained policies, by name.
         critic_sharers: further policies whose critic is that of the run's own.
         changing: roles whose weights change, on any rank; a checkpoint holds them.
     """
@@ -41,19 +41,19 @@ class TrainingRank:
     critic_sharers: Collection[str] = ()
 
     def state_of(self, policy: str) -> TrainState:
-        """The state of a trained policy; empty: the run's own."""
+        """Return the state of a trained policy; empty: the run's own."""
         return self.states[policy] if policy else self.state
 
     def engines_of(self, policy: str) -> Mapping[str, TrainingEngine]:
-        """The engines here of a trained policy by role, named as for the run's own; empty: that one."""
+        """Return this rank's engines of a trained policy (empty: the run's own), by role as in the run's own policy."""
         return {role: self.engines[name] for role, name in self._named(policy, self.engines).items()}
 
     def roles_of(self, policy: str) -> Collection[str]:
-        """The roles of a trained policy on any rank, named as for the run's own; empty: that one."""
+        """Return the roles of a trained policy (empty: the run's own) on any rank, named as in the run's own policy."""
         return self._named(policy, self.world.placement.roles).keys()
 
     def _named(self, policy: str, roles: Iterable[str]) -> dict[str, str]:
-        """Return the policy's roles among `roles`: from the name of the run's own policy's role to the policy's."""
+        """Return the policy's roles among `roles`, by the role's name in the run's own policy."""
         if not policy:
             return {name: name for name in roles}
         shared = {CRITIC} if policy in self.critic_sharers else set()
@@ -65,7 +65,7 @@ class TrainingRank:
         }
 
     def policy(self, role: str) -> PolicyEngine:
-        """The language model of `role`.
+        """Return the language model of `role`.
 
         Raises:
             TypeError: that role is not a language model.
@@ -99,15 +99,15 @@ class TrainingRank:
         """Copy the tensors of the checkpoint that `order` describes, and begin to write it. Called by all ranks.
 
         Raises:
-            PeerFailed: another rank failed to.
+            PeerFailed: another rank could not begin.
         """
         state = {"train_state": self._train_state(order), "master_state": order.master_state}
         self.writer(order.in_memory).begin(Path(order.path), version=order.version, state=state)
 
     def _train_state(self, order: SaveCheckpoint) -> dict[str, Any]:
-        """Return the training state beside the models, of each policy as its publisher has it.
+        """Return the training state beside the models, of each policy from its publisher.
 
-        Collective where the leading rank has not all of it, and where several hosts each write it: all write the same.
+        Collective if the leading rank lacks a part of the state, or if several hosts write it: all write the same.
         """
         states = {name: state.state_dict() for name, state in {"": self.state, **self.states}.items()}
         keepers = {name: self.world.placement.grid(name or ACTOR).publisher for name in states}
@@ -131,7 +131,7 @@ class TrainingRank:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
 
         Returns:
-            The master's state; None where there is no checkpoint, and nothing is changed then.
+            The master's state; None if there is no checkpoint, and then nothing is changed.
 
         Raises:
             ValueError: the checkpoint is of another model or graph.
@@ -142,10 +142,10 @@ class TrainingRank:
         """Restore the in-memory checkpoint that ranks stored in `root` on their hosts, like `load_checkpoint`.
 
         Args:
-            invalid: True if a part of it could not be stored on this host.
+            invalid: True if a part of the checkpoint could not be stored on this host.
 
         Raises:
-            MemoryCheckpointLost: a part of it is missing.
+            MemoryCheckpointLost: a part of the checkpoint is missing.
         """
         everyone = self.world.everyone
         path = self.folders.agree(root, everyone, invalid=invalid)

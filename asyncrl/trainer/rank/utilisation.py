@@ -1,7 +1,7 @@
 """Share of its device's peak that a training rank reaches: model FLOPs utilisation, MFU (arXiv 2204.02311, appendix B).
 
-The operations are those of `asyncrl.trainer.model.flops`, the seconds those of the step's calls on this rank, with all
-that they wait for there. The peak of a known GPU is its maker's for dense products in bfloat16; any other peak is that
+The operations are those of `asyncrl.trainer.model.flops`, the seconds those of the step's calls on this rank, waits
+included. The peak of a known GPU is its maker's for dense products in bfloat16; any other peak is that
 of torch's matrix product in the run's type, measured once.
 """
 
@@ -32,14 +32,14 @@ BFLOAT16_PEAKS = {
     "A10G": 7.0e13,
     "L4": 1.21e14,
 }
-"""Dense operations a second in bfloat16, by words of the name that torch tells, the first that fits (NVIDIA's data
-sheets)."""
+"""Dense operations per second in bfloat16 (NVIDIA's data sheets), by words in torch's name of the GPU; the first match
+counts."""
 _CPU_SIZE, _GPU_SIZE = 512, 4096
 _REPEATS = 5
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return operations a second that matrix products of `dtype` reach on `device`."""
+    """Return the peak operations per second of matrix products of `dtype` on `device`."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         known = next((peak for words, peak in BFLOAT16_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
@@ -49,7 +49,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second of the fastest of some matrix products."""
+    """Return the operations per second of the fastest of several matrix products."""
     size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
     matrix = torch.randn(size, size, device=device).to(dtype)
     fastest = min(_seconds(matrix) for _ in range(1 + _REPEATS))
@@ -68,8 +68,8 @@ class Utilisation:
     """Counts the operations and the seconds of the calls that this rank runs.
 
     Args:
-        engines: every role that it hosts.
-        peak: of its device, operations a second.
+        engines: engine of every role that the rank hosts.
+        peak: peak of the rank's device, in operations per second.
     """
 
     def __init__(self, engines: Mapping[str, TrainingEngine], peak: float) -> None:
@@ -80,7 +80,7 @@ class Utilisation:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within it the rank runs a call."""
+        """Count the time within this block as time of a call."""
         began = time.perf_counter()
         try:
             yield
@@ -88,7 +88,7 @@ class Utilisation:
             self._computing_s += time.perf_counter() - began
 
     def end_step(self) -> tuple[float, float] | None:
-        """Return operations a second and MFU of the step's calls; None where they are not counted."""
+        """Return operations per second and MFU of the step's calls; None if they are not counted."""
         total = self._total()
         if total is None:
             return None

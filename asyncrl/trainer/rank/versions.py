@@ -31,7 +31,7 @@ class Versions:
 
     Args:
         security: the servers' token and certificate.
-        device: where the rank computes.
+        device: device of the rank.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class Versions:
             self.to_servers = self._transport.trainer_end(config, security, device)
 
     def publish(self, request: Publish) -> Path:
-        """Make a version available: on disk if `to_disk`, and in memory where servers get it from there. Called by all
-        ranks of the role; returns its folder.
+        """Make a version available, on disk if `to_disk`, and in memory if servers get it from there; return its
+        folder.
+
+        Called by all ranks of the role.
         """
         policy = self._rank.policy(request.role)
         with policy.on_device():
@@ -62,7 +64,7 @@ class Versions:
 
     def collect(self, request: CollectWeights) -> None:
         """Remove all versions but those that `request` keeps."""
-        if self._world.worker == self._world.placement.grid(request.role).publisher:  # else it may just write a version
+        if self._world.worker == self._world.placement.grid(request.role).publisher:  # others may be writing one
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
                 publishing.collect(self._run_dir / root, request.role, request.keep)
         if self._world.publishes:
@@ -106,7 +108,7 @@ class Versions:
 
     def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
         """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for
-        one.
+        a probe.
         """
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())

@@ -1,4 +1,4 @@
-"""Sizes of what attention gathers in a micro-batch, by how sequences are laid out; for estimates of memory.
+"""Sizes of the tensors that attention gathers in a micro-batch, by layout of the sequences; to estimate memory.
 
 The sizes are those of the layout itself: `lay_out` and `blocks` lay out a micro-batch of whole groups, whose sequences
 all have the greatest lengths.
@@ -20,9 +20,9 @@ class AttentionShape:
     """Sizes of attention in a micro-batch, per token of its input.
 
     Attributes:
-        queries: queries that are gathered.
-        keys: keys, and as many values: a prefix that lies once in the input is gathered for each sequence.
-        masked_pairs: pairs of query and key in masks, of the whole micro-batch; all layers share them.
+        queries: gathered queries.
+        keys: gathered keys, and as many values: a shared prefix is gathered for each sequence.
+        masked_pairs: pairs of query and key in masks, for the whole micro-batch; all layers share the masks.
     """
 
     queries: float = 1.0
@@ -43,8 +43,8 @@ def packed_shape(prompt: int, answer: int, group: int, budget: int, *, share: bo
 
     Args:
         prompt: tokens of a prompt.
-        answer: tokens of each of the `group` answers to it that go into the model.
-        share: prefixes are shared where that saves enough.
+        answer: tokens that go into the model, of each of the `group` answers.
+        share: prefixes are shared if that saves enough.
     """
     length = prompt + answer
     if share:

@@ -8,14 +8,15 @@ Kept from step to step, for P values on the rank (a shard of them under the shar
     trained, bfloat16    the same in fp32, and 2 P rounded; the sharded engine rounds what it gathers and keeps no 2 P
     frozen               weights in their own type
 
-Of one micro-batch of T tokens: what autograd keeps of each layer (`layer_bytes_per_token`), or, with gradient
-checkpointing, each layer's input and what is kept of one layer at a time; and the logits of one chunk of tokens. Under
-the sharded engine also what is gathered of the weights, and gradients that are whole until they are reduced. The peak
-is one of three moments of the backward pass: in the head (all activations, the logits), in the last layer (all
+One micro-batch of T tokens adds the tensors that autograd keeps of each layer (`layer_bytes_per_token`), and the logits
+of one chunk of tokens. With gradient checkpointing, autograd keeps each layer's input and the tensors of one layer at a
+time. The sharded engine adds gathered weights, and gradients that are whole until they are reduced. The peak is one of
+three moments of the backward pass: in the head (all activations, the logits), in the last layer (all
 activations, its gradients and the head's), at the end (the gradients of embedding and head, no activations).
 
-All roles of a rank work one after the other: what they keep adds up, of the rest the largest counts. Where idle roles
-are off-loaded, only the largest role counts, and what all of them keep, but for gradients, is in host memory.
+All roles of a rank work one after the other: their permanent tensors add up, and the largest of the rest counts. If
+idle roles are off-loaded, only the largest role counts, and the permanent tensors of all roles, except gradients, are
+in host memory.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from asyncrl.trainer.sizing.sized_model import ModelSizes, Parameter, SizedModel
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
 MOMENT_PIECES_BYTES = 2 * 4 * PIECE
-"""Bytes of both moments on their way through the device."""
+"""Bytes of both moments while they pass through the device."""
 INPUTS_AT_A_TIME = 2
-"""Layers' inputs on the device if they are kept on the host: of the layer at work, and one on its way."""
+"""Layers' inputs on the device if they are kept on the host: the current layer's, and one that is being copied."""
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at a time: the one that computes, and the next one, which is being gathered."""
 
@@ -52,10 +53,10 @@ class Workload:
         dtype: type of compute and of frozen weights.
         tokens: T, tokens of a micro-batch.
         longest: the longest sequence, for the attention matrices of `eager`.
-        moments_on_host: they pass through the device piece by piece.
+        moments_on_host: the optimizer's moments pass through the device piece by piece.
         activations_on_host: with gradient checkpointing, the layers' inputs pass through the device two at a time.
-        shape: what attention gathers, where sequences are packed without a kernel of variable lengths.
-        varlen: `sdpa` has a kernel of variable lengths, as on GPUs in 16 bits; shared prefixes are gathered there too.
+        shape: sizes that attention gathers if sequences are packed without a kernel of variable lengths.
+        varlen: `sdpa` has a kernel of variable lengths, as on GPUs in 16 bits; shared prefixes are still gathered.
     """
 
     engine: str
@@ -94,7 +95,7 @@ class MemoryNeed:
         gathered: weights that are temporarily whole.
         reducing: gradients that are whole while activations exist; `reduced_last`: at the end of the pass.
         checkpointed: activations with gradient checkpointing, without the layer that is being recomputed.
-        recomputed: activations of that layer and what its backward pass has beside them, once the head is done.
+        recomputed: activations of the layer being recomputed, and further tensors of its backward pass, after the head.
         host: bytes of weights and moments in host memory.
         host_inputs: bytes of layers' inputs in host memory, with gradient checkpointing.
     """
@@ -157,7 +158,7 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     ]
     whole = sum(prod(shape) for _, shape in shapes)
     layers = len(stage_layers(model.sizes.layers, layout.pipeline, place.pipeline))
-    work = replace(work, tokens=-(-work.tokens // layout.context))  # but for the masks, whose pairs all ranks have
+    work = replace(work, tokens=-(-work.tokens // layout.context))  # except the masks, whose pairs all ranks have
     per_layer = work.tokens * layer_bytes_per_token(model.sizes, layout.tensor, work, layout.context)
     flight = layout.pipeline - place.pipeline if trained else 1
     inputs = work.tokens * model.sizes.hidden * work.bytes
@@ -206,7 +207,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, contex
     if sizes.query_key_norm:
         kept += (queries + keys) * norm
     keys *= lcm(key_value_heads, context) // key_value_heads
-    if work.gathers:  # the output of the rows, and of it what is copied back into the stream
+    if work.gathers:  # the output of the rows, and its copy in the stream
         shape = work.shape
         kept += round((2 * shape.queries + 1) * queries + 2 * shape.keys * keys) * value
         kept += round(4 * heads * shape.queries)
@@ -279,7 +280,7 @@ def _kept(whole: int, sharded: int, work: Workload, *, trained: bool) -> tuple[i
 def _whole_for_a_while(
     shapes: Sequence[tuple[Parameter, tuple[int, ...]]], work: Workload, *, trained: bool
 ) -> tuple[int, int, int]:
-    """Weights that are gathered, gradients that are whole beside activations, and those that are at the end."""
+    """Return gathered weights, gradients that are whole beside activations, and gradients that are whole at the end."""
     if not ENGINES[work.engine].in_parts:
         largest = max(prod(shape) for _, shape in shapes)
         return 0, largest * work.bytes if trained and work.dtype == Dtype.bfloat16 else 0, 0
@@ -290,23 +291,27 @@ def _whole_for_a_while(
     weights = (root + GATHERED_LAYERS * layer) * work.bytes
     if not trained:
         return weights, 0, 0
-    both = work.bytes + 4  # as autograd leaves it, and the fp32 copy that is reduced
+    both = work.bytes + 4  # autograd's gradient, and the fp32 copy that is reduced
     return weights, head * work.bytes + layer * both, root * both
 
 
 def _units(shapes: Sequence[tuple[Parameter, tuple[int, ...]]]) -> Iterator[tuple[int | None, int]]:
-    """Yield values that are gathered together: a layer's; embedding, last norm and head are the root's (None)."""
+    """Yield the values that are gathered together: those of a layer, or of the root (None): embedding, last norm,
+    head.
+    """
     for unit in dict.fromkeys(parameter.layer for parameter, _ in shapes):
         yield unit, sum(prod(shape) for parameter, shape in shapes if parameter.layer == unit)
 
 
 def _shard(shape: tuple[int, ...], shards: int) -> int:
-    """Return values of a tensor on one of `shards` ranks: cut along its first dimension, padded to equal parts."""
+    """Return the values of a tensor on one of `shards` ranks, cut along the first dimension and padded to equal
+    parts.
+    """
     return -(-shape[0] // shards) * prod(shape[1:]) if shape else 1
 
 
 def _logits(model: SizedModel, tensor: int, work: Workload) -> int:
-    """One chunk of tokens before and in the vocabulary's head."""
+    """Return the bytes of one chunk of tokens before and in the vocabulary's head."""
     hidden = work.tokens * model.sizes.hidden * work.bytes
     if not model.head:
         return hidden

@@ -1,7 +1,7 @@
 """The parameters of a model and their cut into slices, counted before anything starts.
 
-transformers builds the model on torch's meta device, where no tensor has memory. So the count is the model's own,
-whatever the architecture, and takes as long as importing torch. The cut follows transformers' own plans for the model.
+transformers builds the model on torch's meta device, where no tensor has memory. So the count is exact
+for every architecture, and takes as long as importing torch. The cut follows transformers' own plans for the model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Parameter:
         return prod(self.shape)
 
     def slice(self, tensor: int, index: int) -> tuple[int, ...]:
-        """Shape of the `index`-th of `tensor` slices."""
+        """Return the shape of the `index`-th of `tensor` slices."""
         if self.cut is None or (self.heads is not None and self.heads % tensor):
             return self.shape
         size = len(slice_of(self.shape[self.cut], tensor, index))
@@ -59,7 +59,8 @@ class ModelSizes:
     """Sizes that activations depend on; `feed_forward` is one expert's if there are `experts_per_token`.
 
     Attributes:
-        shared_feed_forward: width of what every token goes through beside its experts; 0: nothing.
+        shared_feed_forward: width of the feed-forward that every token goes through beside its experts; 0 if there is
+            none.
         query_key_norm: queries and keys are normalised.
     """
 
@@ -81,8 +82,9 @@ class SizedModel:
     """The parameters of a model, each once: a tied head is not listed.
 
     Attributes:
-        embedding: the name of the input embedding.
-        head: whether it has an output embedding; critics and reward models have a scalar head among the parameters.
+        embedding: name of the input embedding.
+        head: True if the model has an output embedding; critics and reward models have a scalar head among the
+            parameters.
     """
 
     name: str
@@ -111,13 +113,13 @@ class SizedModel:
 
 
 def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedModel:
-    """Count the model of the `config.json` whose content is `described`, with its vision tower where it has one.
+    """Count the model of the `config.json` whose content is `described`, with a vision tower if it has one.
 
     Args:
-        value_model: count its trunk with a scalar head, as critics and reward models have.
+        value_model: count the trunk with a scalar head, as critics and reward models have.
 
     Raises:
-        ValueError: transformers does not know its `model_type`, or has no causal language model of it.
+        ValueError: transformers does not know the `model_type`, or has no causal language model of that type.
     """
     settings = dict(described)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
