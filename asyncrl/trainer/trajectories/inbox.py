@@ -154,12 +154,22 @@ class Inbox:
         with self._room:
             kept = {key: self._held[key] for key in rollout_ids if key in self._held}
             found = {key: (held.trajectory, held.scores) for key, held in kept.items()}
-        whole = {key: self._read(key) if held is None else held for key, (held, _) in found.items()}
-        return {key: attach(each, scores) if (scores := found[key][1]) else each for key, each in whole.items()}
+        complete = {}
+        for key, (held, scores) in found.items():
+            if (trajectory := held or self._read(key)) is not None:
+                complete[key] = attach(trajectory, scores) if scores else trajectory
+        return complete
 
-    def _read(self, rollout_id: str) -> Trajectory:
+    def _read(self, rollout_id: str) -> Trajectory | None:
+        """Read a spilled trajectory; None if another thread has removed it meanwhile."""
         assert self._spilled is not None, "spilled"
-        return self._spilled.load(rollout_id)
+        try:
+            return self._spilled.load(rollout_id)
+        except (KeyError, FileNotFoundError):
+            with self._room:
+                if rollout_id in self._held:
+                    raise
+            return None
 
     def remove(self, rollout_ids: Sequence[str]) -> None:
         """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""

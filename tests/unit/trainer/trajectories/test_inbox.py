@@ -161,6 +161,35 @@ def test_what_does_not_fit_into_memory_waits_on_disk(tmp_path: Path, make_trajec
     assert list((tmp_path / "spilled").iterdir()) == []  # there is memory again
 
 
+def test_a_spilled_trajectory_that_is_removed_while_others_are_read_is_left_out(
+    tmp_path: Path, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spilled = InboxStore(tmp_path / "spilled")
+    inbox = Inbox(0, 10, memory_bytes=0, spilled=spilled)
+    first, second = make_trajectories(groups=2)
+    inbox.put(first, 0)
+    inbox.put(second, 0)
+    load = spilled.load
+
+    def load_as_the_second_is_discarded(rollout_id: str) -> Trajectory:
+        inbox.remove([second.rollout_id])
+        return load(rollout_id)
+
+    monkeypatch.setattr(spilled, "load", load_as_the_second_is_discarded)
+    assert list(inbox.get([first.rollout_id, second.rollout_id])) == [first.rollout_id]
+
+
+def test_a_held_trajectory_whose_file_is_missing_is_an_error(
+    tmp_path: Path, make_trajectories: MakeTrajectories
+) -> None:
+    inbox = Inbox(0, 10, memory_bytes=0, spilled=InboxStore(tmp_path / "spilled"))
+    (trajectory,) = make_trajectories(groups=1)
+    inbox.put(trajectory, 0)
+    (tmp_path / "spilled" / "1").unlink()
+    with pytest.raises(FileNotFoundError):
+        inbox.get([trajectory.rollout_id])
+
+
 def test_one_that_alone_exceeds_the_memory_is_trained_all_the_same(
     tmp_path: Path, make_trajectories: MakeTrajectories
 ) -> None:
