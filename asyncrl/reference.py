@@ -3,25 +3,25 @@
     python -m asyncrl.reference                    # the demo, its base model made on first use
     python -m asyncrl.reference --staleness 4      # what asynchrony does to the algorithm, made exact
 
-This is what asyncrl computes, without what makes it fast: no processes, no sockets, nothing at the same time. Read it
-to learn the algorithm. It is also the oracle of the distributed system, which with `max_head_offpolicyness: 0` and the
-same seeds must report the same losses. A train step, from policy version v to v + 1:
+This file computes the same as asyncrl, without the parts that make it fast: no processes, no sockets, no concurrency.
+Read it to learn the algorithm. It is also the oracle of the distributed system, which with `max_head_offpolicyness: 0`
+and the same seeds must report the same losses. A train step, from policy version v to v + 1:
 
 1. *Generate.* The prompts at orders [v·B, (v+1)·B) of the data order, `group_size` answers each. Sample i of a prompt
-   draws from a random stream of its own, derived from (run seed, order, i), so that nothing depends on batching.
+   draws from its own random stream, derived from (run seed, order, i), so that nothing depends on batching.
 2. *Score.* A reward for each answer.
-3. *Advantage.* How much better than its group an answer was: GRPO, (reward - mean) / std. A group whose rewards are
-   all equal teaches nothing; its tokens carry no loss and are not counted in any mean. Where an agent names comparison
-   groups, samples of one name are compared.
+3. *Advantage.* The answer's reward compared with its group: GRPO, (reward - mean) / std. A group whose rewards are all
+   equal teaches nothing; its tokens carry no loss and are not counted in any mean. If an agent names comparison groups,
+   samples of the same name are compared.
 4. *Train.* The proximal log-probabilities are computed once, with the weights at the step's start. Then one optimizer
    step per minibatch on the decoupled PPO objective: ratio to the *proximal* policy, clipped; each token weighted by
-   proximal / *behaviour*, the policy that generated it, that weight capped. If both are the same this is plain PPO.
+   proximal / *behaviour* (the policy that generated it), and the weight is capped. If both are equal this is plain PPO.
 
-With a `Critic` (PPO) the advantage compares an answer with what its values expected, and the critic is trained on the
+With a `Critic` (PPO) the advantage compares an answer with the critic's values, and the critic is trained on the
 returns of the same minibatches.
 
 Several policies may be trained: each is an `Actor`, which learns from its own samples of the batch, and version v of
-each is what it was after step v. They may share a critic: it values the samples of all before it learns from any.
+each is the policy after step v. They may share a critic, which values the samples of all before it learns from any.
 
 Shape suffixes: T packed tokens of all sequences, S sequences (samples), G groups, B sequences of a padded batch, L its
 longest sequence, V vocabulary. Tensors are aligned with tokens: `logprobs_T[t]` is log p(token t | those before).
@@ -93,7 +93,7 @@ from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
-    """The settings of the distributed system that bear on what is computed; the defaults are the demo's."""
+    """The settings of the distributed system that affect the result; the defaults are the demo's."""
 
     seed: int = 1
     train_batch_size: int = 32
@@ -106,12 +106,12 @@ class ReferenceConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     staleness: int = 0
-    """Generate with the weights of so many versions ago (of the first, in the first steps)."""
+    """Generate with the weights of `staleness` versions ago (in the first steps, with the first version's)."""
     sampling: SamplingParams = SamplingParams(max_new_tokens=112)
     objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
     advantage: Choice = Choice("grpo")
     columns: tuple[str, ...] = ()
-    """Numbers of the rows, rewards and agents that the loss reads; see `asyncrl.api.columns`."""
+    """Names of the columns that the loss reads; see `asyncrl.api.columns`."""
     train_every: int = 1
     train_offset: int = 0
     """Only steps from versions v with v mod train_every = train_offset train the policy."""
@@ -138,7 +138,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample with what the losses need of it; all tensors are `[T]` of this sample."""
+    """A sample with its inputs of the losses; all tensors are `[T]` of this sample."""
 
     sample: Sample
     advantages_T: Tensor
@@ -147,7 +147,7 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class ValuedSample:
-    """A sample with what the critic's loss needs of it; all tensors are `[T]` of this sample."""
+    """A sample with its inputs of the critic's loss; all tensors are `[T]` of this sample."""
 
     sample: Sample
     old_values_T: Tensor
@@ -159,7 +159,7 @@ Item = TypeVar("Item", TrainSample, ValuedSample)
 
 
 class Critic:
-    """The values of every prefix of a sample, and the optimizer that trains them; of one actor or of several.
+    """The value model of every prefix of a sample, and its optimizer; for one actor or several.
 
     Args:
         model: a trunk as `AutoModel.from_pretrained` loads it, with a head that starts at 0.
@@ -170,13 +170,13 @@ class Critic:
         self.optimizer = adamw(config, model, config.critic_lr)
 
     def outputs(self, samples: Sequence[Sample]) -> Tensor:
-        """The value of each prefix that ends with a token, packed [T]."""
+        """Return the value of the prefix that ends with each token, packed [T]."""
         tokens_BL, real_BL = padded(samples)
         hidden_BLH = self.model.trunk(input_ids=tokens_BL, use_cache=False).last_hidden_state
         return self.model.values(hidden_BLH[real_BL])
 
     def optimizer_step(self, minibatch: Sequence[ValuedSample], objective: value_functions.ValueObjective) -> float:
-        """One step on the minibatch's mean loss; returns the loss."""
+        """Take one step on the minibatch's mean loss; return the loss."""
         samples = [item.sample for item in minibatch]
         mask_T = torch.cat([item.mask_T for item in minibatch])
         ids_T = mask_and_ids(samples)[1]
@@ -206,7 +206,7 @@ class Actor:
         self.objective = Objective(config.objective, resolve)
         self.value_objective = value_functions.ValueObjective(Choice("clipped"), config.objective.aggregation, resolve)
         self.optimizer = adamw(config, model, config.lr)
-        # The engine takes gradients and training off the model that it serves, so it has one of its own.
+        # The engine disables gradients and training mode of its model, so it needs a separate one.
         self.behaviour = copy.deepcopy(model)
         self.snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=config.staleness + 1)
 
@@ -218,12 +218,12 @@ class Actor:
         return BatchingPolicy(self.behaviour, behaviour_version)
 
     def newest_policy(self, version: int) -> BatchingPolicy:
-        """The weights as they are, of policy `version`."""
+        """Return the policy with the current weights, of policy `version`."""
         self.behaviour.load_state_dict(self.model.state_dict())
         return BatchingPolicy(self.behaviour, version)
 
     def outputs(self, groups: Sequence[Sequence[Sample]]) -> Tensor | None:
-        """The critic's outputs [T] for the policy's samples of the batch; None without a critic or a sample."""
+        """Return the critic's outputs [T] for the policy's samples of the batch; None without a critic or a sample."""
         samples = [sample for group in groups for sample in group]
         if self.critic is None or not samples:
             return None
@@ -231,10 +231,10 @@ class Actor:
             return self.critic.outputs(samples)
 
     def train(self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor | None = None) -> StepReport:
-        """From version v to v + 1, on the policy's own samples of the batch; a group may have none.
+        """Train from version v to v + 1, on the policy's own samples of the batch; a group may have none.
 
         Args:
-            critic_T: what `outputs` returned at the step's start.
+            critic_T: result of `outputs` at the step's start.
         """
         samples = [sample for group in groups for sample in group]
         if not samples:
@@ -255,7 +255,7 @@ class Actor:
     def train_critic(
         self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor, learnt: AdvantageOutput
     ) -> Iterator[float]:
-        """One step of the critic on each minibatch that has tokens for it; yields their losses."""
+        """Take one step of the critic on each minibatch that has tokens for it; yield the losses."""
         assert self.critic is not None
         assert learnt.returns_T is not None
         samples = [sample for group in groups for sample in group]
@@ -270,7 +270,7 @@ class Actor:
                 yield self.critic.optimizer_step(minibatch, self.value_objective)
 
     def advantages(self, groups: Sequence[Sequence[Sample]], critic_T: Tensor | None = None) -> AdvantageOutput:
-        """Advantages of all samples, packed; without a critic all zero where a comparison group's rewards are equal."""
+        """Return the advantages of all samples, packed; without a critic, 0 in comparison groups of equal rewards."""
         samples = [sample for group in groups for sample in group]
         compared = [(number, sample.group) for number, group in enumerate(groups) for sample in group]
         number_of = {name: number for number, name in enumerate(dict.fromkeys(compared))}
@@ -302,8 +302,9 @@ class Actor:
     def minibatches(self, groups: Sequence[Sequence[Item]], version: int) -> Iterator[list[Item]]:
         """Yield the minibatches of all passes over the batch, made of whole groups with any number of samples.
 
-        Groups are permuted by (run seed, version), in later passes by (run seed, version, pass). Those whose rewards
-        differ are dealt first, in turn, so that all minibatches of a pass have as many groups with a signal.
+        Groups are permuted by (run seed, version), in later passes by (run seed, version, pass). Groups whose
+        rewards differ are dealt first, in turn, so that all minibatches of a pass have equally many groups with a
+        signal.
         """
         for epoch in range(self.config.ppo_epochs):
             key = [self.config.seed, version, epoch] if epoch else [self.config.seed, version]
@@ -314,10 +315,10 @@ class Actor:
                 yield [item for g in order_G[number :: self.config.ppo_minibatches] for item in groups[g]]
 
     def optimizer_step(self, minibatch: Sequence[TrainSample], version: int) -> tuple[float, float, Stats]:
-        """One step on the minibatch's mean loss per token; returns loss, gradient norm and statistics.
+        """Take one step on the minibatch's mean loss per token; return loss, gradient norm and statistics.
 
-        Samples without advantage (their group's rewards are all equal) are left out; if that is all of them the
-        optimizer stays as it is.
+        Samples without advantage (their group's rewards are all equal) are left out; if no sample remains, the
+        optimizer does nothing.
         """
         minibatch = [item for item in minibatch if bool(item.advantages_T.any())]
         if not minibatch:
@@ -336,7 +337,7 @@ class Actor:
         return loss.item(), grad_norm.item(), stats
 
     def select(self, inputs: PolicyLossInputs) -> SelectionOutput:
-        """The objective's selection among the loss tokens of a minibatch, over all of its tokens."""
+        """Return the objective's selection among the loss tokens of a minibatch, over all of its tokens."""
         mask_T = inputs.mask_T
         chosen = self.objective.selection(
             SelectionInputs(
@@ -357,9 +358,9 @@ class ReferenceTrainer:
     """The loop's state: the policies, the prompts, and the version that all policies are at.
 
     Args:
-        policies: further policies that are trained, by the name by which the agent asks for them, with their own
-            settings of training; what bears on prompts and batches is `config`'s.
-        critic: of the run's own policy; of further ones that share it too.
+        policies: further trained policies, by the name that agents use, with their own training settings; settings of
+            prompts and batches are those of `config`.
+        critic: critic of the run's own policy, and of further policies that share it.
     """
 
     def __init__(
@@ -383,7 +384,7 @@ class ReferenceTrainer:
         self.order = DataOrder(len(dataset), config.seed)
 
     def train_step(self) -> StepReport:
-        """From version v to v + 1."""
+        """Train from version v to v + 1."""
         groups = self.generate()
         trained = {
             name: actor
@@ -398,11 +399,11 @@ class ReferenceTrainer:
         return replace(own, others=reports)
 
     def samples_of(self, policy: str, group: Sequence[Sample]) -> list[Sample]:
-        """The samples of a group that a policy made; "": the run's own."""
+        """Return the samples of a group that a policy made; "": the run's own."""
         return [sample for sample in group if policy_of(sample.group, self.others) == policy]
 
     def generate(self) -> list[Sequence[Sample]]:
-        """The scored groups of this version's batch, in the data order."""
+        """Return the scored groups of this version's batch, in the data order."""
         config = self.config
         prompt_format = PromptFormat(self.tokenizer)
         first = self.version * config.train_batch_size
@@ -414,7 +415,7 @@ class ReferenceTrainer:
         return self.answer(prompts, Policies(self.actor.behaviour_policy(self.version), others))
 
     def greedy_accuracy(self, dataset: Dataset) -> float:
-        """Mean reward of one greedy answer to each row, under the current weights."""
+        """Return the mean reward of one greedy answer to each row, under the current weights."""
         greedy, order = replace(self.config.sampling, temperature=0.0), DataOrder(len(dataset), seed=0)
         prompt_format = PromptFormat(self.tokenizer)
         prompts = [make_prompt(order.ref(i), dataset, prompt_format, 1, greedy, 0) for i in range(len(dataset))]
@@ -423,7 +424,7 @@ class ReferenceTrainer:
         return float(np.mean([group[0].reward for group in answered]))
 
     def answer(self, prompts: Sequence[Prompt], policies: Policies) -> list[Sequence[Sample]]:
-        """The scored group of each prompt's answers by `policies`."""
+        """Return the scored group of each prompt's answers by `policies`."""
 
         async def play() -> list[Sequence[Sample]]:
             make_env = partial(SingleTurnEnv, reward=self.reward)
@@ -444,44 +445,44 @@ class ReferenceTrainer:
 
 @dataclass(frozen=True)
 class Policies:
-    """The policies as agents ask them: the run's own, and others by name."""
+    """The policies that agents use: the run's own, and others by name."""
 
     own: BatchingPolicy
     others: Mapping[str, BatchingPolicy]
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """The answer to `request` by the policy that it names."""
+        """Return the answer to `request` by the policy that it names."""
         return await (self.others[request.policy] if request.policy else self.own).generate(request)
 
 
 class BatchingPolicy:
-    """`model`, of policy version `version`, as agents ask it: what all of them ask at the same time is one batch."""
+    """`model`, of policy version `version`, for agents: all requests made at the same time are one batch."""
 
     def __init__(self, model: PreTrainedModel, version: int) -> None:
         self.model, self.version = model, version
         self.requests: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """The answer to `request`."""
-        if not self.requests:  # the task begins once every agent that can ask now has done so
+        """Return the answer to `request`."""
+        if not self.requests:  # the task begins after every agent that is ready has made its request
             self.answers = asyncio.create_task(self.answer_all())
         self.requests.append(request)
         position = len(self.requests) - 1
         return (await self.answers)[position]
 
     async def answer_all(self) -> list[GenerationResult]:
-        """The answers to the requests made so far, in their order."""
+        """Return the answers to the requests made so far, in the same order."""
         requests, self.requests = self.requests, []
         return complete(self.model, requests, self.version)
 
 
 def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], version: int) -> list[GenerationResult]:
-    """The answers to `requests` by `model`, whose policy version is `version`."""
+    """Return the answers to `requests` by `model`, whose policy version is `version`."""
     inputs = []
     for request in requests:
         for i in range(request.n):
             sampling = asdict(replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i)))
-            del sampling["stop"]  # texts that end an answer are looked for around the engine, and there are none here
+            del sampling["stop"]  # stop strings are handled outside of the engine, and there are none here
             spec = SamplingSpec(**sampling)
             inputs.append(GenerationInput(f"{request.request_id}/{i}", request.input_ids, spec))
     engine = GenerationEngine(model, max_running_requests=len(inputs))
@@ -493,13 +494,13 @@ def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], vers
 
 
 def completion_of(output: GenerationOutput, version: int) -> Completion:
-    """The engine's output in the agent's terms."""
+    """Convert the engine's output to a `Completion`."""
     assert output.finish is not None
     return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish.reason)
 
 
 def episodes_of(group: Sequence[Sample]) -> list[int]:
-    """The episode that each sample counts as where it is compared."""
+    """Return the episode that each sample counts as in comparisons."""
     return compared_episodes([sample.episode for sample in group], [sample.group for sample in group])
 
 
@@ -511,7 +512,7 @@ def has_signal(group: Sequence[Sample]) -> bool:
 def policy_loss_inputs(
     items: Sequence[TrainSample], logprobs_T: Tensor, entropy_T: Tensor, version: int, columns: Sequence[str] = ()
 ) -> PolicyLossInputs:
-    """The packed micro-batch as the objective takes it."""
+    """Return the packed micro-batch as input of the objective."""
     samples = [item.sample for item in items]
     mask_T, seq_ids_T = mask_and_ids(samples)
     return PolicyLossInputs(
@@ -530,26 +531,26 @@ def policy_loss_inputs(
 
 
 def column_by_token(samples: Sequence[Sample], name: str) -> Tensor:
-    """The column `name` of `asyncrl.api.columns`, [T]; one of samples is repeated for its tokens."""
+    """Return the column `name` of `asyncrl.api.columns`, [T]; a column of samples is repeated for their tokens."""
     joined = SampleColumns.join(samples)
     values = column(joined, name).astype(np.float32)
     return torch.from_numpy(values if name.startswith(TOKEN) else np.repeat(values, joined.lengths))
 
 
 def mask_and_ids(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Loss mask (bool) and sequence number of every packed token."""
+    """Return loss mask (bool) and sequence number of every packed token."""
     mask_T = torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])).bool()
     lengths_S = torch.tensor([len(sample.tokens) for sample in samples])
     return mask_T, torch.repeat_interleave(torch.arange(len(samples)), lengths_S)
 
 
 def split_by_sample(values_T: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
-    """The samples' parts of a packed tensor."""
+    """Return the samples' parts of a packed tensor."""
     return list(torch.split(values_T, [len(sample.tokens) for sample in samples]))
 
 
 def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """The samples' tokens [B, L], padded on the right, and which of them are real, bool [B, L]."""
+    """Return the samples' tokens [B, L], padded on the right, and True for real tokens, bool [B, L]."""
     lengths = [len(sample.tokens) for sample in samples]
     tokens_BL = torch.zeros(len(samples), max(lengths), dtype=torch.long)
     for row, sample in enumerate(samples):
@@ -558,7 +559,7 @@ def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 
 
 def adamw(config: ReferenceConfig, model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
-    """The optimizer of all of a model's parameters."""
+    """Return the optimizer of all of a model's parameters."""
     groups = decay_groups(model.named_parameters()).with_decay(config.weight_decay)
     return torch.optim.AdamW(
         [{"params": [parameter for _, parameter in group], "weight_decay": decay} for group, decay in groups],
@@ -569,7 +570,7 @@ def adamw(config: ReferenceConfig, model: torch.nn.Module, lr: float) -> torch.o
 
 
 def packed_logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of every token given those before it, and the entropy of that choice; packed, 0 at the first.
+    """Return the log-probability of every token given those before it, and its entropy; packed, 0 at the first.
 
     The forward pass is padded on the right, where causal attention keeps padding out of every real position.
     """
@@ -587,7 +588,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="base model folder; default: that of the `sft` experiment")
     parser.add_argument("--steps", type=int, default=60, help="train steps")
     parser.add_argument("--seed", type=int, default=1, help="seed of data order and sampling")
-    parser.add_argument("--staleness", type=int, default=0, help="generate with weights of so many versions ago")
+    parser.add_argument("--staleness", type=int, default=0, help="generate with the weights of this many versions ago")
     args = parser.parse_args()
     folder = args.model or ensure_base_model(load_supervised("sft"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""The critic's objective, how its outputs line up with tokens, and the normalisation of its targets."""
+"""The critic's objective, the alignment of its outputs with tokens, and the normalisation of its targets."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from asyncrl.algorithms.spec import Choice, Resolve, ValueNormalisation
 
 
 class ValueObjective:
-    """The critic's objective of the functions that `resolve` finds. Holds no state."""
+    """The critic's objective, composed of the functions that `resolve` finds. Stateless."""
 
     def __init__(self, value_loss: Choice, aggregation: Choice, resolve: Resolve) -> None:
         self._loss = resolve("value_loss", value_loss.name, value_loss.params)
         self._aggregation = resolve("aggregation", aggregation.name, aggregation.params)
 
     def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
-        """This micro-batch's share of the global denominator."""
+        """Return this micro-batch's share of the global denominator."""
         return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
 
     def __call__(
         self, inputs: ValueLossInputs, seq_ids_T: Tensor, num_seqs: int, normaliser: float
     ) -> tuple[Tensor, Stats]:
-        """This micro-batch's contribution to the loss (0-d, differentiable) and its statistics."""
+        """Return this micro-batch's contribution to the loss (0-d, differentiable) and its statistics."""
         output = self._loss(inputs)
         weight_T = self._aggregation(inputs.mask_T, seq_ids_T, num_seqs).weight_T
         scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
@@ -36,10 +36,10 @@ class ValueObjective:
 
 
 def align_values(critic_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
-    """(values_T, bootstrap_values_S) from the critic's output at each position, which has seen the token there.
+    """Return (values_T, bootstrap_values_S) from the critic's output after each token.
 
     The state in which token t was chosen ends with token t - 1, so `values_T[t]` is the output one position earlier (0
-    for a sequence's first token, which nothing chose). The bootstrap value is the output at the last token. Every
+    for a sequence's first token, which was not chosen). The bootstrap value is the output at the last token. Every
     sequence 0..S-1 must occur.
     """
     first_T = torch.ones_like(seq_ids_T, dtype=torch.bool)
@@ -50,15 +50,15 @@ def align_values(critic_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> tuple[Te
 
 
 MIN_STD = 1e-4
-"""The standard deviation is held above this, in reward units: it is divided by."""
+"""Lower bound of the standard deviation, in reward units, because it is a divisor."""
 
 
 class ValueNorm:
     """Normalisation of the critic's targets, so that one learning rate serves rewards of any size.
 
     The critic predicts (R - mean) / std; `denormalise` brings its output back to reward units before GAE. `running`
-    weighs every return ever seen alike (Chan's parallel update). `ema` forgets at rate `decay` per update and corrects
-    the bias of its start (MAPPO, arXiv:2103.01955). Moments are fp64 numbers, equal on all ranks.
+    gives every return so far the same weight (Chan's parallel update). `ema` forgets at rate `decay` per update and
+    corrects the bias of its start (MAPPO, arXiv:2103.01955). Moments are fp64 numbers, equal on all ranks.
 
     Args:
         mode: `running` or `ema`.
@@ -78,18 +78,18 @@ class ValueNorm:
 
     @property
     def mean(self) -> float:
-        """Mean of the returns seen, 0 before the first."""
+        """Mean of the returns so far, 0 before the first."""
         return self._mean_sum / self._weight if self._weight else 0.0
 
     @property
     def std(self) -> float:
-        """Standard deviation of the returns seen, 1 before the first."""
+        """Standard deviation of the returns so far, 1 before the first."""
         if not self._weight:
             return 1.0
         return max(math.sqrt(self._square_sum / self._weight), MIN_STD)
 
     def update(self, returns_T: Tensor, mask_T: Tensor, all_reduce: AllReduce | None = None) -> None:
-        """Takes in a batch of returns in reward units. Every rank must call it."""
+        """Update the moments with a batch of returns in reward units. Every rank must call it."""
         masked_T = torch.where(mask_T, returns_T.detach(), 0).double()
         sums = torch.stack((mask_T.sum(dtype=torch.float64), masked_T.sum()))
         count, total = (float(x) for x in (all_reduce(sums) if all_reduce else sums))
@@ -121,6 +121,6 @@ class ValueNorm:
         return {"weight": self._weight, "mean_sum": self._mean_sum, "square_sum": self._square_sum}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `state_dict`."""
+        """Restore the result of `state_dict`."""
         self._weight, self._mean_sum = state["weight"], state["mean_sum"]
         self._square_sum = state["square_sum"]

@@ -18,11 +18,12 @@ def success_rate(
     return_prompt: bool = False,
     on: str | None = None,
 ) -> FilterDecision:
-    """Keeps a group whose share of rewards >= `threshold` lies in [low, high].
+    """Keep a group whose share of rewards >= `threshold` lies in [low, high].
 
     `on` names a part of the reward or another number in place of the sum, `reward/correct` for one.
 
-    Too hard a prompt may go back to the dataset for a better policy (`return_prompt`); too easy a one never does.
+    A prompt that is too hard may return to the dataset for a better policy (`return_prompt`), one that is too easy may
+    not.
 
     Raises:
         ValueError: not 0 <= low <= high <= 1, or an episode lacks what `on` names.
@@ -46,7 +47,7 @@ def zero_variance(
     turns: bool = False,
     on: str | None = None,
 ) -> FilterDecision:
-    """Drops a group whose samples' rewards differ by at most `tolerance`: its group-relative advantages are all 0.
+    """Drop a group whose samples' rewards differ by at most `tolerance`: its group-relative advantages are all 0.
 
     DAPO's dynamic sampling (arXiv:2503.14476) eq. 11. A group of one episode is dropped too. Episodes of equal means
     are kept if their samples differ, as in a zero-sum game between copies of the policy. With `turns` a group is kept

@@ -1,4 +1,4 @@
-"""View of a group for filters and shaping functions, and a filter's verdict. numpy only."""
+"""View of a group for filters and shaping functions, and a filter's decision. numpy only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class GroupView:
     """The finished episodes of one prompt: arrays of shape [S], one entry for each episode, in order of their numbers.
 
     An episode of several samples has the mean of their rewards (rewards of turns included), the sum of their lengths,
-    in generated tokens, and is truncated where one of them is. `sample_rewards_U` holds the rewards of the samples
-    themselves, in any order; without it, each episode is one sample. `turn_rewards_U` holds those of each sample's
-    turns (`rewards_of_turns`), in the same order.
+    in generated tokens, and is truncated if one of them is. `sample_rewards_U` holds the rewards of the samples
+    themselves, in any order; without it, each episode is one sample. `turn_rewards_U` holds the rewards of each
+    sample's turns (`rewards_of_turns`), in the same order.
 
     Raises:
         ValueError: the arrays differ in length or are empty.
@@ -28,7 +28,7 @@ class GroupView:
     sample_rewards_U: NDArray[np.float64] | None = None
     turn_rewards_U: Sequence[tuple[float, ...]] | None = None
     columns_S: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Numbers by name: `reward/<part>`, `agent/<name>`, `row/<field>`; NaN where an episode has none."""
+    """Numbers by name: `reward/<part>`, `agent/<name>`, `row/<field>`; NaN for episodes without the number."""
 
     def __post_init__(self) -> None:
         shapes = {self.rewards_S.shape, self.lengths_S.shape, self.truncated_S.shape}
@@ -36,7 +36,7 @@ class GroupView:
             raise ValueError(f"GroupView arrays have shapes {sorted(shapes)}; give one value per episode, at least one")
 
     def values_S(self, on: str | None) -> NDArray[np.float64]:
-        """The rewards, or where `on` names a column its numbers.
+        """Return the rewards, or the numbers of the column `on` if it is given.
 
         Raises:
             ValueError: an episode has no such number.
@@ -58,11 +58,11 @@ class GroupView:
         turn_rewards: Sequence[tuple[float, ...]] | None = None,
         columns: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[GroupView, NDArray[np.int64]]:
-        """The view of a group of samples, and for each sample the position of its episode in the view.
+        """Return the view of a group of samples, and for each sample the position of its episode in the view.
 
         Args:
-            rewards: of each sample, its turns' included; all others are one per sample too.
-            columns: numbers by name; an episode has the mean over its samples that have it.
+            rewards: reward of each sample, its turns' included; all other arrays have one entry per sample, too.
+            columns: numbers by name; an episode has the mean over its samples with the number.
         """
         numbers, position, counts = np.unique(np.asarray(episodes), return_inverse=True, return_counts=True)
         rewards_S, lengths_S = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
@@ -85,7 +85,8 @@ def _means(values_U: NDArray[np.float64], position_U: NDArray[np.intp]) -> NDArr
 
 
 def rewards_of_turns(reward: float, token_rewards_T: ArrayLike | None, loss_mask_T: ArrayLike) -> tuple[float, ...]:
-    """The rewards of a sample's turns, each an unbroken run of policy tokens. The last turn has the sample's `reward`.
+    """Return the rewards of a sample's turns, each an unbroken run of policy tokens. The last turn has the sample's
+    `reward`.
 
     Args:
         token_rewards_T: rewards of turns, shape [T].

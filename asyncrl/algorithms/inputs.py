@@ -1,7 +1,7 @@
 """Inputs and outputs of the tensor algorithms.
 
 Per-token tensors are packed (`[T]`) and aligned with tokens: `logprobs_T[t]` is log p(token t | the tokens before it).
-`mask_T` is bool, True where the token carries loss. `seq_ids_T` is int64, sorted, 0..S-1. Whole sequences only: a
+`mask_T` is bool, True if the token carries loss. `seq_ids_T` is int64, sorted, 0..S-1. Whole sequences only: a
 sequence is never split over two micro-batches, a group never over two ranks.
 """
 
@@ -23,9 +23,9 @@ AllReduce = Callable[[Tensor], Tensor]
 class PolicyLossInputs:
     """One micro-batch for a policy loss.
 
-    `logprobs_T` requires grad and is that of the policy being trained; everything else is constant. `old_policy` says
-    which policy the loss's ratio refers to: the behaviour policy (the vanilla form) or the proximal one (when a
-    correction supplies prox / behave). `versions_T` is int64, -1 where not generated; `current_version` is the version
+    `logprobs_T` requires grad and is that of the policy being trained; everything else is constant. `old_policy` is the
+    policy that the loss's ratio refers to: the behaviour policy (the vanilla form) or the proximal one (if a correction
+    supplies prox / behave). `versions_T` is int64, -1 where not generated; `current_version` is the version
     that the trainer holds at the step's start. `entropy_T` is in nats.
     """
 
@@ -41,7 +41,7 @@ class PolicyLossInputs:
     entropy_T: Tensor | None = None
     old_policy: Literal["behave", "prox"] = "behave"
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """The user's columns (`rollout.columns`), [T] each; one of samples is repeated for its tokens."""
+    """The user's columns (`rollout.columns`), [T] each; columns of samples are repeated for their tokens."""
     selection: SelectionOutput | None = None
     """Tokens that the spec's selection chose over the whole minibatch."""
 
@@ -50,7 +50,7 @@ class PolicyLossInputs:
         """The proximal log-probabilities.
 
         Raises:
-            ValueError: they were not given.
+            ValueError: there are none.
         """
         if self.prox_logprobs_T is None:
             raise ValueError(
@@ -92,7 +92,7 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, eq=False)
 class CorrectionOutput:
-    """The factor of each token's loss, the tokens that keep their loss, and how many were masked for which reason.
+    """The factor of each token's loss, the tokens that keep their loss, and the number of masked tokens by reason.
 
     `masked` has the same keys whatever the data, so that ranks can reduce it; its values are 0-d counts.
     """
@@ -117,7 +117,7 @@ class SelectionInputs:
     gather: Callable[[Tensor], Tensor] | None = None
 
     def everyone(self, values_T: Tensor) -> Tensor:
-        """The values of all ranks."""
+        """Return the values of all ranks."""
         return self.gather(values_T) if self.gather else values_T
 
 
@@ -150,11 +150,11 @@ class AdvantageInputs:
 
     `values_T[t]` is the value of the prefix before token t, the state in which it was chosen; `bootstrap_values_S` that
     of the whole sequence (`critic.align_values` makes both from a critic's output). `token_rewards_T` adds to
-    the sequence's reward token by token (rewards of turns, a KL penalty); one at a token without loss, say because that
-    is too old, is credited to the policy token before it. `group_ids_S` are any integers; members need not be adjacent
-    and may stem from different policy versions. `episodes_S` says which of its group's episodes a sequence is of;
-    without it each sequence is one. `roles_S` says the role that each sequence has in its episode, by its position in
-    `roles`, which are those of all ranks; `baselines` are what the estimator returned in the step before, by role.
+    the sequence's reward token by token (rewards of turns, a KL penalty). A reward at a token without loss, for example
+    a token that is too old, is credited to the policy token before it. `group_ids_S` are any integers; members need not
+    be adjacent and may stem from different policy versions. `episodes_S` is the episode of each sequence in its group;
+    without it each sequence is one. `roles_S` is the role of each sequence in its episode, as a position in `roles`,
+    the roles of all ranks. `baselines` are the estimator's results of the step before, by role.
     `all_reduce` sums over ranks; None on one rank.
     """
 
@@ -182,7 +182,7 @@ class AdvantageOutput:
     """Advantages (0 outside the mask); for a critic its regression targets and the tokens on which it is trained.
 
     `baselines` are numbers by role that the estimator needs in the next step, equal on all ranks; they are part of
-    checkpoints. None: they stay as they are.
+    checkpoints. None: they do not change.
     """
 
     advantages_T: Tensor

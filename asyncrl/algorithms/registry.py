@@ -1,7 +1,7 @@
 """The decorators that mark an algorithm of each kind.
 
-They keep no table: `config/plugin_code/catalog.py` finds them in the source. They only refuse, at import, a function
-whose parameters could not be configured.
+The decorators keep no table: `config/plugin_code/catalog.py` finds them in the source. They only reject, at import, a
+function whose parameters could not be configured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {
     "pair_loss": 1,
     "label_loss": 1,
 }
-"""The kinds of algorithm, each with the number of its positional arguments; what follows a bare `*` is configurable."""
+"""Kinds of algorithms, with their number of positional arguments; parameters after a bare `*` are configurable."""
 
 
 def _marker(kind: str) -> Callable[[str], Callable[[F], F]]:

@@ -11,7 +11,8 @@ from asyncrl.algorithms.registry import shaping
 
 @shaping("overlong")
 def overlong(group: GroupView, *, max_length: int, margin: int, penalty: float = 1.0) -> NDArray[np.float64]:
-    """Rewards minus a penalty that grows from 0 at `max_length - margin` tokens to `penalty` at `max_length` and stays.
+    """Return rewards minus a penalty that grows from 0 at `max_length - margin` tokens to `penalty` at `max_length` and
+    stays.
 
     DAPO's soft over-long punishment (arXiv:2503.14476) eq. 13; lengths in generated tokens.
 

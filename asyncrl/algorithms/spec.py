@@ -8,7 +8,7 @@ from enum import StrEnum, auto
 from typing import Any, TypeAlias
 
 Resolve: TypeAlias = Callable[[str, str, Mapping[str, Any]], Callable[..., Any]]
-"""Gives the function of a kind, a name and parameters, these bound; `resolve` of `config/plugin_code/catalog.py`."""
+"""Returns the function of a kind and a name, with parameters bound; `resolve` of `config/plugin_code/catalog.py`."""
 
 
 WHOLE_DISTRIBUTIONS = frozenset({"full", "forward", "jsd"})
@@ -23,7 +23,7 @@ class ProximalMode(StrEnum):
     approximate = auto()
     """`objective.approximate_prox_logprobs`, no forward pass."""
     behave = auto()
-    """The behaviour policy stands for the proximal one, which makes every correction's weight 1."""
+    """The behaviour policy replaces the proximal one, so every correction's weight is 1."""
 
 
 class KLPlace(StrEnum):

@@ -285,7 +285,7 @@ def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_
     assert "the base model's training exited with 1" in killed.output
     resumed = command("sft", *settings, "trainer.parallel=d2")
     assert resumed.code == 0, resumed.output
-    assert "going on after step 6 of 10" in resumed.output
+    assert "continuing after step 6 of 10" in resumed.output
 
     alone = load_experiment("sft", settings, None)
     assert isinstance(alone, SFTConfig)

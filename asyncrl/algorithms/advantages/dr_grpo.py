@@ -12,6 +12,6 @@ def dr_grpo(inputs: AdvantageInputs, *, turn_discount: float | None = None) -> A
     """A_i = r_i - mean(group): GRPO without the division that favours questions of little variance.
 
     Liu et al. 2025 (arXiv:2503.20783) section 3; use it with the `constant` aggregation. A group of one episode
-    gives 0. `turn_discount` as for `grpo`.
+    gives 0. `turn_discount` is described in `grpo`.
     """
     return grpo(inputs, divide_by_std=False, turn_discount=turn_discount)

@@ -21,8 +21,8 @@ from asyncrl.algorithms.registry import advantage
 def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
     """Generalised advantages with a critic; each turn (unbroken run of policy tokens) is one action.
 
-    Equations in `advantages.generalised`. A turn's value is that of its first token, its reward the sum of its
-    token rewards, its advantage goes to all its tokens. The critic is trained on the turns' first tokens alone.
+    Equations in `advantages.generalised`. A turn has the value of its first token and the sum of its token
+    rewards; its advantage goes to all its tokens. The critic is trained only on the turns' first tokens.
 
     Raises:
         ValueError: no values, truncation without bootstrap values, or a discount outside [0, 1].

@@ -25,13 +25,13 @@ def gdpo(
 ) -> AdvantageOutput:
     """A = whiten(sum_k w_k (r_k - mean(group r_k)) / (std(group r_k) + std_eps)) over the parts r_k of the reward.
 
-    Liu et al. 2026 (arXiv:2601.05242): summed first, a part of large values hides the others. Parts are columns
-    (`rollout.columns: [reward/correct, reward/format]`), all of them or those that `parts` names; without any, the
-    whole reward is the only part. A group of one episode has 0 before whitening, which is over all tokens of the global
-    batch. Rewards of turns play no part.
+    Liu et al. 2026 (arXiv:2601.05242): if parts are summed first, a part with large values hides the others. Parts are
+    columns (`rollout.columns: [reward/correct, reward/format]`), all of them or those that `parts` names; without any,
+    the whole reward is the only part. A group of one episode has 0 before whitening, which covers all tokens of the
+    global batch. Rewards of turns are not used.
 
     Raises:
-        ValueError: a part is no column, there are not as many weights as parts, or std_eps is not positive.
+        ValueError: a part is not a column, the numbers of weights and parts differ, or std_eps is not positive.
     """
     if std_eps <= 0.0:
         raise ValueError(f"std_eps is {std_eps}; it keeps groups of equal rewards finite, set it above 0 (1e-6)")

@@ -1,11 +1,11 @@
-"""Generalised advantage estimation over actions, whatever an action is: a token (`gae`) or a turn (`gae_turn`).
+"""Generalised advantage estimation over actions; an action is a token (`gae`) or a turn (`gae_turn`).
 
 Per sequence with actions k = 0..K-1, state values V_k, rewards r_k:
 
     delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lambda A_{k+1},    R_k = A_k + V_k
 
-V_K is 0 where the answer ended itself and the bootstrap value where it was cut off: a length limit is not a verdict on
-the state. (Schulman et al. 2016, arXiv:1506.02438, eq. 11 to 16.)
+V_K is 0 if the model ended the answer, and the bootstrap value if a length limit cut it off: the limit says nothing
+about the state's value. (Schulman et al. 2016, arXiv:1506.02438, eq. 11 to 16.)
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asyncrl.algorithms.inputs import AdvantageInputs
 
 
 def check_discounts(gamma: float, lam: float) -> None:
-    """Raises ValueError unless both lie within 0 to 1."""
+    """Raise ValueError unless both are within 0 to 1."""
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} is {value}; it is a discount per action, set it within 0 to 1")
 
 
 def terminal_values(inputs: AdvantageInputs) -> Tensor:
-    """V_K per sequence, shape [S]: the bootstrap value of truncated sequences, 0 for the others.
+    """Return V_K per sequence, shape [S]: the bootstrap value of truncated sequences, 0 for the others.
 
     Raises:
         ValueError: `truncated_S` given without `bootstrap_values_S`.
@@ -49,7 +49,7 @@ def required_values(inputs: AdvantageInputs) -> Tensor:
 
 
 def is_last(seq_ids_N: Tensor) -> Tensor:
-    """True at the last action of each sequence, shape [N]."""
+    """Return True at the last action of each sequence, shape [N]."""
     last_N = torch.ones_like(seq_ids_N, dtype=torch.bool)
     last_N[:-1] = seq_ids_N[1:] != seq_ids_N[:-1]
     return last_N
@@ -58,15 +58,17 @@ def is_last(seq_ids_N: Tensor) -> Tensor:
 def generalised_advantages(
     rewards_N: Tensor, values_N: Tensor, seq_ids_N: Tensor, terminal_values_S: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """A_k for the N actions of all sequences, packed in order."""
+    """Return A_k for the N actions of all sequences, packed in order."""
     next_N = torch.where(is_last(seq_ids_N), terminal_values_S[seq_ids_N], values_N.roll(-1))
     deltas_N = rewards_N + gamma * next_N - values_N
     return discounted_suffix_sum(deltas_N, seq_ids_N, gamma * lam)
 
 
 def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
-    """Reward at each policy token (indices `action_T`): the token rewards from it up to the next policy token of its
-    sequence, and the sequence's reward at its last one. Token rewards before the first came of no action here.
+    """Return the reward at each policy token (indices `action_T`).
+
+    It is the sum of token rewards from there up to the next policy token of the sequence. The last policy token also
+    has the sequence's reward. Token rewards before the first policy token have no action and are dropped.
     """
     seq_ids_N = inputs.seq_ids_T[action_T]
     rewards_N = torch.where(is_last(seq_ids_N), as_float(inputs.rewards_S)[seq_ids_N], 0)

@@ -2,28 +2,29 @@
 episodes.
 
 A group has any number of episodes, also one, and an episode any number of samples, also one. Baselines and standard
-deviations are over *episodes*: the return of an episode is the mean of its samples', so that it counts once however
-many conversations it took. With R_e the return of episode e, E episodes in the group, and sample i of episode e:
+deviations are over *episodes*: the return of an episode is the mean of its samples' returns, so each episode counts
+once, whatever its number of conversations. With R_e the return of episode e, E episodes in the group, and sample i of
+episode e:
 
     mean = 1/E sum_e R_e        std^2 = 1/(E - 1) sum_e mean_{i in e} (r_i - mean)^2        A_i = (r_i - mean)/std
 
-With one sample per episode these are the estimators as their papers have them. Samples of one episode that were given
-different rewards keep the difference: each is compared with the same baseline. The deviation is that of the samples,
-each episode weighing the same, so it is not 0 where all episodes have the same mean but their samples differ, as in a
-zero-sum game between copies of the policy. With n_e samples in the episode of i it bounds the advantage:
+With one sample per episode these are the estimators of the papers. Samples of one episode with different rewards keep
+the difference, because each is compared with the same baseline. The deviation is that of the samples, with the same
+weight for each episode. So it is not 0 if all episodes have the same mean but their samples differ, as in a zero-sum
+game between copies of the policy. With n_e samples in the episode of i it bounds the advantage:
 
     std^2 >= (r_i - mean)^2 / (n_e (E - 1)), so |A_i| <= sqrt(n_e (E - 1))
 
 A group of one episode has nothing to compare with: its advantages are 0, however many samples it gives, except under
 leave-one-out (`rloo`), where its baseline is 0.
 
-A `turn_discount` g compares turns in place of samples. Turn k of a sample, its k-th unbroken run of policy tokens, has
-the return from there on, of the rewards q_j of its turns (token rewards, and at the last turn the sample's reward):
+A `turn_discount` g compares turns in place of samples. Turn k of a sample is its k-th unbroken run of policy tokens.
+Its return covers the rewards q_j of turns from k on (token rewards, and at the last turn the sample's reward):
 
     G_k = sum_{j >= k} g^(j - k) q_j
 
-and is compared with turn k of the group's other episodes, those that came so far. A baseline of other episodes' turns
-depends on no token of the turn itself, so the gradient stays unbiased under leave-one-out, as over whole samples.
+The return is compared with turn k of the group's other episodes that reached turn k. A baseline of other episodes'
+turns depends on no token of the turn itself, so the gradient stays unbiased under leave-one-out, as over whole samples.
 
 Group ids are any integers; members need not be adjacent and may stem from different policy versions.
 """
@@ -47,10 +48,11 @@ from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Reward of each sequence with its token rewards (rewards of turns, a KL penalty) added, shape [S], in fp64.
+    """Return the reward of each sequence with its token rewards (rewards of turns, a KL penalty) added, shape [S], in
+    fp64.
 
-    Equal rewards must centre to zero: in fp32 the mean of equal numbers is off by a rounding, which a division by a
-    standard deviation of next to nothing would turn into an advantage.
+    Equal rewards must centre to zero: in fp32 the mean of equal numbers is off by a rounding error, which a division by
+    a tiny standard deviation would turn into an advantage.
 
     Raises:
         ValueError: rewards, group ids or episodes are not one per sequence.
@@ -69,11 +71,11 @@ def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 class Groups:
-    """Statistics over the groups' episodes; U are what belongs to them: samples, or turns.
+    """Statistics over the groups' episodes; U counts the units in them: samples, or turns.
 
     Args:
-        group_ids_U, episodes_U: any integers; an episode is of one group, and its number means nothing outside of that.
-            Without episodes each of U is one.
+        group_ids_U, episodes_U: any integers; an episode belongs to one group, and its number is local to the group.
+            Without episodes each unit is one.
     """
 
     def __init__(self, group_ids_U: Tensor, episodes_U: Tensor | None = None) -> None:
@@ -85,15 +87,15 @@ class Groups:
         self.num_groups, self._num_episodes = len(ids_G), len(ids_E)
 
     def episodes(self, values_U: Tensor) -> Tensor:
-        """The mean over each episode, shape [E]."""
+        """Return the mean over each episode, shape [E]."""
         return self.episode_sums(values_U) / self.episode_sums(torch.ones_like(values_U))
 
     def episode_sums(self, values_U: Tensor) -> Tensor:
-        """The sum over each episode, shape [E]."""
+        """Return the sum over each episode, shape [E]."""
         return segment_sum(values_U, self._episode_U, self._num_episodes)
 
     def spread(self, values_E: Tensor) -> Tensor:
-        """The value of its episode for each of U."""
+        """Return for each unit the value of its episode, shape [U]."""
         return values_E[self._episode_U]
 
     def totals(self, values_E: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ class Groups:
 class Compared:
     """Units that an estimator compares within groups: U samples, or U turns; see the module's docstring.
 
-    `returns_U` is in fp64, `units_T` says which of U a policy token is of, and `lengths_U` how many each has.
+    `returns_U` is in fp64, `units_T` has the unit of each policy token, and `lengths_U` each unit's number of tokens.
     """
 
     returns_U: Tensor
@@ -138,7 +140,7 @@ class Compared:
         return self.groups.episodes(self.returns_U)
 
     def minus(self, baseline_E: Tensor) -> Tensor:
-        """Returns less the baseline of their episode, shape [U]."""
+        """Return the returns minus the baseline of their episode, shape [U]."""
         return self.returns_U - self.groups.spread(baseline_E)
 
     def centred(self, baseline_E: Tensor) -> Tensor:
@@ -147,15 +149,15 @@ class Compared:
         return torch.where(self.groups.spread(alone_E), 0, self.minus(baseline_E))
 
     def over_tokens(self, advantages_U: Tensor) -> AdvantageOutput:
-        """One advantage for each of U, given to each of its policy tokens."""
+        """Give the advantage of each unit to all of its policy tokens."""
         return over_tokens(advantages_U, self.inputs, self.units_T)
 
 
 def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Compared:
-    """Samples, or with a discount their turns.
+    """Return the samples, or with a discount their turns, as units to compare.
 
     Raises:
-        ValueError: as of `sequence_rewards`, or the discount is outside [0, 1].
+        ValueError: as for `sequence_rewards`, or the discount is outside [0, 1].
     """
     rewards_S = sequence_rewards(inputs)
     if turn_discount is not None:
@@ -166,7 +168,7 @@ def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Com
 
 
 def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
-    """The turns of all samples, K of them, each in the group of those with its number."""
+    """Return the K turns of all samples, grouped with the turns of the same number."""
     if not 0.0 <= discount <= 1.0:
         raise ValueError(f"turn_discount is {discount}; it is a discount per turn, set it within 0 to 1")
     starts_T = turn_starts(inputs.mask_T, inputs.seq_ids_T)
@@ -187,7 +189,7 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
 
 
 def over_tokens(advantages_U: Tensor, inputs: AdvantageInputs, units_T: Tensor | None = None) -> AdvantageOutput:
-    """The advantage of the sequence (or of `units_T`) of each policy token, 0 elsewhere."""
+    """Return for each policy token the advantage of its sequence (or of its unit in `units_T`), 0 elsewhere."""
     advantages_U = advantages_U.to(as_float(inputs.rewards_S).dtype)
     if not len(advantages_U):
         return AdvantageOutput(advantages_U.new_zeros(len(inputs.mask_T)))

@@ -17,10 +17,10 @@ def grpo(
 ) -> AdvantageOutput:
     """A_i = (r_i - mean(group)) / (std(group) + std_eps).
 
-    DeepSeekMath (arXiv:2402.03300) section 4.1.2; the sample standard deviation (n - 1), which `divide_by_std` turns
-    off. A group of one episode, or one of equal rewards, has advantage 0: there is nothing to compare with. Mean and
-    deviation weigh each episode once, so |A_i| <= sqrt(n (E - 1)) in a group of E episodes, of which that of sample i
-    has n samples; `turn_discount` compares turns (`advantages.groups`).
+    DeepSeekMath (arXiv:2402.03300) section 4.1.2; the sample standard deviation (n - 1), which
+    `divide_by_std=false` leaves out. A group of one episode, or of equal rewards, has advantage 0: there is nothing to
+    compare with. Mean and deviation count each episode once, so |A_i| <= sqrt(n (E - 1)) in a group of E episodes, if
+    the episode of sample i has n samples; `turn_discount` compares turns (`advantages.groups`).
 
     Raises:
         ValueError: std_eps is not positive, or the discount is outside [0, 1].

@@ -15,7 +15,7 @@ def max_rl(inputs: AdvantageInputs) -> AdvantageOutput:
 
     Tajwar et al. 2026 (arXiv:2602.02710), for rewards of 0 and 1. A group without a reward, or of one episode, has
     advantage 0. The divisor is the mean size of the rewards, which is their mean unless some are negative, so
-    |A_i| <= n E + 1 in a group of E episodes, of which that of sample i has n samples.
+    |A_i| <= n E + 1 in a group of E episodes, if the episode of sample i has n samples.
     """
     samples = compared(inputs)
     groups = samples.groups

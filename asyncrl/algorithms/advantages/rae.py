@@ -20,7 +20,7 @@ def rae(inputs: AdvantageInputs, *, decay: float = 0.95) -> AdvantageOutput:
 
         b <- decay^n b + (1 - decay^n) mean(r)
 
-    Groups play no part, so a group of one is as good as any. A role is the part of `Sample.group` before its first
+    Groups are not used, so groups of one are as good as others. A role is the part of `Sample.group` before its first
     `/`; samples without one share the role "".
 
     Raises:

@@ -13,7 +13,7 @@ def reinforce_pp(inputs: AdvantageInputs, *, gamma: float = 1.0) -> AdvantageOut
     """Reward to go, A_t = sum_{k >= t} gamma^(k-t) r_k over policy tokens, whitened over the global batch.
 
     Hu 2025 (arXiv:2501.03262); r_k holds the token rewards (-beta KL) and, at the last token, the sequence's
-    reward. Groups play no part, so a group of one is as good as any.
+    reward. Groups are not used, so groups of one are as good as others.
 
     Raises:
         ValueError: gamma outside [0, 1].

@@ -11,7 +11,7 @@ from asyncrl.algorithms.registry import advantage
 def remax(inputs: AdvantageInputs) -> AdvantageOutput:
     """A_i = r_i - r(greedy answer to the same prompt). Li et al. 2024 (arXiv:2310.10505).
 
-    Groups of any size, also one: the baseline comes from the greedy rollout.
+    Groups may have any size, also one: the baseline comes from the greedy rollout.
 
     Raises:
         ValueError: `greedy_rewards_S` is missing; RolloutWorkers add it, samples kept by another run lack it.

@@ -8,7 +8,7 @@ from torch import Tensor
 from asyncrl.algorithms.inputs import AllReduce
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20: e^20 = 5e8 squares to 2e17, well inside fp32, and no ratio beyond means anything."""
+"""Log-ratios are clamped to +-20: e^20 = 5e8 squares to 2e17, well inside fp32, and larger ratios mean nothing."""
 
 NEGLIGIBLE = 1e-30
 """A discount below this cannot change a sum of rewards in float64 unless they differ by 14 orders of magnitude."""
@@ -52,8 +52,8 @@ def sequence_mean(values_T: Tensor, mask_T: Tensor, seq_ids_T: Tensor, num_seqs:
 def discounted_suffix_sum(values_N: Tensor, ids_N: Tensor, decay: float) -> Tensor:
     """x_i = v_i + decay * x_{i+1} within each run of equal `ids_N` (sorted): the backward recursion of returns and GAE.
 
-    Doubling instead of a loop over time: after round k each x_i holds its first 2^k terms, so log2(longest run) passes
-    over the packed tokens suffice, whatever the raggedness. Stops early once decay^(2^k) is below NEGLIGIBLE.
+    Doubling replaces a loop over time: after round k each x_i holds its first 2^k terms. So log2(longest run) passes
+    over the packed tokens suffice for any lengths. The loop stops early once decay^(2^k) is below NEGLIGIBLE.
     """
     totals_N = values_N.clone()
     step, same_run = 1, ids_N[:-1] == ids_N[1:]  # same_run[i]: i and i + step are in one run

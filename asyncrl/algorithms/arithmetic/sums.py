@@ -14,9 +14,10 @@ Kind = Literal["mean", "sum", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A statistic before its last division. Both tensors are 0-d and carry no gradient, so no device is waited for.
+    """A statistic before its last division. Both tensors are 0-d and carry no gradient, so the host does not wait for
+    the device.
 
-    `mean` is total / count, `sum` is total, `max` is total (the largest seen, -inf where nothing was).
+    `mean` is total / count, `sum` is total, `max` is total (the largest value so far, -inf without any).
     """
 
     total: Tensor
@@ -24,7 +25,7 @@ class Stat:
     kind: Kind = "mean"
 
     def merge(self, other: Stat) -> Stat:
-        """The statistic of both parts together."""
+        """Return the statistic of both parts together."""
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} statistic with a {other.kind} one; keep one kind per key")
         total = torch.maximum(self.total, other.total) if self.kind == "max" else self.total + other.total
@@ -56,13 +57,13 @@ def max_stat(values_T: Tensor, mask_T: Tensor) -> Stat:
 
 
 def count_stat(count: Tensor) -> Stat:
-    """A number of things, added up."""
+    """A count, added up over parts."""
     total = count.detach().double()
     return Stat(total, torch.ones_like(total), "sum")
 
 
 def merge_stats(parts: Iterable[Stats]) -> Stats:
-    """Merges the statistics of several micro-batches key by key."""
+    """Merge the statistics of several micro-batches key by key."""
     merged: Stats = {}
     for part in parts:
         for key, stat in part.items():
@@ -73,7 +74,7 @@ def merge_stats(parts: Iterable[Stats]) -> Stats:
 def all_reduce_stats(
     stats: Stats, all_reduce_sum: Callable[[Tensor], Tensor], all_reduce_max: Callable[[Tensor], Tensor]
 ) -> Stats:
-    """Reduces `stats` over ranks in two collectives. Every rank must hold the same keys (one objective does)."""
+    """Reduce `stats` over ranks in two collectives. Every rank must have the same keys, as with one objective."""
     keys = sorted(stats)
     if not keys:
         return {}
@@ -81,14 +82,14 @@ def all_reduce_stats(
     is_max = torch.tensor([stats[key].kind == "max" for key in keys], device=rows[0].device)
     table = torch.stack(rows)
     maxima = all_reduce_max(torch.where(is_max, table[:, 0], -torch.inf))
-    # -inf would turn the sum into nan, so maxima travel through their own collective only.
+    # -inf would turn the sum into nan, so maxima use only their own collective.
     sums = all_reduce_sum(torch.where(is_max[:, None], table.new_tensor([0.0, 1.0]) * table[:, 1:], table))
     totals = torch.where(is_max, maxima, sums[:, 0])
     return {key: Stat(totals[i], sums[i, 1], stats[key].kind) for i, key in enumerate(keys)}
 
 
 def values(stats: Stats) -> dict[str, float]:
-    """Every statistic as a number; all come from the device in one copy."""
+    """Return every statistic as a number; all are copied from the device at once."""
     if not stats:
         return {}
     table = torch.stack([part.double() for stat in stats.values() for part in (stat.total, stat.count)]).view(-1, 2)

@@ -12,7 +12,7 @@ from asyncrl.algorithms.registry import aggregation
 
 @aggregation("token_mean")
 def token_mean(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
-    """Every token counts alike: sum_t loss_t / number of loss tokens in the global batch.
+    """Every token has the same weight: sum_t loss_t / number of loss tokens in the global batch.
 
     DAPO (arXiv:2503.14476) eq. 12.
     """
@@ -23,7 +23,7 @@ def token_mean(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
 def seq_mean_token_mean(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
     """1/N sum_i 1/|y_i| sum_t loss_it over the N sequences that have loss tokens. GRPO (arXiv:2402.03300) eq. 3.
 
-    Every sequence counts alike, so a token of a long answer counts less.
+    Every sequence has the same weight, so a token of a long answer counts less.
     """
     lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs, torch.float64)
     weight_T = torch.where(mask_T, 1.0 / lengths_S.clamp(min=1)[seq_ids_T], 0)

@@ -14,13 +14,13 @@ from asyncrl.algorithms.registry import correction
 
 
 def check_cap(cap: float) -> None:
-    """Raises ValueError unless cap > 0."""
+    """Raise ValueError unless cap > 0."""
     if cap <= 0.0:
         raise ValueError(f"cap is {cap}; it bounds an importance weight from above, set it above 0 (2 to 10 is usual)")
 
 
 def check_band(low: float, high: float) -> None:
-    """Raises ValueError unless 0 <= low < high."""
+    """Raise ValueError unless 0 <= low < high."""
     if not 0.0 <= low < high:
         raise ValueError(f"the band is [{low}, {high}]; importance weights are positive, set 0 <= low < high")
 
@@ -88,7 +88,7 @@ def icepop(inputs: CorrectionInputs, *, low: float = 0.5, high: float = 5.0) -> 
 def sequence_truncate(inputs: CorrectionInputs, *, cap: float = 5.0) -> CorrectionOutput:
     """Sequence weight, capped: w = min(prod_t pi_prox / pi_behave, cap) for every token of the sequence.
 
-    Unbiased below the cap, for the product is the ratio of the sequences' probabilities (Liu & Li 2025, "When speed
+    Unbiased below the cap, because the product is the ratio of the sequences' probabilities (Liu & Li 2025, "When speed
     kills stability", sequence TIS).
 
     Raises:
@@ -141,7 +141,7 @@ def opsm(inputs: CorrectionInputs, *, delta: float = 0.1, cap: float = 5.0) -> C
     """Token weight, capped, without negative sequences that have become unlikely: no loss where A < 0 and d > delta.
 
     d = mean_t log(pi_b / pi) over the sequence's tokens, in nats, pi the policy as it is now. DeepSeek-V3.2
-    (arXiv:2512.02556) section 3.1, off-policy sequence masking: a policy learns most from mistakes of its own, and
+    (arXiv:2512.02556) section 3.1, off-policy sequence masking: a policy learns most from its own mistakes, and
     mistakes that it would not make can mislead it. Weights are those of `token_truncate`; with `algorithm.prox=behave`
     they are 1, as in the paper.
 
@@ -163,10 +163,10 @@ def chain(
 ) -> CorrectionOutput:
     """Token weight, capped, on tokens that pass all of several bounds, in verl's notation.
 
-    `masks="token_k1,seq_mean_k3" bounds="0.5_2,0.01"`: what is bounded is `token`, or of a sequence the `seq_sum`,
-    `seq_mean` or `seq_max`, of an estimate of the divergence with l = log(pi_prox / pi_b), k1 = -l, k2 = l^2 / 2,
-    k3 = e^l - 1 - l. The bounds of k1 are two, of e^k1; those of k2 and k3 are from above. Sequences are whole ones,
-    and each criterion sees all tokens, also those that another one masks.
+    `masks="token_k1,seq_mean_k3" bounds="0.5_2,0.01"`: the bounded value is that of a `token`, or a sequence's
+    `seq_sum`, `seq_mean` or `seq_max`, of an estimate of the divergence with l = log(pi_prox / pi_b), k1 = -l,
+    k2 = l^2 / 2, k3 = e^l - 1 - l. k1 has two bounds, of e^k1; k2 and k3 have an upper bound. Sequences are whole, and each criterion
+    uses all tokens, also those that another criterion masks.
 
     Raises:
         ValueError: an unknown criterion, a bound that does not fit, or cap is not positive.
@@ -207,10 +207,10 @@ CRITERIA = (
 
 @functools.lru_cache(maxsize=16)
 def _criteria(masks: str, bounds: str) -> list[tuple[str, float, float]]:
-    """Each criterion with its bounds; those of k1 in log space.
+    """Return each criterion with its bounds; the bounds of k1 are in log space.
 
     Raises:
-        ValueError: as of `chain`.
+        ValueError: as for `chain`.
     """
     names, given = ([part.strip() for part in text.split(",")] for text in (masks, bounds))
     if len(names) != len(given) or len({*names}) != len(names):

@@ -1,6 +1,6 @@
 """KL to the reference policy: estimators `(KLInputs, *, params) -> kl_T`, the penalty in the reward, its coefficient.
 
-The last function lets the reference itself follow the actor.
+The last function moves the reference towards the actor.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def k2(inputs: KLInputs) -> Tensor:
 def k3(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
     """min(pi_ref / pi - 1 - log(pi_ref / pi), cap): low variance, never negative; GRPO's term in the loss.
 
-    Schulman 2020, "Approximating KL divergence"; DeepSeekMath (arXiv:2402.03300) eq. 4. Unbiased but for the cap, in
-    nats: the ratio grows without bound where the policy has all but dropped a token that the reference likes, and its
-    gradient with it (3e8 at a log-ratio of 19.5). The cap is reached by a token that is 13 times (2.6 nats) less
+    Schulman 2020, "Approximating KL divergence"; DeepSeekMath (arXiv:2402.03300) eq. 4. Unbiased except for the cap, in
+    nats. If the policy has almost dropped a token that the reference likes, the ratio and its gradient grow without
+    bound (3e8 at a log-ratio of 19.5). The cap is reached by a token that is 13 times (2.6 nats) less
     likely, or 6e4 times (11 nats) more likely, than under the reference. Beyond it the term is constant and has no
-    gradient, as in verl and AReaL, whose bound is the default; `inf` takes it away.
+    gradient, as in verl and AReaL, whose bound is the default; `inf` removes the cap.
 
     Raises:
         ValueError: cap is not positive.
@@ -59,7 +59,7 @@ def k3_unbiased(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
     """k3 weighted by pi / pi_b: the gradient of KL(pi || pi_ref) without bias on tokens that another policy sampled.
 
     DeepSeek-V3.2 (arXiv:2512.02556) eq. 7: r (pi_ref / pi - 1 - log(pi_ref / pi)) with r = pi / pi_b, which is
-    differentiated too. k3 alone pulls tokens that the policy has all but dropped without bound; here their weight falls
+    differentiated too. k3 alone pulls tokens that the policy has almost dropped without bound; here their weight falls
     as their ratio grows. k3 is held at `cap` nats.
 
     Raises:
@@ -75,7 +75,7 @@ def k3_unbiased(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
 
 @kl_estimator("abs")
 def absolute(inputs: KLInputs) -> Tensor:
-    """|log(pi / pi_ref)|: no estimate of the divergence, but a penalty for every move that grows evenly with it.
+    """|log(pi / pi_ref)|: not an estimate of the divergence, but a penalty that grows linearly with every move.
 
     verl's and TRL's earlier `abs`; for use in the reward.
     """
@@ -124,7 +124,7 @@ def jsd(inputs: KLInputs, *, beta: float = 0.5) -> Tensor:
     new_TV, ref_TV = _distributions(inputs, "jsd")
     mixture_TV = torch.logaddexp(ref_TV + math.log(beta), new_TV + math.log1p(-beta))
     kl_T = beta * _divergence(ref_TV, mixture_TV) + (1.0 - beta) * _divergence(new_TV, mixture_TV)
-    return torch.where(inputs.mask_T, kl_T, 0)  # elsewhere the mixture's logarithm is 0 but for rounding
+    return torch.where(inputs.mask_T, kl_T, 0)  # elsewhere the mixture's logarithm is 0 up to rounding
 
 
 def _distributions(inputs: KLInputs, name: str) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class KLController:
         coef <- coef (1 + clip(kl / target - 1, +-0.2) n / horizon)
 
     Ziegler et al. 2019 (arXiv:1909.08593) section 2.2; n and `horizon` are in samples: the larger the horizon, the
-    slower. `target` 0 keeps the coefficient constant, and one of 0 stays 0.
+    slower. `target` 0 keeps the coefficient constant, and a coefficient of 0 stays 0.
     """
 
     coef: float
@@ -178,7 +178,7 @@ class KLController:
         self._adapts = self.coef > 0.0 and self.target > 0.0
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapts the coefficient to a finished step's mean KL (in the units of `target`) over `num_samples`."""
+        """Adapt the coefficient to a finished step's mean KL (in the units of `target`) over `num_samples`."""
         if self._adapts:
             error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
             self.coef *= 1.0 + error * num_samples / self.horizon
@@ -188,7 +188,7 @@ class KLController:
         return {"coef": self.coef} if self._adapts else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `state_dict`. A constant stays: a resumed run may have another."""
+        """Restore the result of `state_dict`. A constant does not change: a resumed run may have another."""
         if self._adapts:
             self.coef = state.get("coef", self.coef)  # it may have been fixed before
 

@@ -14,9 +14,9 @@ arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, 
         loss.backward()
 
 Each loss is a partial sum: gradients are summed, never averaged, over micro-batches and ranks. Tokens that a correction
-masks stay in D, for D is known before the correction is: they contribute zero instead of making the others count more.
-Which policy the loss's ratio refers to: with correction `none` the behaviour policy (the vanilla loss), otherwise the
-proximal one, the correction supplying prox / behave; `decoupled_ppo` always refers to the proximal one.
+masks stay in D, because D is computed before the correction: they contribute zero instead of giving the others more
+weight. The loss's ratio refers to the behaviour policy with correction `none` (the vanilla loss), otherwise to the
+proximal one, and the correction supplies prox / behave. `decoupled_ppo` always refers to the proximal one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from asyncrl.algorithms.spec import ObjectiveSpec, ProximalMode, Resolve
 
 
 class Objective:
-    """The objective that `spec` describes, of the functions that `resolve` finds. Holds no state.
+    """The objective of `spec`, composed of the functions that `resolve` finds. Stateless.
 
     Raises:
-        ValueError: a bad coefficient or combination, or whatever `resolve` raises.
+        ValueError: a bad coefficient or combination, or any error of `resolve`.
     """
 
     def __init__(self, spec: ObjectiveSpec, resolve: Resolve) -> None:
@@ -59,7 +59,7 @@ class Objective:
     @property
     def needs_prox(self) -> bool:
         """True if the trainer must recompute proximal log-probabilities at the step's start."""
-        # A user's loss, named by its import path, may read them too; only the trainer's time is at stake.
+        # A user's loss, named by its import path, may read them too; if not, they cost only time.
         name = self.spec.policy_loss.name
         uses_prox = self._corrects or self.selects or name == "decoupled_ppo" or ":" in name
         return uses_prox and self.spec.prox == ProximalMode.recompute
@@ -75,7 +75,10 @@ class Objective:
         return self._kl is not None
 
     def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
-        """This micro-batch's share of D: add up over micro-batches and ranks, then pass the sum to every call."""
+        """Return this micro-batch's share of D.
+
+        Add the shares of micro-batches and ranks, and pass the sum to every call.
+        """
         return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
 
     def __call__(
@@ -88,7 +91,7 @@ class Objective:
         log_probs_TV: Tensor | None = None,
         ref_log_probs_TV: Tensor | None = None,
     ) -> tuple[Tensor, Stats]:
-        """This micro-batch's contribution to the loss (0-d, differentiable) and its statistics.
+        """Return this micro-batch's contribution to the loss (0-d, differentiable) and its statistics.
 
         Args:
             inputs: the micro-batch; `old_policy` is set here.
@@ -98,13 +101,13 @@ class Objective:
             log_probs_TV, ref_log_probs_TV: log-softmax over the vocabulary, for kl `full`.
 
         Raises:
-            ValueError: something that the spec needs is None.
+            ValueError: an input that the spec needs is None.
         """
         inputs = self._with_proximal(inputs)
         mask_T = inputs.mask_T
         correction = self._correct(inputs)
         output = self._loss(inputs)
-        # Where no loss is carried the value may be anything, even nan, which a product with 0 would let through.
+        # Tokens without loss may have any value, even nan, which a product with 0 would keep.
         keep_T, penalty_T = output.mask_T & correction.keep_T, None
         stats = {**_policy_stats(self._measured(inputs), correction), **output.stats}
         if self.selects:
@@ -142,8 +145,8 @@ class Objective:
         return dataclasses.replace(inputs, old_policy="prox" if self._corrects else "behave")
 
     def _measured(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
-        """Return the inputs for statistics. With prox `behave` they leave out the proximal policy, so that distances
-        from the behaviour policy are to the current one; to itself they would always be 0.
+        """Return the inputs for statistics. With prox `behave` they leave out the proximal policy. Distances from
+        the behaviour policy are then to the current policy, because to the proximal one they would always be 0.
         """
         if self.spec.prox != ProximalMode.behave:
             return inputs
@@ -184,13 +187,13 @@ def _kl_inputs(
 
 @torch.no_grad()
 def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Stats:
-    """Statistics that every objective reports, whatever its parts; a loss that clips overwrites `ppo/clip_fraction`.
+    """Return the statistics of every objective; a loss that clips overwrites `ppo/clip_fraction`.
 
     KL figures are k3 estimates in nats per token: `ppo/behave_kl` from the behaviour policy to the proximal one (or to
     the current one, without a proximal policy), `ppo/approx_kl` from the proximal (else the behaviour) policy to the
     current one. `ppo/engine_gap` is the distance of log-probabilities in nats between the engine that generated and the
-    trainer, of tokens of the current version alone, which no step lies between. Without `entropy_T`, `entropy` is the
-    mean surprise of the sampled tokens.
+    trainer, for tokens of the current version only, so no optimizer step is in between. Without `entropy_T`, `entropy`
+    is the mean surprise of the sampled tokens.
     """
     mask_T, logprobs_T = inputs.mask_T, inputs.logprobs_T.detach()
     prox_T = logprobs_T if inputs.prox_logprobs_T is None else inputs.prox_logprobs_T

@@ -1,6 +1,6 @@
 """Selections over a whole minibatch: `(SelectionInputs, *, params) -> SelectionOutput`.
 
-They compare a token with all others of its minibatch, on all ranks. So they are made from the log-probabilities at the
+Selections compare a token with all others of its minibatch, on all ranks. So they use the log-probabilities at the
 step's start, before the minibatch's first forward pass, and depend neither on micro-batches nor on the number of ranks.
 """
 
@@ -40,7 +40,7 @@ def m2po(inputs: SelectionInputs, *, threshold: float = 0.04, binding: bool = Tr
     square_T = log_ratio_T.square()
     everyone_N = inputs.everyone(square_T[counts_T]).sort().values
     means_N = everyone_N.cumsum(0) / torch.arange(1, len(everyone_N) + 1, device=everyone_N.device)
-    # The mean of the smallest n grows with n; the last of equal values decides for all of them.
+    # The mean of the smallest n grows with n; the last of several equal values decides for all of them.
     last_N = torch.ones_like(everyone_N, dtype=torch.bool)
     last_N[:-1] = everyone_N[1:] > everyone_N[:-1]
     kept_N = everyone_N[last_N & (means_N <= threshold)]
@@ -50,7 +50,7 @@ def m2po(inputs: SelectionInputs, *, threshold: float = 0.04, binding: bool = Tr
 
 @selection("clip_cov")
 def clip_cov(inputs: SelectionInputs, *, ratio: float = 2e-4, low: float = 1.0, high: float = 5.0) -> SelectionOutput:
-    """Masks a share `ratio` of all tokens, of those whose covariance lies between `low` and `high`: the largest ones.
+    """Mask the tokens of largest covariance, within `low` to `high`: a share `ratio` of all tokens.
 
     cov_t = (A_t - mean A)(log pi_t - mean log pi) over the minibatch: such tokens make the entropy fall. Cui et al.
     2025 (arXiv:2505.22617), Clip-Cov, which draws them at random; the largest need no random number. At least one.
@@ -69,7 +69,7 @@ def clip_cov(inputs: SelectionInputs, *, ratio: float = 2e-4, low: float = 1.0, 
 
 @selection("kl_cov")
 def kl_cov(inputs: SelectionInputs, *, ratio: float = 2e-4, coef: float = 1.0) -> SelectionOutput:
-    """Adds coef |log(pi / pi_old)| to the share `ratio` of tokens with the largest covariance; see `clip_cov`.
+    """Add coef |log(pi / pi_old)| to the share `ratio` of tokens with the largest covariance; see `clip_cov`.
 
     Cui et al. 2025 (arXiv:2505.22617), KL-Cov. At least one token.
 
@@ -90,10 +90,10 @@ def _check_share(ratio: float) -> None:
 
 
 def _covariances(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
-    """The covariance of each token, and those of all ranks."""
+    """Return the covariance of each token, and the covariances of all ranks."""
     advantages_T, logprobs_T = inputs.advantages_T.double(), inputs.start_logprobs_T.double()
     advantages_N, logprobs_N = inputs.everyone(advantages_T), inputs.everyone(logprobs_T)
-    # Sums in the order of size, so that rounding does not depend on who has which token.
+    # Sums in the order of size, so that rounding does not depend on the ranks' tokens.
     means = [values_N.sort().values.mean() if len(values_N) else 0.0 for values_N in (advantages_N, logprobs_N)]
     cov_T, cov_N = (
         (advantages - means[0]) * (logprobs - means[1])
@@ -103,7 +103,7 @@ def _covariances(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values_N: Tensor, count: float) -> float:
-    """The value that the `count` largest, rounded down and at least one, reach; infinite without values."""
+    """Return the least of the `count` largest values (rounded down, at least one); infinite without values."""
     if not len(values_N):
         return torch.inf
     return float(values_N.topk(min(max(int(count), 1), len(values_N))).values[-1])

@@ -14,8 +14,8 @@ def decoupled_ppo(
     """Clipped surrogate around the proximal policy: L = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     r = pi / pi_prox, w = pi_prox / pi_behave. Hilton et al. 2022 (arXiv:2110.00641); AReaL (arXiv:2505.24298)
-    eq. 2. The weight w is the correction's: it is not in this function's result but multiplied in by the objective,
-    capped or masked as the correction says.
+    eq. 2. The weight w comes from the correction, which may cap or mask it. The objective multiplies it in; this
+    function's result does not contain it.
 
     Raises:
         ValueError: no proximal log-probabilities, or bounds as in `ppo_clip`.

@@ -11,7 +11,7 @@ from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raises ValueError unless 0 <= clip_low <= 1 and clip_high >= 0."""
+    """Raise ValueError unless 0 <= clip_low <= 1 and clip_high >= 0."""
     if not 0.0 <= clip_low <= 1.0:
         raise ValueError(f"clip_low is {clip_low}; the ratio's lower bound is 1 - clip_low, set it within 0 to 1")
     if clip_high < 0.0:
@@ -29,7 +29,7 @@ def clipped_surrogate(
     ratio_T = log_ratio(inputs.logprobs_T, old_logprobs_T, inputs.mask_T).exp()
     plain_T = -ratio_T * advantages_T
     clipped_T = -ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
-    # A selection, for the backward pass of torch.maximum costs many times as much.
+    # A selection, because the backward pass of torch.maximum costs many times as much.
     is_clipped_T = clipped_T > plain_T
     loss_T = torch.where(is_clipped_T, clipped_T, plain_T)
     stats = {"ppo/clip_fraction": mean_stat(is_clipped_T, inputs.mask_T)}

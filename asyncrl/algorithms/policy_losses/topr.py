@@ -14,7 +14,7 @@ from asyncrl.algorithms.registry import policy_loss
 def topr(inputs: PolicyLossInputs, *, low: float = 0.0, high: float = 1.0) -> PolicyLossOutput:
     """REINFORCE whose negative examples fade as the policy leaves them: L = -sg(w) A log pi.
 
-    w = 1 where A >= 0, else the sequence's ratio prod_t pi / pi_old, held within [low, high]. Le Roux et al. 2025
+    w = 1 where A >= 0, else the sequence's ratio prod_t pi / pi_old, clamped to [low, high]. Le Roux et al. 2025
     (arXiv:2503.14286), with its bounds as defaults: positive examples need no ratio, and a negative one that the
     policy has unlearnt pushes no further.
 

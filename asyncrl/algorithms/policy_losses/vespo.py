@@ -12,7 +12,7 @@ from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from asyncrl.algorithms.registry import policy_loss
 
 LOWEST = math.log(1e-8)
-"""Log-ratios of sequences are held above this, as in the authors' code; the weight is 0 there."""
+"""Lower bound of the log-ratios of sequences, as in the authors' code; the weight is 0 there."""
 
 
 @policy_loss("vespo")

@@ -1,1 +1,1 @@
-"""Losses on judged answers: of pairs `-> losses_P`, of labelled answers `-> losses_S`; a batch's loss is their mean."""
+"""Losses on judged answers: pairs `-> losses_P`, labelled answers `-> losses_S`; a batch's loss is the mean."""

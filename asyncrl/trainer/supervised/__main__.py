@@ -1,7 +1,7 @@
 """The process of a supervised experiment: `python -m asyncrl.trainer.supervised CONFIG.yaml OUT_DIR [RANK]`.
 
-Without a rank it is the first one, which starts the others. Progress goes to standard output as JSON lines, the rows of
-`metrics.jsonl`, and what a person should know of the data as `{"note"}`.
+Without RANK the process is the first rank, which starts the others. Progress goes to standard output as JSON lines, the
+rows of `metrics.jsonl`; notes on the data for the user are `{"note"}` lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The base model of an RL experiment: made by a supervised experiment on first use, found again afterwards.
+"""The base model of an RL experiment: made by a supervised experiment on first use, then reused.
 
-The folder's name holds a digest of every setting that decides the result, so that a changed recipe is a new model. It
-is looked for under `fileroot`, then in the default cache: an experiment that writes elsewhere need not train it again.
+The folder's name holds a digest of every setting that affects the result, so a changed recipe is a new model. The
+folder is searched under `fileroot`, then in the default cache: an experiment with another `fileroot` need not train it
+again.
 The models of the built-in recipes come with the package, in `experiments/base_models`. They are copied to `fileroot`,
 which all hosts of a run share. `benchmarks/base_model.py --ship` makes them from their recipes.
 """
@@ -34,9 +35,9 @@ from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
-"""Settings that change where or how fast a model is made, not which."""
+"""Settings that change the place or the speed of training, but not the model."""
 PLAIN_LINE_EVERY = 100
-"""Steps between two progress lines where the output is no terminal."""
+"""Steps between two progress lines if the output is not a terminal."""
 SHIPPED_DIR = "base_models"
 """Folder beside the built-in experiments that holds their base models."""
 SHIPPED_FILE = "base_model.json"
@@ -62,7 +63,7 @@ def shipped_dir(config: SFTConfig) -> Path:
 
 
 def existing_base_model(config: SFTConfig) -> Path | None:
-    """Return the folder of the model of `config`, or of the copy in the package; None if it is yet to be trained."""
+    """Return the folder of the model of `config`, or of the copy in the package; None if it must be trained first."""
     return next((folder for folder in (base_model_dir(config), shipped_dir(config)) if _is_model(folder)), None)
 
 
@@ -80,7 +81,7 @@ def described(config: SFTConfig) -> dict[str, Any]:
 
 def _name(config: SFTConfig) -> str:
     decisive = {key: value for key, value in asdict(config).items() if key not in NOT_IN_DIGEST}
-    if (tokenizer := decisive["model"].pop("tokenizer")) is not None:  # what is in the folder counts, not where it is
+    if (tokenizer := decisive["model"].pop("tokenizer")) is not None:  # the content of the folder counts, not its path
         decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
     if decisive["model"]["lora"]["rank"] == 0:
         del decisive["model"]["lora"]
@@ -88,14 +89,14 @@ def _name(config: SFTConfig) -> str:
         del decisive["loss"]
     if decisive["model"]["vision"] == VisionMode.train:
         del decisive["model"]["vision"]
-    if decisive["trainer"]["parallel"] == "d1":  # the sums' order is another elsewhere
+    if decisive["trainer"]["parallel"] == "d1":  # other layouts add in another order
         del decisive["trainer"]
     digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{config.experiment_name}-{digest}"
 
 
 def _content(folder: Path) -> dict[str, str]:
-    """The digest of each file in `folder`."""
+    """Return the digest of each file in `folder`."""
     files = model_files(folder).items()
     return {name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for name, file in files}
 
@@ -113,11 +114,11 @@ def ensure_base_model(config: SFTConfig) -> Path:
     folder = base_model_dir(config)
     if not _is_model(folder):
         try:
-            make_private_folder(folder.parent)  # who can open it can hold its lock
+            make_private_folder(folder.parent)  # other users must not be able to hold its lock
         except (NotPrivate, OSError) as error:
             raise BaseModelError(f"fileroot={config.fileroot!r}: {error}") from error
         with _only_one(folder.parent):
-            if not _is_model(folder):  # else another launch has made it meanwhile
+            if not _is_model(folder):  # else another launch has made the model meanwhile
                 _copy(shipped, folder) if _is_model(shipped := shipped_dir(config)) else _make(config, folder)
     elif folder.parents[1] != Path(config.fileroot).expanduser().resolve():
         _note(f"base model: {folder} (fileroot={config.fileroot} has none of its own)")

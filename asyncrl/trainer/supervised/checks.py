@@ -55,7 +55,7 @@ def check(config: SFTConfig) -> Iterator[str]:
 
 
 def _loss(config: SFTConfig) -> Iterator[str]:
-    """Yield what is wrong with the loss, and what it does not go with."""
+    """Yield an error message for each problem of the loss, and for each setting that it excludes."""
     loss, lora = config.loss, config.model.lora
     try:
         kind = loss_kind(loss)
@@ -82,7 +82,7 @@ def _loss(config: SFTConfig) -> Iterator[str]:
 
 
 def _held_out(config: SFTConfig) -> Iterator[str]:
-    """Yield what is wrong with the rows that the held-out loss is measured on."""
+    """Yield an error message for each problem of the rows for the held-out loss."""
     data, held_out = config.dataset, config.eval
     if not held_out.interval:
         return
@@ -97,7 +97,7 @@ def _held_out(config: SFTConfig) -> Iterator[str]:
 
 
 def _engine(config: SFTConfig) -> Iterator[str]:
-    """Yield what is wrong with the settings of optimizer, adapters and layout."""
+    """Yield an error message for each problem of the settings of optimizer, adapters and layout."""
     lora, parallel = config.model.lora, config.trainer.parallel
     if config.optimizer == SupervisedOptimizer.muon:
         if config.model.path is not None and placeholder_in(config.model.path) is not None:

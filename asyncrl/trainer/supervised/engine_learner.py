@@ -1,10 +1,10 @@
-"""Learning with AdamW by the engines that RL training uses: packed where that is proven right, adapters, layouts.
+"""Learning with AdamW by the engines of RL training: packed if that is proven correct, with adapters and layouts.
 
 `engine_objective` makes the loss with its engine, `versions` writes the model; this module has steps and checkpoints.
 
 A run's folder holds its checkpoints and, in `weights/`, the models at its start and at its end, so `asyncrl export`
 works as on an RL run. An interrupted run resumes from its newest checkpoint with the same result as without the
-interruption: the data order depends on the step alone, and a checkpoint has the optimizer's whole state.
+interruption: the data order depends only on the step, and a checkpoint has the optimizer's whole state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineLearner:
         steps_done: steps of the checkpoint that this run resumed from; 0 without one.
 
     Raises:
-        ValueError: the model cannot be trained right, or the newest checkpoint is of another one.
+        ValueError: the model cannot be trained correctly, or the newest checkpoint is of another model.
     """
 
     def __init__(

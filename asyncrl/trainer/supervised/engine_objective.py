@@ -33,7 +33,7 @@ def make_objective(
     """Return the objective of `loss`, with the engine of the model in `model.path` of `settings`.
 
     Raises:
-        ValueError: the model cannot be trained right, or a parameter of the loss is wrong.
+        ValueError: the model cannot be trained correctly, or a parameter of the loss is wrong.
     """
     path, optimizer = str(settings.model.path), settings.optimizer
     loader = engine_loader(engine_of(settings))(settings, place, device)
@@ -50,7 +50,7 @@ def make_objective(
 
 
 def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:
-    """Translate `config` into the settings of an RL experiment, which are the ones that the engines read."""
+    """Translate `config` into the settings of an RL experiment, which the engines read."""
     translated = ExperimentConfig(seed=config.seed, total_train_steps=total)
     publish = LoraPublish.adapter if placeholder_in(model) is None else LoraPublish.merged
     translated.model.path, translated.model.lora = str(model), replace(config.model.lora, publish=publish)

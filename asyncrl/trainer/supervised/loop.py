@@ -1,7 +1,7 @@
-"""Supervised training: on one's own conversations, on judged answers, or to make the base model that RL starts from.
+"""Supervised training on conversations or on judged answers, or to make the base model for RL.
 
 A run is a list of phases: a number of steps on the demonstrations of one dataset. The demo has two phases, correct
-demonstrations and then a few careless ones, so that the model knows both ways and RL has something to select.
+demonstrations and then a few careless ones, so that the model has both behaviours and RL can select between them.
 `asyncrl.plugins.datasets.supervised.demonstrations` decides which tokens of a demonstration carry loss.
 
 There is one loop. A `Learner` takes a step on a batch (`engine_learner`, `muon`), and `loss` decides what is learnt
@@ -54,7 +54,7 @@ class SFTProgress:
     Attributes:
         step, total: the step, from 1, and the number of steps.
         loss, accuracy, margin: figures of the step's batch (`Measures`); None if the loss does not have them.
-        held_out_loss, held_out_accuracy: the same of the held-out rows; None if they were not measured after this step.
+        held_out_loss, held_out_accuracy: figures of the held-out rows; None if they were not measured after this step.
         eta_s: estimated seconds until the end.
     """
 
@@ -69,7 +69,7 @@ class SFTProgress:
     held_out_margin: float | None = None
 
     def row(self) -> dict[str, Any]:
-        """The line of `metrics.jsonl`: without the figures that the loss does not have."""
+        """Return the line of `metrics.jsonl`, without the figures that the loss does not have."""
         return {name: value for name, value in asdict(self).items() if value is not None or name == "held_out_loss"}
 
 
@@ -99,7 +99,7 @@ NoteCallback = Callable[[str], None]
 
 
 def phases_of(config: SFTConfig) -> list[SFTPhase]:
-    """The phases that `config` describes, with their datasets."""
+    """Return the phases of `config`, with their datasets."""
     data, load = config.dataset, partial(load_demonstrations, judged=loss_kind(config.loss) is not None)
     return [
         SFTPhase(load(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed), phase.steps)
@@ -120,7 +120,7 @@ def held_out_of(config: SFTConfig) -> DemonstrationDataset | None:
 
 
 def row_format(config: SFTConfig, tokenizer: ChatTokenizer) -> RowFormat:
-    """Return the format that turns rows into what `loss` takes: demonstrations, or judged answers.
+    """Return the format that converts rows into the input of `loss`: demonstrations, or judged answers.
 
     Raises:
         ConfigError: the chat template cannot be read, or one of its settings is given without a template.
@@ -164,7 +164,7 @@ def train_on_demonstrations(
     if form.prompts.chat is not None:
         tell(f"first conversation, ⟦what carries loss⟧:\n{shown(shown_with_loss(rows[0][0][0], tokenizer))}")
     if begin := learner.steps_done:
-        tell(f"going on after step {begin} of {total}")
+        tell(f"continuing after step {begin} of {total}")
     started, loss = time.monotonic(), last_loss
     for step, batch in enumerate(_batches(phases, rows, config, begin), start=begin + 1):
         loss, accuracy, margin = learner.learn(batch)

@@ -13,7 +13,7 @@ KINDS = (REWARD_LOSS, PAIR_LOSS, LABEL_LOSS)
 
 
 def loss_kind(loss: ChoiceConfig) -> str | None:
-    """The kind of a loss on judged answers, one of `KINDS`; None of the one on demonstrations.
+    """Return the kind of a loss on judged answers, one of `KINDS`; None for the loss on demonstrations.
 
     Raises:
         PluginError: there is no such loss.

@@ -59,14 +59,15 @@ def make_base_model(
     note: NoteCallback | None = None,
     rank: int = 0,
 ) -> Path:
-    """Train and save the model that `config` describes in the Hugging Face layout; it appears whole or not at all.
+    """Train and save the model that `config` describes in the Hugging Face layout; the folder appears only once it is
+    complete.
 
     The same config, with the same `threads`, gives the same model. With `optimizer=adamw` the run has its own folder,
     `<out_dir>.run`. If that folder exists, the run resumes from it. It is kept afterwards if checkpoints are on.
 
     Args:
-        out_dir: the folder to make; one that exists is replaced.
-        phases: what to imitate, in order; by default `phases_of(config)`.
+        out_dir: folder of the model; an existing one is replaced.
+        phases: phases of training, in order; by default `phases_of(config)`.
         progress: called after each step.
         note: called with each note on the data that the user should read.
         rank: this process's rank among those of `trainer.parallel`; the first rank reports progress.
@@ -104,7 +105,7 @@ class _Run(NamedTuple):
 
     learner: Learner
     save: Callable[[dict[str, bytes]], None]
-    """Makes the folder of the model that was trained, with these files beside it, by name."""
+    """Makes the folder of the trained model, with further files, given by name."""
     rows: Path | None
     """File that keeps the metrics of the steps while the training runs; None if they are not kept, or another rank
     keeps them.
@@ -200,7 +201,7 @@ def _records(
 
 
 def run_dir_of(out_dir: Path) -> Path:
-    """The folder of the run that makes `out_dir`."""
+    """Return the folder of the run that makes `out_dir`."""
     return out_dir.with_name(f"{out_dir.name}.run")
 
 

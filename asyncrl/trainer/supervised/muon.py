@@ -3,7 +3,7 @@
 Three things make it fast on a CPU:
 
 - Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves the weight matrices: its orthogonalised
-  updates need about a third of AdamW's steps here. Embeddings and norms, which it is not made for, take AdamW.
+  updates need about a third of AdamW's steps here. Embeddings and norms use AdamW, because Muon is not made for them.
 - A batch is drawn at random, then cut into micro-batches of similar length whose gradients add up to the batch's own.
   So padding costs little, and the optimizer still sees random batches (batches of one length learn worse).
 - Only the answer's positions go through the output layer and the loss.
@@ -57,7 +57,7 @@ class MuonLearner:
         return Measures(loss)
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """The mean loss of `batch`."""
+        """Return the mean loss of `batch`."""
         self._model.train(False)
         with torch.no_grad():
             runs = by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch)
@@ -69,7 +69,7 @@ class MuonLearner:
         """Do nothing: steps are not saved."""
 
     def _accumulate_gradients(self, batch: Sequence[Demonstration]) -> float:
-        """Backward of the batch's mean loss per answer token; returns that mean."""
+        """Run the backward pass of the batch's mean loss per answer token; return the mean."""
         answer_tokens = sum(item.answer_length for item in batch)
         total = 0.0
         for run in by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch):
@@ -80,7 +80,10 @@ class MuonLearner:
 
 
 def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]) -> Tensor:
-    """Summed cross entropy of the answers' tokens. Padding is on the right, where causal attention ignores it."""
+    """Return the summed cross entropy of the answers' tokens.
+
+    Padding is on the right, where causal attention ignores it.
+    """
     longest = max(len(item.token_ids) for item in demonstrations)
     tokens_BL = torch.zeros(len(demonstrations), longest, dtype=torch.long)
     answer_BL = torch.zeros(len(demonstrations), longest, dtype=torch.bool)

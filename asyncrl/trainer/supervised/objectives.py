@@ -4,7 +4,7 @@ With N data-parallel ranks, a rank takes every N-th row of a batch. Losses are d
 so gradients and losses add up over ranks and micro-batches.
 
 An engine may put a pair's two answers into different micro-batches. So a loss on judged answers takes two passes. The
-first computes the score of each answer, without gradients. The loss depends on these numbers alone, so autograd gives
+first computes the score of each answer, without gradients. The loss depends only on these numbers, so autograd gives
 its derivative with respect to each. The second pass adds up the engine's gradients of the scores, each times its
 derivative, which are the gradients of the loss for any cut. The second forward pass costs a third more.
 """
@@ -34,7 +34,7 @@ class Measures(NamedTuple):
     """Means over a batch, before a step on it.
 
     Attributes:
-        loss: in nats per answer token of demonstrations, else of a pair or labelled answer.
+        loss: in nats per answer token of demonstrations, else per pair or labelled answer.
         accuracy: share of the pairs whose chosen answer scores higher; None without pairs.
         margin: difference of the mean scores of chosen and rejected answers; None without judged answers of both kinds.
             Scores are a reward model's, or log-ratios to the start model in nats.
@@ -118,18 +118,18 @@ class JudgedObjective(ABC):
 
     @abstractmethod
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
-        """Scores [S] of this rank's answers, in fp64, without gradients."""
+        """Return scores [S] of this rank's answers, in fp64, without gradients."""
 
     @abstractmethod
     def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
-        """Losses of this rank's pairs or answers, differentiable by `scores_S`."""
+        """Return losses of this rank's pairs or answers, differentiable by `scores_S`."""
 
     @abstractmethod
     def _backpropagate(self, own: Sequence[JudgedAnswer], derivatives_S: Tensor) -> None:
-        """The gradients of the scores, each times its derivative."""
+        """Compute the gradients of the scores, each times its derivative."""
 
     def _own(self, batch: Sequence[JudgedAnswer]) -> list[JudgedAnswer]:
-        """This rank's part of `batch`: pairs stay together."""
+        """Return this rank's part of `batch`; pairs stay together."""
         data, width = self._place.data, self._width
         return [item for index, item in enumerate(batch) if index // width % data.world == data.rank]
 
@@ -258,7 +258,7 @@ class LabelPreference(PolicyPreference):
 
 
 def with_answer_of(item: JudgedAnswer, other: JudgedAnswer) -> JudgedAnswer:
-    """The prompt of `item` with the answer of `other`."""
+    """Return the prompt of `item` with the answer of `other`."""
     prompt, answer = item.loss_mask.index(True), other.loss_mask.index(True)
     return replace(
         item,
@@ -268,7 +268,7 @@ def with_answer_of(item: JudgedAnswer, other: JudgedAnswer) -> JudgedAnswer:
 
 
 def step_batch(own: Sequence[Demonstration], device: torch.device) -> StepBatch:
-    """The sequences `own` as the engines take them."""
+    """Return the sequences `own` as input of the engines."""
     columns = {
         "tokens": torch.tensor([token for item in own for token in item.token_ids], dtype=torch.int64),
         "loss_mask": torch.tensor([learnt for item in own for learnt in item.loss_mask], dtype=torch.bool),
@@ -287,6 +287,6 @@ def _last(item: Demonstration) -> list[bool]:
 
 
 def _of_tokens(values_S: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values [N] of the sequences of the wanted tokens, from those [S] of the batch's sequences."""
+    """Return for each wanted token the value of its sequence, [N], from `values_S` of the batch's sequences."""
     seqs = torch.tensor(micro_batch.seqs, dtype=torch.int64, device=values_S.device)
     return values_S[seqs][micro_batch.seq_ids_N]

@@ -30,7 +30,7 @@ DEMO_MODEL: Mapping[str, Any] = {
 
 
 CROSS_ENTROPY = "cross_entropy"
-"""The loss on demonstrations; any other is one on judged answers, of a kind of `asyncrl.algorithms.registry`."""
+"""The loss on demonstrations; other losses are on judged answers, of a kind of `asyncrl.algorithms.registry`."""
 
 
 class SupervisedOptimizer(StrEnum):
@@ -126,7 +126,7 @@ class SFTTrainerConfig:
 
 @dataclass
 class SFTCheckpointConfig:
-    """Checkpoints, from which a run that was cut off continues, with optimizer=adamw."""
+    """Checkpoints, from which an interrupted run resumes, with optimizer=adamw."""
 
     interval: int = setting(
         0, "steps between checkpoints; 0: none, a run that was cut off starts over", unit="steps", minimum=0

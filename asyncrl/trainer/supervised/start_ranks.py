@@ -1,4 +1,4 @@
-"""The ranks of supervised training: the first one starts the others, and they meet as those of RL training do."""
+"""The ranks of supervised training: the first one starts the others, and all join as in RL training."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ END_S = 10.0
 
 @contextmanager
 def joined(config: SFTConfig, run_dir: Path, rank: int, total: int) -> Iterator[World]:
-    """The world of all ranks of `trainer.parallel`, with this process as `rank`."""
+    """Join the world of all ranks of `trainer.parallel`, with this process as `rank`."""
     settings = engine_settings(config, run_dir, total)
     placement = Placement({ACTOR: worker_grid(settings)})
     with ExitStack() as stack:
         resolver = make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
         stack.callback(resolver.close)
-        device = torch.device("cpu")  # where there are several
+        device = torch.device("cpu")  # if there are several ranks
         yield stack.enter_context(training_world(settings, rank, placement, device, run_dir, resolver))
 
 
@@ -51,11 +51,11 @@ def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> I
     command = [sys.executable, "-m", "asyncrl.trainer.supervised", *arguments]
     with (run_dir / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        shutil.rmtree(run_dir / NAMES_DIR, ignore_errors=True)  # else a rank meets where a run before this one did
+        shutil.rmtree(run_dir / NAMES_DIR, ignore_errors=True)  # else a rank may use the meeting file of an earlier run
         others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
         try:
             yield
-            with suppress(subprocess.TimeoutExpired):  # the model is there, whatever keeps them from ending
+            with suppress(subprocess.TimeoutExpired):  # the model is complete, even if a rank does not end
                 for other in others:
                     other.wait(END_S)
         finally:

@@ -23,7 +23,7 @@ class ModelVersions:
     Args:
         model: folder of the model that training began with.
         root: folder of the versions.
-        lora: adapters, if a version holds them alone.
+        lora: adapters, if a version holds only adapters.
     """
 
     def __init__(self, engine: TrainingEngine, model: Path, root: Path, lora: LoraConfig | None, ranks: Ranks) -> None:

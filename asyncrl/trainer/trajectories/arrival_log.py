@@ -26,8 +26,8 @@ class ArrivalLog:
         self._entries.append((self._last, record))
 
     def restart(self, records: Iterable[RolloutRecord]) -> None:
-        """Report `records` in place of all before, to a new reader. Their numbers are new: the reader before, which may
-        still poll, cannot acknowledge them.
+        """Report `records` to a new reader, in place of all earlier records. They get new numbers, so the previous
+        reader, which may still poll, cannot acknowledge them.
         """
         self._entries = []
         for record in records:

@@ -73,16 +73,17 @@ class Inbox:
         self._room = threading.Condition()
         self._held: dict[str, _Held] = {}
         self.bytes_held = 0
-        """Bytes of the tokens in memory, and of all that was scored ahead."""
+        """Bytes of the tokens in memory, and of all scores computed ahead."""
         self._arrivals = ArrivalLog()
         self._closed = False
 
     def put(self, trajectory: Trajectory, timeout_s: float) -> None:
-        """Add a trajectory, waiting for room; one that is held already is ignored. One thread puts and restores.
+        """Add a trajectory, waiting for room; a trajectory that is already held is ignored. One thread puts and
+        restores.
 
         Raises:
-            InboxFull: there was no room for `timeout_s` seconds, or until it was closed.
-            OSError: it does not fit into memory, and the disk does not take it.
+            InboxFull: there was no room for `timeout_s` seconds, or until the inbox was closed.
+            OSError: the trajectory does not fit into memory, and cannot be written to the disk.
         """
         record = self._record(trajectory)  # before the lock, as it looks at every token
         with self._room:
@@ -122,7 +123,7 @@ class Inbox:
             self._arrivals.add(record)
 
     def keep_scores(self, scores: Mapping[str, Scores]) -> None:
-        """Keep what was scored ahead, by rollout id, with the trajectories that are still held."""
+        """Keep scores computed ahead, by rollout id, with the trajectories that are still held."""
         with self._room:
             for rollout_id, own in scores.items():
                 held = self._held.get(rollout_id)
@@ -146,10 +147,10 @@ class Inbox:
             return self._arrivals.poll(cursor)
 
     def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
-        """Return the trajectories of those `rollout_ids` that are held, with what was scored ahead.
+        """Return the trajectories of those `rollout_ids` that are held, with scores computed ahead.
 
         Raises:
-            OSError, StoredTrajectoryDamaged: a spilled one cannot be read again.
+            OSError, StoredTrajectoryDamaged: a spilled trajectory cannot be read.
         """
         with self._room:
             kept = {key: self._held[key] for key in rollout_ids if key in self._held}

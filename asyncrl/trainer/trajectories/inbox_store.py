@@ -29,8 +29,8 @@ from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
 _SIZES, _DIGEST = struct.Struct("<QQ"), 8
-"""A file has the sizes of the codec's header and payload, XXH3 (64 bits) of these sizes, XXH3 of header and payload,
-and these two. So a wrong size is not taken for a file that was cut off."""
+"""A file has the sizes of the codec's header and payload, XXH3 (64 bits) of the sizes, XXH3 of header and payload, then
+header and payload. So a wrong size is not mistaken for a file that was cut off."""
 _HEAD = _SIZES.size + 2 * _DIGEST
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class InboxStore:
             self._files[trajectory.rollout_id] = file
 
     def remove(self, rollout_ids: Iterable[str]) -> None:
-        """Forget these; unknown ones are ignored."""
+        """Remove the files of these trajectories; unknown ids are ignored."""
         for rollout_id in rollout_ids:
             with self._lock:
                 file = self._files.pop(rollout_id, None)
@@ -144,11 +144,11 @@ def _encode(header: Frame, payload: Frame) -> bytes:
 
 
 def _read(file: Path) -> Trajectory:
-    """The trajectory in `file`.
+    """Return the trajectory in `file`.
 
     Raises:
-        _CutOff: it ends too early.
-        StoredTrajectoryDamaged: it is whole, and was changed.
+        _CutOff: the file ends too early.
+        StoredTrajectoryDamaged: the file has its full length, but was changed.
     """
     data = memoryview(file.read_bytes())
     if len(data) < _HEAD:

@@ -25,7 +25,7 @@ from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import Inbox, InboxFull
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 
-_ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
+_ROOM_S = 30.0  # time that a trajectory waits for room; then it is not acknowledged, and its sender sends it again
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class TrajectoryReceiver:
     ) -> None:
         self._head, self._check, self._loop = head, check, loop
         self._memory_checkpoint, self._spilled = memory_checkpoint, spilled
-        self.remove_spilled()  # of a process before this one; what of it is to be trained is kept elsewhere too
+        self.remove_spilled()  # of an earlier process; rollouts that will still be trained are stored elsewhere, too
         make = partial(spilled.mkdir, mode=0o700, parents=True, exist_ok=True)
         retry_write_blocking(make, f"{spilled}", _log)
         self.inbox = Inbox(
@@ -109,7 +109,7 @@ class TrajectoryReceiver:
 
         Raises:
             InboxFull: no room became free in time.
-            Exception: it cannot be trained, as `check` says.
+            Exception: `check` found that the trajectory cannot be trained.
         """
         if trajectory.rollout_id in self._restored:
             return
@@ -143,8 +143,8 @@ class TrajectoryReceiver:
         self._forget(rollout_ids)
 
     def left(self, rollout_ids: Sequence[str]) -> None:
-        """Record the rollouts of the step that begins, and forget those of the step before, whose state is stored by
-        now.
+        """Record the rollouts of the step that begins, and forget those of the previous step, whose state is now
+        stored.
         """
         self.inbox.remove(rollout_ids)
         self._forget(self._in_step)
@@ -160,7 +160,7 @@ class TrajectoryReceiver:
             self._kept.remove(rollout_ids)
 
     def _on_arrival(self) -> None:
-        if self._arrival is not None:  # else nobody waits, and waking the loop costs the main thread its turn
+        if self._arrival is not None:  # else no poll waits, and waking the loop would take the GIL from the main thread
             self._loop().call_soon_threadsafe(self._wake_polls)
 
     def _wake_polls(self) -> None:

@@ -1,7 +1,8 @@
-"""Scores that frozen models gave a rollout before its step. They travel with it in token columns (`ahead/<key>`).
+"""Scores of frozen models for a rollout before its step. They are sent with the rollout in token columns
+(`ahead/<key>`).
 
-A score of a whole sample stands at each of its generated tokens. Where nothing was scored ahead, or a number is not
-finite, there is no column, and the step computes what it misses.
+A score of a whole sample is stored at each of its generated tokens. If nothing was scored ahead, or a number is not
+finite, there is no column, and the step computes the missing scores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 PREFIX = "ahead/"
 
 Scores = Mapping[str, NDArray[np.float32]]
-"""By the key that a call writes, a number for each token [T] of a rollout's samples; 0 where none was generated."""
+"""By key that a call writes: a number for each token [T] of a rollout's samples; 0 at tokens not generated."""
 
 
 def scores_of(batch: StepBatch, keys: Sequence[str]) -> dict[str, Scores]:
@@ -40,7 +41,7 @@ def scores_of(batch: StepBatch, keys: Sequence[str]) -> dict[str, Scores]:
 
 
 def attach(trajectory: Trajectory, scores: Scores) -> Trajectory:
-    """`trajectory` with `scores` in its token columns."""
+    """Return `trajectory` with `scores` in its token columns."""
     samples, named = trajectory.samples, {f"{PREFIX}{key}": column for key, column in scores.items()}
     if not isinstance(samples, SharedPrompt):
         columns = SampleColumns.join(samples)
@@ -79,7 +80,7 @@ def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[s
 
 
 def _columns_of(trajectory: Trajectory) -> Mapping[str, NDArray[np.float32]]:
-    """The token columns; those that an agent gave alone where the samples are not in columns."""
+    """Return the token columns; only those that an agent gave if the samples are not in columns."""
     samples = trajectory.samples
     columns = samples.rest if isinstance(samples, SharedPrompt) else samples
     return columns.token_columns if isinstance(columns, SampleColumns) else {}

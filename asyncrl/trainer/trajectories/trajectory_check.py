@@ -1,9 +1,9 @@
-"""Validate a trajectory when it arrives at a ModelWorker, beyond the checks of the codec.
+"""Validate a trajectory on its arrival at a ModelWorker, beyond the checks of the codec.
 
 The sender belongs to the run, but user code built the trajectory, and a process from before a restart may still send.
 A token outside the vocabulary would crash the rank with an index error; a version that no server ever had would make
-the trajectory the newest of all forever. Each fault is refused by name on arrival, and nothing of the trajectory is
-kept.
+the trajectory the newest of all forever. Each faulty trajectory is rejected on arrival with a message that names the
+fault, and nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from asyncrl.models.routers import RoutingShape, routing_shape_of
 from asyncrl.trainer.settings import VisionMode
 
 MAX_LOGPROB = 1e-3
-"""A log-probability is at most 0, but for rounding."""
+"""Largest accepted log-probability: 0, plus room for rounding."""
 
 
 class TrajectoryCheck:
-    """Checks trajectories against the model and the versions there are. For one thread.
+    """Checks trajectories against the model and the existing versions. For one thread.
 
     Args:
-        vocab_size: of the model; None: not known.
+        vocab_size: vocabulary size of the model; None if it is not known.
         announced_version: returns the newest announced version of the actor. Called only when a trajectory is newer
             than its last result.
         routing: shape of the routers' choices if they are replayed; each trajectory must then record them.
@@ -59,7 +59,7 @@ class TrajectoryCheck:
         """Return the check for the model and the sampling that `config` names.
 
         Raises:
-            ValueError: expert choices are to be replayed, and the model's cannot be.
+            ValueError: expert choices are to be replayed, but the model does not support it.
         """
         folder = str(config.model.path)
         model = json.loads((Path(folder) / "config.json").read_text())
@@ -75,7 +75,7 @@ class TrajectoryCheck:
         """Return if `trajectory` can be trained.
 
         Raises:
-            InvalidTrajectory: it cannot; the message names the fault.
+            InvalidTrajectory: it cannot be trained; the message names the fault.
             NameResolveError: the announced version is not available now.
         """
         samples, name = trajectory.samples, f"{trajectory.rollout_id!r:.80}"
@@ -125,7 +125,7 @@ def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
     absent_T = lowest_T == unrecorded(shape.dtype)
     if (wrong_T := (highest_T >= shape.experts) & ~absent_T).any():
         return f"went through expert {int(highest_T[wrong_T][0])}, the model has {shape.experts} in a layer"
-    # A sample's last generated token is the last that is scored; those before it go into the model.
+    # A sample's last generated token is the last scored token; the tokens before it go into the model.
     generated = np.flatnonzero(columns.loss_mask)
     seq_ids_T = np.repeat(np.arange(len(columns)), columns.lengths)
     last_S = np.full(len(columns), -1)
