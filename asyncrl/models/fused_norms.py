@@ -1,8 +1,8 @@
-"""Norms by torch's fused kernel, where a model's own are written as six operations or more.
+"""Norms by torch's fused kernel, in place of a model's own norms of six operations or more.
 
 A model's RMS norm is replaced by `torch.nn.functional.rms_norm` if both give the same on a probe, values and gradients,
 up to the rounding of the type. transformers rounds to 16 bits before it multiplies with the weight and torch's kernel
-after that, as servers' kernels do. Norms of another formula (Gemma's, with 1 + weight) differ and stay as they are.
+after that, as servers' kernels do. Norms of another formula (Gemma's, with 1 + weight) differ and are not replaced.
 
 On a GPU each operation is a launch and a pass over memory. On a CPU torch has no such kernel.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 _PROBE = 8
 """Rows of the probe."""
 _ROUNDINGS = 4
-"""Largest difference of the two, in roundings of the largest value: each rounds two or three times."""
+"""Largest difference of the two norms, in roundings of the largest value: each rounds two or three times."""
 
 
 def fuse_norms(
@@ -31,7 +31,7 @@ def fuse_norms(
 
     Args:
         gradients: compare gradients too; False if the model is never trained.
-        dtype, device: of the arithmetic; None if the weights have them already.
+        dtype, device: type and device of the arithmetic; None if the weights have them already.
     """
     fused = 0
     for module in model.modules():
@@ -52,7 +52,7 @@ def _fused(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
 
 
 def _with_own_weight(norm: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a copy of `norm` with another weight: the model's may have no values yet, or be a part of it."""
+    """Return a copy of `norm` with another weight: the model's weight may have no values yet, or be only a part."""
     copied = copy(norm)
     generator = torch.Generator().manual_seed(1)
     values = 1.0 + 0.3 * torch.randn(cast(Tensor, norm.weight).shape, generator=generator)
@@ -61,7 +61,7 @@ def _with_own_weight(norm: nn.Module, dtype: torch.dtype, device: torch.device) 
 
 
 def _same(norm: nn.Module, eps: float, gradients: bool) -> bool:
-    """True if both forward passes agree on a probe, and the gradients of the input and the weight if asked for."""
+    """True if both forward passes agree on a probe, and, if `gradients`, the gradients of input and weight."""
     weight = cast(nn.Parameter, norm.weight)
     generator = torch.Generator().manual_seed(0)
     shape = (_PROBE, len(weight))

@@ -1,18 +1,18 @@
-"""Copies between a device and host memory, made beside what the device computes.
+"""Copies between a device and host memory, concurrent with the device's computation.
 
-On a GPU each copy runs on a stream of its own, into pinned memory. The thread that asks for it goes on at once, and so
+On a GPU each copy runs on a separate stream, into pinned memory. The thread that requests it continues at once, and so
 does the device:
 
-    copy = copies.begin(pairs)     queued behind all that computes the sources
-    copy.before_changes()          the *device* waits: what is queued later may change the sources
+    copy = copies.begin(pairs)     queued behind the computation of the sources
+    copy.before_changes()          the *device* waits: work that is queued later may change the sources
     copy.wait()                    the *host* waits: the copied values may be read
 
-A copy whose sources nothing changes until it has ended needs the last call only.
+If the sources do not change before the copy has ended, only the last call is needed.
 
 A GPU copies to the host in the order of the queue, whatever the stream. So one number that the training thread reads
 would wait until all gigabytes of a checkpoint before it are copied. `begin_in_pieces` queues nothing itself: the thread
 that waits for the copy queues one piece after the other, and a number waits for one piece at most. `before_changes`
-queues all that is left.
+queues all remaining pieces.
 
 A CPU, and any other device, copies within the same calls: all at once in `begin`, else piece by piece.
 """
@@ -46,10 +46,10 @@ class Event(Protocol):
     """The end of a copy on a stream."""
 
     def wait(self) -> None:
-        """Have the host wait for it."""
+        """Have the host wait for the end of the copy."""
 
     def before_changes(self) -> None:
-        """Have the device wait for it before it does what the calling thread queues from now on."""
+        """Have the device wait for the end of the copy before any work that the calling thread queues from now on."""
 
 
 Queue: TypeAlias = Callable[[Sequence[Pair]], Event]
@@ -60,7 +60,7 @@ class CopyStream(Protocol):
     """A device's copies to the host, one after the other."""
 
     def behind_caller(self) -> Queue:
-        """Return a queue, for any thread, whose copies come after all that the calling thread has queued so far."""
+        """Return a queue, for any thread, whose copies run after all work that the calling thread has queued so far."""
 
 
 class _CudaEvent:
@@ -90,7 +90,7 @@ class _CudaStream:
 
 
 def stream_of(device: torch.device) -> CopyStream | None:
-    """Make a stream for copies from `device`; None if they are made at once."""
+    """Make a stream for copies from `device`; None if the device copies synchronously."""
     return _CudaStream(device) if device.type == "cuda" else None
 
 
@@ -117,12 +117,12 @@ class HostCopy:
                 end.wait()
 
     def before_changes(self) -> None:
-        """Let the copy end before the device changes the sources by what the calling thread queues from now on."""
+        """Let the copy end before any work that the calling thread queues from now on, which may change the sources."""
         for end in self._all_queued():
             end.before_changes()
 
     def queue_all(self) -> HostCopy:
-        """Queue what is left; return the copy."""
+        """Queue the remaining pieces; return the copy."""
         self._all_queued()
         return self
 
@@ -146,7 +146,7 @@ class HostCopies:
     """Begins copies; one stream per device, so copies of one device run one after the other.
 
     Args:
-        stream_of: makes the stream of a device; None: its copies are made by the thread that would queue them.
+        stream_of: makes the stream of a device; if it returns None, the queueing thread copies synchronously.
         piece_bytes: most bytes of a piece.
     """
 
@@ -186,8 +186,8 @@ class HostCopies:
     def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in host memory, by name; the next one is copied while the caller uses the one before.
 
-        A yielded tensor is valid until the next iteration, and so may be those of `tensors`. One that is not copied by
-        a stream is yielded as it is.
+        A yielded tensor is valid until the next iteration, and so may be those of `tensors`. A tensor that no stream
+        copies is yielded itself.
         """
         under_way: list[tuple[str, Tensor, HostCopy]] = []
         for name, tensor in tensors:
@@ -213,7 +213,7 @@ class HostCopies:
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor in host memory, not set, for copies to or from `device`: pinned if that is a GPU.
 
-    torch keeps pinned memory that is freed, and gives it out again.
+    torch keeps freed pinned memory, and reuses it.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
@@ -224,7 +224,7 @@ def host_like(source: Tensor) -> Tensor:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Measure the rate of copies from `device` to host memory that is used again, bytes per second."""
+    """Measure the rate of copies from `device` to reused host memory, in bytes per second."""
     source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device)
     host, copies = host_like(source).zero_(), HostCopies()
     began = 0.0
@@ -237,10 +237,10 @@ def copy_rate(device: torch.device) -> float:
 def pin(memory: Tensor) -> bool:
     """Pin host memory that torch has not allocated, for copies from a GPU.
 
-    `unpin` it before it is unmapped: CUDA refuses copies to what the system maps at the same addresses next.
+    `unpin` it before it is unmapped: otherwise CUDA refuses copies to later mappings at the same addresses.
 
     Returns:
-        False if CUDA refuses; copies into the memory are right then too, but the host waits for them.
+        False if CUDA refuses; copies into the memory are still correct, but the host waits for them.
     """
     with suppress(RuntimeError):
         _register(memory.data_ptr(), memory.nbytes)

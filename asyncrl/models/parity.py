@@ -1,11 +1,11 @@
 """The parity check: an engine must compute what transformers computes, and keep sequences apart. It runs at load.
 
-The reference is transformers' own forward: eager attention, one sequence at a time, no cache. An engine is given
+The reference is transformers' own forward: eager attention, one sequence at a time, no cache. An engine gets
 several short sequences at once, as in a run:
 
 1. **Equal** (`Difference`). The engine sums in another order than the reference and so differs by rounding: on average
    by some 1e-6 nats a token in fp32, by some 1e-2 in bf16. Errors differ by 0.1 to 4 nats on real weights: state that
-   leaked from a neighbour, an attention sink or a soft cap that was left out, the slot of another row. The mean over
+   leaked from a neighbour, a missing attention sink or soft cap, the slot of another row. The mean over
    all tokens is compared: rounding, and the occasional expert that it flips, averages to little, while an error in one
    of ten tokens still shows.
 2. **Alone** (`find_leak`), for engines that train. Random weights of the usual spread make attention almost uniform,
@@ -14,7 +14,7 @@ several short sequences at once, as in a run:
    product with a masked weight is 0, not small, and a mixture of experts, whose group sizes depend on the neighbours,
    passes no gradient between tokens either.
 
-Short sequences do not reach a window or a chunk of attention that is longer than they are. So everything is checked
+Short sequences do not reach a longer window or chunk of attention. So everything is checked
 again on a copy of the model in which these lengths are short (`short_lengths`). A window of a few tokens changes little
 if attention is almost uniform, so the tolerance is smaller there. An engine may differ by a tenth of the change that
 the short lengths make, or by a few times its rounding without them.
@@ -58,7 +58,7 @@ COARSE_TOLERANCE = 0.05
 
 _ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
 _COARSE_ROUNDING = 1e-3
-"""Mean difference that an engine may always have, however little the model's lengths change."""
+"""Mean difference that an engine may always have, even if shorter lengths change the result very little."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -79,7 +79,7 @@ def short_tolerance(dtype: torch.dtype, effect: float, rounding: float) -> float
 def probe_sequences(vocabulary: int, context: int | None = None) -> list[list[int]]:
     """Return the sequences to compute, longest first; none longer than `context`.
 
-    Those at even and at odd places have no token in common if the vocabulary has at least two.
+    Sequences at even and at odd places have no token in common if the vocabulary has at least two tokens.
     """
     draw = random.Random(_SEED)
     half = vocabulary // 2
@@ -99,7 +99,7 @@ def forks(sequences: Sequence[Tokens]) -> list[list[int]]:
     """Return sequences that begin like `sequences` and continue differently, also forks of forks and a prefix of
     another.
 
-    In `sequences` followed by these, those at even and at odd places still have no token in common.
+    In `sequences` followed by the forks, sequences at even and at odd places still have no token in common.
     """
     even, odd, other, _ = (list(tokens) for tokens in sequences[:4])
     half, third = len(even) // 2, len(odd) // 3
@@ -126,7 +126,7 @@ class Difference(NamedTuple):
 
         Args:
             plain: transformers' number or vector for each token of each sequence.
-            engine: the same from the engine. Both are in nats, or hidden states `in_rms`.
+            engine: the engine's numbers or vectors. Both are in nats, or hidden states `in_rms`.
         """
         pairs = list(zip(plain, engine, strict=True))
         errors = torch.cat([(mine.float() - its.float()).abs().flatten() for its, mine in pairs])
@@ -151,7 +151,7 @@ def find_leak(
 
     Args:
         model: the model whose input embedding the engine calls.
-        sequences: those at even and at odd places must have no token in common (`probe_sequences`).
+        sequences: sequences at even and at odd places must have no token in common (`probe_sequences`).
         together: runs the engine on several sequences at once, differentiably.
     """
     embedding: nn.Module = model.get_input_embeddings()
@@ -224,7 +224,7 @@ def fault_with_pictures(
     """Return the fault of an engine on the sequences of `picture_probes`; None without a fault or without sequences.
 
     Args:
-        plain: transformers' results for them.
+        plain: transformers' results for these sequences.
         compare: returns the engine's difference from `plain`.
         rounding: mean difference of the engine on sequences of text.
         leak: if there is no difference, looks for sequences that influence each other.
@@ -239,13 +239,13 @@ def fault_with_pictures(
         fault = compare().beyond(short_tolerance(dtype, effect, rounding)) or leak()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+    except Exception as error:  # any error of a model's own code is a reason to refuse the model
         fault = f"its forward fails: {told(error)}"
     return fault and f"with pictures, {fault} (model.vision=none uses it for text alone)"
 
 
 def _without(tokens: Tokens, placeholder: int) -> list[int]:
-    """Return `tokens` with `placeholder`, by which transformers would count pictures, replaced by another of them."""
+    """Return `tokens` with another of them in place of `placeholder`, which transformers would count as pictures."""
     other = next((token for token in tokens if token != placeholder), placeholder)
     return [other if token == placeholder else token for token in tokens]
 

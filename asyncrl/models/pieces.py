@@ -1,4 +1,4 @@
-"""Tensors cut into pieces of a number of bytes at most, without torch."""
+"""Cut tensors into pieces of limited bytes, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def in_pieces(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield the items in order, in lists whose sizes add up to `limit` at most; a larger item has a list of its own."""
+    """Yield the items in order, in lists whose sizes add up to `limit` at most; a larger item has a separate list."""
     piece: list[T] = []
     total = 0
     for item in items:

@@ -1,8 +1,8 @@
 """Mixtures of experts whose routers can report their choices and replay given ones. Torch-free: the launcher checks it.
 
 The choices are recorded for every token of a sequence, every layer of the model and each of the token's experts: an
-array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have a place too, without
-meaning, so that a layer is found by its number in the model, whichever part of the model a rank has.
+array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have an
+unused place too, so that a layer is found by its number in the model, on ranks with any part of the model.
 """
 
 from __future__ import annotations

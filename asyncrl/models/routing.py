@@ -1,4 +1,4 @@
-"""Recording which experts a model's routers choose, and replaying recorded choices.
+"""Record the experts that a model's routers choose, and replay recorded choices.
 
 "Rollout routing replay" (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
 2510.11370): if the generating engine chose the experts I of a token, the trainer gives expert i in I the weight
@@ -8,8 +8,8 @@ and the weights and their gradient are the trainer's.
 A router here is a module whose forward calls `topk` once, on logits or on probabilities, and turns the resulting values
 into weights. Choices are recorded and replaced at this one call: it returns the values of the given experts, and the
 model continues with them as usual. Mixtral and Qwen3-MoE (`norm_topk_prob`) divide them by their sum, and GPT-OSS takes
-their softmax; both equal the formula above. A model that does not renormalise its probabilities does not do so here
-either.
+their softmax; both equal the formula above. A model that does not renormalise its probabilities does not do so in
+a replay either.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ sequences of the parity check (`asyncrl.models.parity`). So an engine is checked
 whose config has `SHORT` instead of these lengths, with the same weights.
 
 No list of names would cover all fields that are lengths. A field counts as a length if lowering it keeps the shapes of
-the parameters, unlike a size, and the copy still computes. Other factors that pass this test do no harm: the copy is a
-model like any other, and an engine must compute it as transformers does.
+the parameters, unlike a size, and the copy still computes. Other factors that pass this test do no harm: the copy is an
+ordinary model, and an engine must compute it as transformers does.
 
 Tables of positions are the other kind of length: a row of several sequences, end to end, may be longer than the table.
 If parameters or buffers have an entry for each position, the copy has just enough for the parity check's sequences.
@@ -105,7 +105,7 @@ def _computing(
             made(input_ids=torch.zeros(1, fitting, dtype=torch.long, device=model.device), use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # the field is a size, by whatever a model's own code says of it
+    except Exception:  # the field is a size: a model's own code may raise any error
         return None
     return made
 

@@ -1,4 +1,4 @@
-"""Memory of tensors, emptied and filled while the tensors stay the objects that they are, and so do their views."""
+"""Empty and fill the memory of tensors; the tensors and their views stay the same objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def own_storage(module: nn.Module) -> None:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
-    """Yield each storage that can be emptied, once. On a CPU a storage shared with numpy cannot be, and need not be."""
+    """Yield each storage that can be emptied, once. Storages shared with numpy, on a CPU, cannot and need not be."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()

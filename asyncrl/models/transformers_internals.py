@@ -1,8 +1,8 @@
 """Everything that asyncrl uses of transformers beyond its documented interface, in one place.
 
-These names and behaviours may change with any release; `tests/unit/models/test_transformers_internals.py` shows which
-one did. The code that depends on them is also checked at load (`parity`), so that a change which the test misses makes
-asyncrl refuse the model instead of computing wrong numbers.
+These names and behaviours may change with any release; `tests/unit/models/test_transformers_internals.py` detects
+changes. The code that depends on them is also checked at load (`parity`). So if the test misses a change, asyncrl
+refuses the model instead of computing wrong numbers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def text_settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def context_limit(config: PretrainedConfig) -> int | None:
-    """Return the model's number of positions, whatever the config calls it; None if the config has no limit."""
+    """Return the model's number of positions, under any name in the config; None if the config has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)  # a property of some configs only
     return None if limit is None else int(limit)
 
@@ -127,7 +127,7 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     if model.base_model is not model:
         return cast(PreTrainedModel, model.base_model)
     children = (child for child in model.children() if isinstance(child, PreTrainedModel))
-    return next(children, model)  # Llama 4 has its trunk under another name than it says
+    return next(children, model)  # Llama 4's trunk has another name than the model states
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
@@ -194,8 +194,8 @@ def logits_of_model(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def packing_arguments(ends: Tensor, longest: int, seq_ids_I: Tensor) -> dict[str, Any]:
-    """Return the keyword arguments that tell a forward where the sequences of a packed row are; most models pass them
-    on.
+    """Return the keyword arguments that give a forward the bounds of the sequences in a packed row; most models pass
+    them on.
 
     Args:
         ends: [sequences + 1], the start of each sequence and the end of the last; int32.
@@ -216,18 +216,18 @@ def packing_arguments(ends: Tensor, longest: int, seq_ids_I: Tensor) -> dict[str
 
 
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` of `model`, by their names in it, as a model folder has them: by other names, cut or joined.
+    """Convert `tensors`, by their names in `model`, to those of a model folder: renamed, cut or joined.
 
     Args:
-        model: one that was not loaded; else its own folder's ways would be followed.
-        tensors: of its parameters and persistent buffers, of any sizes that can be cut as theirs.
+        model: a model that was not loaded; otherwise transformers would follow the format of its own folder.
+        tensors: tensors for the parameters and persistent buffers, of any sizes that can be cut like them.
     """
     saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return saved
 
 
 def new_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the class `kind` with new weights and transformers' own attention; `config` becomes its own."""
+    """Return a model of the class `kind` with new weights and transformers' own attention; the model owns `config`."""
     model: PreTrainedModel = kind._from_config(  # type: ignore[no-untyped-call]
         config, dtype=dtype, attn_implementation="eager"
     )
@@ -272,11 +272,11 @@ def layer_memories(config: PretrainedConfig) -> list[LayerMemory]:
 
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The attention implementation `name` in place; a model with its own attention goes on with that, and a vision
-    tower with its.
+    """Within this block `model` uses the attention implementation `name`. Models with their own attention, and vision
+    towers, keep theirs.
 
     Raises:
-        ValueError: the model does not support it.
+        ValueError: the model does not support `name`.
     """
     text = text_part(model)
     if not attention_is_replaceable(text):
@@ -291,10 +291,10 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation `name` for good; a model with its own attention keeps that, a vision tower its.
+    """Set the attention implementation `name`. Models with their own attention, and vision towers, keep theirs.
 
     Raises:
-        ValueError: the model does not support it.
+        ValueError: the model does not support `name`.
     """
     if attention_is_replaceable(text := text_part(model)):
         text.set_attn_implementation(name)

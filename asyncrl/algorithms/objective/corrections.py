@@ -165,8 +165,8 @@ def chain(
 
     `masks="token_k1,seq_mean_k3" bounds="0.5_2,0.01"`: the bounded value is that of a `token`, or a sequence's
     `seq_sum`, `seq_mean` or `seq_max`, of an estimate of the divergence with l = log(pi_prox / pi_b), k1 = -l,
-    k2 = l^2 / 2, k3 = e^l - 1 - l. k1 has two bounds, of e^k1; k2 and k3 have an upper bound. Sequences are whole, and each criterion
-    uses all tokens, also those that another criterion masks.
+    k2 = l^2 / 2, k3 = e^l - 1 - l. k1 has two bounds, of e^k1; k2 and k3 have an upper bound.
+    Sequences are whole, and each criterion uses all tokens, also those that another criterion masks.
 
     Raises:
         ValueError: an unknown criterion, a bound that does not fit, or cap is not positive.

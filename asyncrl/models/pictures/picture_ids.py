@@ -1,7 +1,7 @@
 """Ids for the rows of pictures, beyond a model's vocabulary: equal ids are equal inputs.
 
 A picture is prepared once, as long as it is referenced, and its rows have the ids `first ... first + rows - 1`. The
-pictures that were prepared last are held here, up to a limit in bytes.
+most recently prepared pictures are held here, up to a limit in bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.models.pictures.picture_processor import PictureProcessor
 LAST_ID: Final = (1 << 31) - 1
 """Ids fit 32 bits, by which prefixes are sorted."""
 RECENT_BYTES: Final = 256 << 20
-"""Bytes of prepared pictures, with their rows, that are held although no sample needs them."""
+"""Bytes of prepared pictures, with their rows, that are held even if no sample needs them."""
 
 
 class Rows(NamedTuple):
@@ -38,12 +38,12 @@ class SeenPicture:
     """A picture prepared for the model.
 
     Attributes:
-        sha256: of its encoded bytes.
-        inputs: what `get_image_features` takes, on the CPU.
-        rows: number of its rows.
-        first: id of the first; the others follow.
-        nbytes: memory of its inputs and rows.
-        kept: its rows, and the weights that they were made with.
+        sha256: hash of the encoded bytes.
+        inputs: arguments of `get_image_features`, on the CPU.
+        rows: number of rows.
+        first: id of the first row; the others follow.
+        nbytes: memory of inputs and rows.
+        kept: the rows, and the weights that they were computed with.
     """
 
     sha256: str
@@ -55,14 +55,14 @@ class SeenPicture:
 
 
 class _Recent:
-    """Holds the pictures that were prepared last, up to `RECENT_BYTES`, and always the last one."""
+    """Holds the most recently prepared pictures, up to `RECENT_BYTES`, and always the last one."""
 
     def __init__(self) -> None:
         self.pictures: OrderedDict[str, SeenPicture] = OrderedDict()
         self.bytes = 0
 
     def add(self, seen: SeenPicture) -> None:
-        """Hold `seen`, and let go of the oldest ones beyond the limit."""
+        """Hold `seen`, and release the oldest pictures beyond the limit."""
         self.pictures[seen.sha256] = seen
         self.bytes += seen.nbytes
         while self.bytes > RECENT_BYTES and len(self.pictures) > 1:
@@ -74,9 +74,9 @@ class PictureIds:
     """The pictures of one model folder. For any thread.
 
     Args:
-        processor: prepares them.
+        processor: prepares the pictures.
         wanted: the prepared arrays that the model takes, by name.
-        first: the first id that is no token of the vocabulary.
+        first: first id beyond the vocabulary.
         row_bytes: memory of a row.
 
     Attributes:
@@ -107,7 +107,7 @@ class PictureIds:
         """Prepare `picture` for the model; returns the same object as long as it is referenced. For any thread.
 
         Raises:
-            PictureError: it is damaged.
+            PictureError: the picture is damaged.
         """
         with self._lock:
             found = self._seen.get(picture.sha256)
@@ -130,7 +130,7 @@ class PictureIds:
         The caller must keep the pictures alive as long as it uses these ids.
 
         Raises:
-            ValueError: a picture's span has not as many placeholders as the picture has rows.
+            ValueError: the number of placeholders in a picture's span differs from the number of its rows.
             PictureError: a picture is damaged.
         """
         shown, pictures = list(ids), []
@@ -148,7 +148,7 @@ class PictureIds:
         return shown, pictures
 
     def plain(self, ids: Sequence[int]) -> list[int]:
-        """Return `ids` with placeholders in the place of rows."""
+        """Return `ids` with placeholders in place of rows."""
         return [token if token < self.first else self.token_id for token in ids]
 
     def within(self, ids: Sequence[int]) -> list[tuple[int, SeenPicture]]:

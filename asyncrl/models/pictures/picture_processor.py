@@ -39,7 +39,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class PictureProcessor:
-    """See the module.
+    """Picture processing of a model's folder.
 
     Attributes:
         images: transformers' image processor.
@@ -128,7 +128,7 @@ def _processor_class(kind: str, folder: Path) -> Any:
             f"pictures of {kind!r} are not supported: transformers' {name} is made of {error.name}, which asyncrl does "
             "without"
         ) from error
-    if hasattr(module, "num2words"):  # SmolVLM's names frames of videos with it, and asks for it in any case
+    if hasattr(module, "num2words"):  # SmolVLM's processor needs it only for videos, but requires it always
         module.num2words = module.num2words or str
     return getattr(module, name)
 
@@ -136,10 +136,11 @@ def _processor_class(kind: str, folder: Path) -> Any:
 def _imported(name: str) -> Any:
     """Import the module `name` of a processor.
 
-    Pixtral's takes a function of its image processor for torchvision: then that for Pillow stands in, which has it too.
+    Pixtral's imports a function from its image processor for torchvision. The image processor for Pillow has the same
+    function and replaces it.
 
     Raises:
-        ImportError: it needs more of torchvision.
+        ImportError: the module needs more of torchvision.
     """
     try:
         return importlib.import_module(name)

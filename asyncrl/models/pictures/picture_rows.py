@@ -1,18 +1,18 @@
-"""Pictures in a loaded vision-language model: tokens of their own.
+"""Pictures in a loaded vision-language model: each row is a separate token.
 
-A placeholder has the same id whatever the picture. So each row that a picture puts in the place of a placeholder has an
-id of its own here, beyond the vocabulary: equal ids are equal inputs again, and code that compares ids (tries of
-prefixes, slots, copies) is right without knowing of pictures. The model's input embedding is extended by these rows:
+A placeholder has the same id for every picture. So each row that replaces a placeholder gets its own id here, beyond
+the vocabulary. Equal ids are then equal inputs again, and code that compares ids (tries of prefixes, slots, copies) is
+correct without handling pictures. The model's input embedding is extended by these rows:
 
     picture ──image processor──▶ SeenPicture (inputs of the tower, ids `first ... last`)
     SeenPicture ──vision tower──▶ rows [rows, H]      once for each picture and version of the weights
     with pictures.holding(rows):  model(input_ids=ids, position_ids=pictures.positions(ids))
 
-A placeholder's id that the policy samples stays what it is in the vocabulary. Nothing is written down for any one
-family: `get_image_features` makes the rows, `get_rope_index` the positions of models that have three for a token.
-Positions are always given; what a model remembers of its last prompt is never asked.
+A placeholder's id that the policy samples is an ordinary token. Nothing here is specific to a family of models:
+`get_image_features` makes the rows, `get_rope_index` the positions of models that have three for a token. Positions are
+always passed; the model's memory of its last prompt is never used.
 
-A model without pictures has none of this: its embedding is what transformers made.
+The embedding of a model without pictures is not changed.
 
 Shapes: L = tokens of a sequence, N = rows of pictures, H = width of the text model.
 """
@@ -59,11 +59,11 @@ class Pictures:
 
     Args:
         model: a vision-language model of transformers.
-        ids: of its pictures, and of those of other models of the same folder.
-        attach: False: `attach` is called later, or never where another rank has the embedding.
+        ids: ids of its pictures, and of pictures of other models of the same folder.
+        attach: False if `attach` is called later, or never because another rank has the embedding.
 
     Attributes:
-        ids: of the rows.
+        ids: ids of the rows.
         tower: computes the rows.
         two_way: True if the tokens of a picture see each other in both directions, as Gemma 3's do.
     """
@@ -84,7 +84,7 @@ class Pictures:
         """Return the pictures of the model loaded from `folder`; None if it takes none.
 
         Raises:
-            PictureModelError: it takes some, and its folder lacks files that are needed to prepare them.
+            PictureModelError: it takes pictures, and its folder lacks files that are needed to prepare them.
         """
         if not takes_pictures(model):
             return None
@@ -96,17 +96,17 @@ class Pictures:
         return cls(model, PictureIds(processor, VisionTower(model).input_names, first, row_bytes), attach=attach)
 
     def around(self, model: PreTrainedModel) -> Pictures:
-        """Return the pictures of another model that reads them in alike."""
+        """Return the pictures of another model that reads them in the same way."""
         return Pictures(model, self.ids)
 
     # -- rows
 
     @contextmanager
     def holding(self, ids: Tensor, *, keep: bool) -> Iterator[None]:
-        """Within this block the embedding knows the rows of the pictures whose ids are in `ids`.
+        """Within this block the embedding has the rows of the pictures whose ids are in `ids`.
 
         Args:
-            keep: as of `VisionTower.rows`.
+            keep: see `VisionTower.rows`.
         """
         pictures = self._of(ids)
         if not pictures:
@@ -141,7 +141,7 @@ class Pictures:
         return found
 
     def attach(self) -> None:
-        """Have the embedding, and the layers that take more of a picture, know the rows that are held."""
+        """Make the held rows available to the embedding, and to layers that take further rows of a picture."""
         embedding = self._model.get_input_embeddings()
         plain = embedding.forward
 
@@ -197,7 +197,7 @@ class Pictures:
     # -- what sees what
 
     def types(self, ids: Tensor) -> Tensor:
-        """Return transformers' `token_type_ids`, by which a model that is `two_way` draws its masks."""
+        """Return transformers' `token_type_ids`, from which a `two_way` model builds its masks."""
         return torch.where(ids >= self.ids.first, IMAGE_TYPE, 0)
 
     def blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor:
@@ -234,5 +234,5 @@ class Pictures:
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:
-    """True if `model` reads pictures in: it has a vision tower, and a method that makes rows of pictures."""
+    """True if `model` takes pictures: it has a vision tower, and a method that makes rows of pictures."""
     return hasattr(model.config, "vision_config") and hasattr(model.base_model, "get_image_features")

@@ -1,8 +1,8 @@
 """The text that represents a picture in a model's prompts, for processes without torch.
 
-The model's processor decides how many tokens a picture takes, and which text is around and between them, by the
-picture's size alone. So a separate process, which has the processor but not torch (`picture_rules_child`), is asked
-once for each size; it ends when it gets no more questions.
+The model's processor decides, only from the picture's size, how many tokens a picture takes and which text is around
+and between them. So a separate process with the processor but without torch (`picture_rules_child`) gets one request
+for each size. It ends if there are no more requests.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, Final, Protocol
 ANSWER_S: Final = 120.0
 """Longest wait for an answer: the first one takes some seconds of imports, and many on a busy machine."""
 KNOWN_SIZES: Final = 1024
-"""Sizes whose texts are remembered: a large picture's has some 10 kB."""
+"""Number of sizes whose texts are cached: the text of a large picture has some 10 kB."""
 _CONFIG_FILE: Final = "config.json"
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
-"""Fields of a config that may have the placeholder's id."""
+"""Fields of a config that may hold the placeholder's id."""
 
 
 class PictureRulesError(ValueError):
@@ -94,7 +94,7 @@ class PictureRules:
             return self._model
 
     def _asked(self, size: tuple[int, int]) -> dict[str, Any]:
-        for _ in range(2):  # it may have gone to rest while it was asked
+        for _ in range(2):  # the process may have ended, idle, just before the request
             child = self._child
             if child is None or child.poll() is not None:
                 child = self._start()

@@ -1,10 +1,10 @@
-"""The process behind `picture_rules`, which asks a model folder's processor for the text that represents a picture.
+"""The process behind `picture_rules`: runs a model folder's processor to get the text that represents a picture.
 
 It reads lines of JSON, `[width, height]`, and answers each with one: `{"text": ...}` or `{"error": ...}`. Its first
 output line describes the model: `{"marker", "placeholder", "token_id"}`, or `{"error": ...}`.
 
 Torch is not imported: only Pillow's image processors are used, so the process takes some 90 MB instead of 400 and
-starts in two seconds of CPU time. It ends with its input, and after a minute without a question.
+starts in two seconds of CPU time. It ends with its input, or after a minute without a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def keep_torch_out() -> None:
     """Hide torch from transformers in this process."""
     find = importlib.util.find_spec
     sys.meta_path.insert(0, _KeepOut())
-    importlib.util.find_spec = lambda name, package=None: (  # asked by transformers before it imports
+    importlib.util.find_spec = lambda name, package=None: (  # transformers calls it before it imports
         None if name.partition(".")[0] in _KEPT_OUT else find(name, package)
     )
 
@@ -51,7 +51,7 @@ def _send(answer: dict[str, Any]) -> None:
 
 
 def main(folder: str) -> None:
-    """Answer questions until the input ends."""
+    """Answer requests until the input ends."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     keep_torch_out()
     from asyncrl.models.pictures.picture_processor import PictureProcessor
@@ -65,7 +65,7 @@ def main(folder: str) -> None:
         width, height = json.loads(line)
         try:
             _send({"text": processor.text_of_size(width, height)})
-        except Exception as error:  # of a model's own code, which says what it cannot do
+        except Exception as error:  # raised by a model's own code; its message gives the reason
             _send({"error": f"{type(error).__name__}: {error}"})
 
 

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from asyncrl.models.pictures.picture_ids import SeenPicture
 
 _CACHE: Final = 512
-"""Prompts whose positions are remembered: those of 2,000 tokens take 48 kB."""
+"""Number of prompts whose positions are cached: those of 2,000 tokens take 48 kB."""
 
 IMAGE_TYPE: Final = 1
 """Transformers' number for a place of a picture in `mm_token_type_ids` and `token_type_ids`."""
 
 
 class RopePositions:
-    """Positions of prompts with pictures, the recent ones remembered. For any thread.
+    """Positions of prompts with pictures; recent ones are cached. For any thread.
 
     Args:
         index: `get_rope_index` of the model.
@@ -35,7 +35,7 @@ class RopePositions:
         self._known: OrderedDict[tuple[tuple[int, str], ...], tuple[NDArray[np.int64], int]] = OrderedDict()
 
     def of(self, within: Sequence[tuple[int, SeenPicture]]) -> tuple[NDArray[np.int64], int]:
-        """Return the positions `[3, L]` up to the last picture's end, and the delta behind it.
+        """Return the positions `[3, L]` up to the last picture's end, and the delta after it.
 
         Args:
             within: the pictures of a prompt, each with the position of its first row.
@@ -67,7 +67,7 @@ class RopePositions:
 
 
 def check_apart(within: Sequence[tuple[int, SeenPicture]]) -> None:
-    """Check that there is a token between each picture and the next: the model would take adjacent ones for one.
+    """Check that there is a token between each picture and the next: the model would treat adjacent pictures as one.
 
     Raises:
         ValueError: two pictures are adjacent.

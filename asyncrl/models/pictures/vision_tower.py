@@ -40,15 +40,15 @@ class VisionTower:
         return tower_parameters(self._model)
 
     def weights_changed(self) -> None:
-        """Forget rows that were made before."""
+        """Forget the rows computed so far."""
         self._weights = object()
 
     def rows(self, pictures: Sequence[SeenPicture], *, keep: bool) -> list[Rows]:
         """Return the rows of each picture.
 
         Args:
-            keep: use rows that were made since the last `weights_changed`, and keep those made now; else make all of
-                them, with gradients where these are recorded.
+            keep: use rows that were computed since the last `weights_changed`, and keep new ones. False: compute all
+                rows, with gradients if gradients are recorded.
         """
         if not keep:
             return self._encode(pictures)
@@ -96,6 +96,6 @@ def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _flat(rows: Any) -> Tensor:
-    """Return rows [N, H] of what a tower returns: a tensor [..., H], or several."""
+    """Return the rows [N, H] in the result of a tower: a tensor [..., H], or several."""
     parts = rows if isinstance(rows, (list, tuple)) else [rows]
     return torch.cat([part.flatten(0, -2) for part in parts])

@@ -1,4 +1,4 @@
-"""Directories that are either whole or not there: written aside, synced, renamed.
+"""Directories that are either complete or absent: written aside, synced, renamed.
 
     <parent>/.<name>.writing/      files are written and synced here, by any number of ranks
     <parent>/<name>/               the same directory after one rename
@@ -6,8 +6,8 @@
 A kill at any point leaves at most a `.writing` directory, which the next writer of that name deletes. `remove` works in
 reverse (rename aside, then delete), so a half-removed directory is never visible either.
 
-While the disk is full or read-only, every step waits (`retry_write`), except the last of a removal: what was renamed
-aside is no longer visible, and if it cannot be deleted, the next `clear_leftovers` tries again. Torch-free.
+While the disk is full or read-only, every step waits (`retry_write`), except the last step of a removal: the
+renamed directory is no longer visible, and if it cannot be deleted, the next `clear_leftovers` tries again. Torch-free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.comm.files.retry_write import PASSING, retry_write_blocking
 _log = logging.getLogger(__name__)
 WRITING_SUFFIX = ".writing"
 _REMOVING_SUFFIX = ".removing"
-_SYNCS_AT_ONCE = 8  # what a journal commits together costs as much as one file alone
+_SYNCS_AT_ONCE = 8  # syncs that a journal commits together cost as much as one
 
 
 def aside(final: Path) -> Path:
@@ -67,7 +67,7 @@ def rename(source: Path, target: Path) -> None:
 
     def try_it() -> None:
         nonlocal failed
-        if failed and target.exists() and not source.exists():  # a file server did it, and reported an error
+        if failed and target.exists() and not source.exists():  # a file server renamed it, but reported an error
             return
         failed = True
         source.rename(target)
@@ -104,7 +104,7 @@ def link_file(source: Path, target: Path) -> None:
 
     def link() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # of the try before this one
+        target.unlink(missing_ok=True)  # left by the previous attempt
         try:
             os.link(source, target)
         except OSError as error:
@@ -117,7 +117,7 @@ def link_file(source: Path, target: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Force a file that something else wrote to the disk."""
+    """Sync a file that other code has written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,7 +127,7 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def syncing() -> Iterator[Callable[[Path], object]]:
-    """Give a function that begins to force a file to the disk, by a thread; all are on it when the block ends."""
+    """Yield a function that begins to sync a file in a thread; all files are synced when the block ends."""
     synced: list[Future[None]] = []
     with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
         yield lambda path: synced.append(pool.submit(sync_file, path))
@@ -141,7 +141,7 @@ def sync_directory(path: Path) -> None:
 
 
 def clear_leftovers(parent: Path) -> None:
-    """Delete what killed writers and removers left in `parent`. Call only while nobody writes there."""
+    """Delete leftovers of killed writers and removers in `parent`. Call only while no process writes there."""
     for suffix in (WRITING_SUFFIX, _REMOVING_SUFFIX):
         for directory in parent.glob(f".*{suffix}"):
             remove_leftover(directory, _log)

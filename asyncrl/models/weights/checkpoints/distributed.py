@@ -3,7 +3,8 @@
     shard-00000-of-00002.safetensors    of rank 0: whole tensors and parts of tensors, each with its place in the whole
 
 The format is that of `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`. torch's planners
-name the part of a DTensor that a rank holds, and torch's reader finds any part in the files. Two things are our own:
+name the part of a DTensor that a rank holds, and torch's reader finds any part in the files. Two things are asyncrl's
+own:
 
 - Assigning parts that several ranks hold to one writer. torch sends pickles over the process group for that. Here the
   plans are JSON, and every rank computes the same result from all of them (`share_out`).
@@ -92,7 +93,7 @@ def share_out(plans: Sequence[Mapping[Part, int]]) -> list[list[Part]]:
             sizes[part] = size
     loads = [0] * len(plans)
     shares: list[list[Part]] = [[] for _ in plans]
-    for part in sorted(sizes, key=lambda part: (-sizes[part], part)):  # the largest first: the rest evens out
+    for part in sorted(sizes, key=lambda part: (-sizes[part], part)):  # largest first: smaller ones even it out
         rank = min(holders[part], key=lambda rank: (loads[rank], rank))
         loads[rank] += sizes[part]
         shares[rank].append(part)
@@ -103,7 +104,7 @@ def write_shard(directory: Path, parts: Mapping[Part, Tensor], ranks: Ranks) -> 
     """Write this rank's file of a checkpoint into `directory`; not synced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         ValueError: there are two parts of one tensor, which the format cannot hold.
     """
     metadata = shard_metadata(parts, ranks)
@@ -124,7 +125,7 @@ def shard_metadata(parts: Collection[Part], ranks: Ranks) -> dict[str, str]:
 
 
 def shard_name(rank: int, world: int) -> str:
-    """The file of one of `world` ranks."""
+    """Return the file name of one of `world` ranks."""
     return f"shard-{rank:05d}-of-{world:05d}.safetensors"
 
 
@@ -136,7 +137,7 @@ class StoredTensors:
             assume that a tensor ends with the last part that it finds.
 
     Raises:
-        OSError, SafetensorError: it cannot be read.
+        OSError, SafetensorError: the checkpoint cannot be read.
     """
 
     def __init__(self, path: Path, sizes: Mapping[str, torch.Size] | None = None) -> None:

@@ -3,9 +3,8 @@
     <root>/v<N>/    shard-<rank>-of-<world>.safetensors ... state.json manifest.json
 
 A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So each
-is complete unless the disk lost something later. A damaged checkpoint is skipped for the one before it, and renamed to
-`v<N>.damaged`: the run continues from the older one, and a checkpoint that cannot be used must not count among those
-that are kept.
+is complete unless the disk lost data later. A damaged checkpoint is renamed to `v<N>.damaged`, and the run continues
+from the previous one: an unusable checkpoint must not count among those that are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def latest(root: Path) -> Path | None:
             damaged.append(directory)
         else:
             for unusable in damaged:
-                atomic_dir.remove(_set_aside(unusable))  # of an earlier time
+                atomic_dir.remove(_set_aside(unusable))  # left by an earlier call
                 atomic_dir.rename(unusable, _set_aside(unusable))
             return directory
     if newest is not None:
@@ -60,7 +59,8 @@ def which_to_keep(
     Args:
         newest: number of newest checkpoints to keep.
         every: keep versions divisible by this; 0: none.
-        scores: by version, higher is better; the best that still has a checkpoint is kept, of equal ones the newest.
+        scores: by version, higher is better. The best version that still has a checkpoint is kept; the newest if
+            several are equal.
         undecided: versions without a score yet, which are kept.
     """
     ordered = sorted(versions)

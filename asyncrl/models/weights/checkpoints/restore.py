@@ -1,4 +1,4 @@
-"""Restores a checkpoint that `CheckpointWriter` wrote, in whatever layout the ranks have now."""
+"""Restore a checkpoint of `CheckpointWriter`, in any current layout of the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def restore_newest(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | N
     """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
 
     Returns:
-        The state that `CheckpointWriter.begin` was given; None where there is no checkpoint, and nothing changes then.
+        The state that was passed to `CheckpointWriter.begin`; None if there is no checkpoint, and then nothing changes.
 
     Raises:
         ValueError: the checkpoint is of another model or graph, or of an older asyncrl; nothing is changed then.
@@ -44,10 +44,10 @@ def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
     If ranks are on several hosts, the folder of each host has what its ranks hold.
 
     Returns:
-        The state that `CheckpointWriter.begin` was given.
+        The state that was passed to `CheckpointWriter.begin`.
 
     Raises:
-        PeerFailed: another rank failed to.
+        PeerFailed: another rank could not restore it.
         ValueError: the folder lacks a tensor that this rank holds.
     """
     state = read_state(path)
@@ -69,7 +69,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read the state of the checkpoint `path` beside its tensors.
 
     Raises:
-        ValueError: it is of an older asyncrl.
+        ValueError: an older asyncrl wrote it.
     """
     state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
     if state.get("format") != FORMAT:
@@ -86,7 +86,7 @@ def _check_same_model(
     """Check that the ranks together hold exactly the tensors that are stored of `roles`, in the same shapes.
 
     Raises:
-        ValueError: they do not; the message names the difference.
+        ValueError: the tensors differ; the message names the difference.
     """
     names = sorted(name for name in stored.shapes if name.partition(".")[0] in roles)
     wanted = ranks.all_reduce_max(torch.tensor([float(name in mine) for name in names]))
@@ -121,7 +121,10 @@ def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
 
 
 def _restore_rng(stored: StoredTensors, rank: int) -> None:
-    """Restore this rank's random number state. A rank that the run had not when it saved keeps its current state."""
+    """Restore this rank's random number state.
+
+    A rank that did not exist at the time of saving keeps its current state.
+    """
     if (name := f"rng.{rank}.cpu") in stored.shapes:
         torch.set_rng_state(stored.read(name))
     if (name := f"rng.{rank}.cuda") in stored.shapes and torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """A rank's part of a checkpoint: the tensors of its roles, copied to host memory while training continues.
 
 The copies begin at once (`models.host_copies`), and a thread waits for them and writes the file. A checkpoint in memory
-is copied straight into its file, and has only the checksum left (`mapped_file`).
+is copied straight into its file, and then needs only the checksum (`mapped_file`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAPPED = "files"
 
 
 class RoleState(Protocol):
-    """A role's model and optimizer, as a checkpoint sees a training engine."""
+    """A role's model and optimizer: the interface of a training engine for checkpoints."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return this rank's tensors by name, which loading a checkpoint fills, and other state to store."""
@@ -44,7 +44,7 @@ class RoleState(Protocol):
 
 
 Parts = Mapping[str, RoleState]
-"""By role."""
+"""State of each role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class ShardCopies:
     Args:
         parts: parts of this rank.
         copies: makes the copies.
-        mapped: copy straight into the checkpoint's file, which is in memory (`mapped_file`); such files are written
-            again by later checkpoints.
-        hosts: host of each rank, as of `SavePlan`.
+        mapped: copy straight into the checkpoint's file, which is in memory (`mapped_file`); later checkpoints
+            write such files again.
+        hosts: host of each rank; see `SavePlan`.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class ShardCopies:
         return self._plan
 
     def begin(self, path: Path) -> Shard:
-        """Begin to copy this rank's part of the checkpoint `path`. What changes the tensors lets the copies end first.
+        """Begin to copy this rank's part of the checkpoint `path`. Code that changes the tensors lets the copies end
+        first.
 
         Raises:
             OSError: there is no room for its file in memory.

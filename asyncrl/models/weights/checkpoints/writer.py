@@ -69,8 +69,8 @@ class CheckpointWriter:
     Args:
         parts: parts of this rank.
         roles: roles that have a part on any rank; the same on all ranks.
-        in_memory: the folder is in memory: files are written again (`mapped_file`), and one for which there is no room
-            is an error at once. A disk that is full is waited for.
+        in_memory: the folder is in memory: files are written again (`mapped_file`), and lack of room is
+            an error at once. For a full disk, the writer waits.
         hosts: hosts of the ranks, if each host has its own folder; None if all ranks write into one folder.
         copies: make the copies.
     """
@@ -98,18 +98,18 @@ class CheckpointWriter:
     def begin(self, path: Path, *, version: int, state: Mapping[str, Any]) -> None:
         """Begin to copy a checkpoint of policy `version` to host memory, and to write it aside of `path`.
 
-        Waits first until an earlier checkpoint is written. When this returns, training may continue: what changes the
-        copied tensors lets the copy end first (`RoleState.let_end`).
+        Waits first until an earlier checkpoint is written. When this returns, training may continue: code that changes
+        the copied tensors lets the copy end first (`RoleState.let_end`).
 
         Args:
             state: any JSON values; `restore` returns them.
 
         Raises:
-            PeerFailed: another rank could not.
+            PeerFailed: another rank could not begin.
             OSError: this rank could not create the folder, or there is no room in memory.
         """
         if self._writing is not None:
-            self._writing.share.exception()  # its failure is in the reply to the request that began it
+            self._writing.share.exception()  # its failure is reported by the reply to the request that began it
         self._shards.plan()
 
         def make_room() -> None:
@@ -126,7 +126,7 @@ class CheckpointWriter:
         self._writing = _Writing(path, version, document, share)
 
     def _make_room(self, path: Path) -> None:
-        if self._hosts is not None:  # the version before is kept until here, where all hosts have committed the newest
+        if self._hosts is not None:  # all hosts have now committed the newest version, so older ones may go
             self._hosts.forget(path.parent, but=[f"v{version}" for version in versions_in(path.parent)[-1:]])
         atomic_dir.begin(path)
 
@@ -148,11 +148,11 @@ class CheckpointWriter:
     def commit(self, path: Path, files: Mapping[str, FileEntry], *, keep: int, protected: Collection[int]) -> None:
         """Make the checkpoint `path`, of which all ranks have written `files`, visible. The leading rank alone.
 
-        Then all others are deleted, except the newest `keep` and the `protected` ones. A second call does nothing: if
-        the MasterWorker that asked for it died, its successor repeats the request without knowing how far it came.
+        Then all other checkpoints are deleted, except the newest `keep` and the `protected` ones. A second call does
+        nothing: if the requesting MasterWorker died, its successor repeats the request without knowing its progress.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the checkpoint cannot be written.
             RuntimeError: `path` is not the checkpoint that was begun last.
         """
         writing = self._begun(path)
@@ -174,7 +174,7 @@ class CheckpointWriter:
         atomic_dir.commit(path)
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint in progress."""
         self._thread.shutdown()
         self._shards.close()
 

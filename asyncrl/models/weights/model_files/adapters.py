@@ -3,8 +3,8 @@
     adapter_model.safetensors    base_model.model.<layer>.lora_A.weight [rank, in], <...>.lora_B.weight [out, rank]
     adapter_config.json          rank, alpha, the folder of the base
 
-A layer with an adapter computes W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021), as one layer does whose weights
-are W + (alpha / rank) B A. Layers that keep W transposed, [in, out], as GPT-2's do, have `fan_in_fan_out` in the
+A layer with an adapter computes W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021), the same as a layer with the
+weights W + (alpha / rank) B A. Layers that keep W transposed, [in, out], as GPT-2's do, have `fan_in_fan_out` in the
 configuration. W is always read from the base's folder, never computed back from a merged weight, so rounding errors
 do not add up over versions. Adapters are published in the type in which the trainer holds the base, and W is first
 rounded to that type, as in the trainer.
@@ -29,12 +29,12 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 def published_name(name: str) -> str:
-    """An adapter's name in peft's folder, from its name in the model."""
+    """Return an adapter's name in peft's folder, from its name in the model."""
     return _PREFIX + name
 
 
 def model_name(published: str) -> str:
-    """The inverse of `published_name`."""
+    """Return an adapter's name in the model: the inverse of `published_name`."""
     return published.removeprefix(_PREFIX)
 
 
@@ -59,7 +59,7 @@ class Adapters:
     """Adapters from a folder.
 
     Attributes:
-        base: folder of the base model, as the adapters' configuration names it.
+        base: folder of the base model, from the adapters' configuration.
         scale: alpha / rank.
         layers: A [rank, in] and B [out, rank], by the name of the weight [out, in] that they adapt.
         transposed: True if these weights are [in, out].
@@ -91,21 +91,21 @@ def are_adapters(folder: Path) -> bool:
     """True if `folder` has adapters instead of whole weights; False also if its path cannot be read."""
     try:
         return (folder / CONFIG_FILE).is_file()
-    except OSError:  # a path that is too long: whoever reads its weights says so
+    except OSError:  # a path that is too long: reported when its weights are read
         return False
 
 
 def read_adapters(folder: Path) -> Adapters:
-    """The adapters in `folder`.
+    """Read the adapters in `folder`.
 
     Raises:
-        WeightUpdateError: they cannot be read, or are of a kind that is not merged here.
+        WeightUpdateError: the adapters cannot be read, or are of a kind that is not merged here.
     """
     return assemble(folder, read_checkpoint(folder))
 
 
 def assemble(folder: Path, tensors: Mapping[str, Tensor]) -> Adapters:
-    """Adapters of `tensors`, by their published names, and the configuration in `folder`.
+    """Assemble adapters from `tensors`, by their published names, and the configuration in `folder`.
 
     Raises:
         WeightUpdateError: see `read_adapters`.

@@ -1,12 +1,12 @@
 """Map the tensors of a Hugging Face folder to the parameters of transformers' modules.
 
-Mostly a parameter is a tensor of the folder, by the same name. A mixture of experts differs: the folder, which other
-programs read too, has a tensor for each expert and projection, and the module has those of a layer in one parameter.
+Usually a parameter is a tensor of the folder, by the same name. A mixture of experts differs: the folder, which other
+programs read too, has a tensor for each expert and projection, but the module joins those of a layer in one parameter.
 
     model.layers.0.block_sparse_moe.experts.3.w1.weight    is    model.layers.0.mlp.experts.gate_up_proj[3, :I]
 
 transformers knows how to save each architecture. So its conversion is run on small tensors of distinct numbers; each
-number shows from which place of which parameter it came. Nothing here is specific to an architecture.
+number identifies its place in a parameter. Nothing here is specific to an architecture.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FolderTensor:
         return self.shape == self.whole
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The tensor as a view of its parameter."""
+        """Return the tensor as a view of its parameter."""
         if self.is_whole:
             return parameter
         box = tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
@@ -79,7 +79,7 @@ def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
     Only the class and the configuration of `model` matter.
 
     Raises:
-        FolderFormatError: transformers saves it in a way that is more than renaming, cutting and joining.
+        FolderFormatError: transformers saves the model by more than renaming, cutting and joining.
     """
     with torch.device("meta"):
         bare = type(model)(deepcopy(model.config))
@@ -110,7 +110,7 @@ def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
 
 
 def folder_views(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Views of the parameters and persistent buffers of `model` by their names in its folder; tied ones once.
+    """Return views of the parameters and persistent buffers of `model` by their names in its folder; tied ones once.
 
     Raises:
         FolderFormatError: see `folder_tensors`.
@@ -135,7 +135,7 @@ class _Probes:
 
     def locate(self, name: str, numbers: Tensor) -> FolderTensor | None:
         """Find the tensor `name`, whose probe was saved as `numbers`, in its parameter; None if it is not a box in
-        one.
+        a parameter.
         """
         if numbers.numel() == 0:
             return None

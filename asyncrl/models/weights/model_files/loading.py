@@ -33,7 +33,7 @@ class WeightUpdateError(RuntimeError):
 
 
 class DamagedWeights(WeightUpdateError):
-    """The files are not what the manifest beside them says."""
+    """A file differs from the manifest beside it."""
 
 
 class _Index(msgspec.Struct):
@@ -44,7 +44,7 @@ class _Index(msgspec.Struct):
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files: those that its index names, else all in the folder."""
+    """Return the checkpoint's safetensors files: those in its index, else all in the folder."""
     index = folder / INDEX_FILE
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -158,11 +158,11 @@ def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (parameter of the model, or part of one, and its new value), checked to be complete and of right shapes.
+    """Return pairs (parameter of the model or part of one, new value), after a check of completeness and shapes.
 
     `targets` are the model's parameters and buffers, or views of them, by their names in a folder (`load_targets`).
-    Tied parameters may appear under several names; one of them in the checkpoint is enough, and all that are there must
-    agree in shape.
+    Tied parameters may appear under several names; one of them in the checkpoint is enough, and all that are present
+    must agree in shape.
 
     Raises:
         DamagedWeights: a file is not what the folder's manifest says; nothing was changed.
@@ -174,10 +174,10 @@ def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Ten
 def match_weights(
     targets: Mapping[str, Tensor], found: Mapping[str, Tensor], folder: Path
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (parameter of the model, its new value) of `found`, which came from `folder`; see `stage_weights`.
+    """Return pairs (parameter of the model, new value) for the tensors `found` in `folder`; see `stage_weights`.
 
     Raises:
-        WeightUpdateError: they do not fit the model.
+        WeightUpdateError: the tensors do not fit the model.
     """
     unknown = sorted(set(found) - set(targets))
     if unknown:

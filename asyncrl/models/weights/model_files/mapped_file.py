@@ -1,14 +1,14 @@
-"""Safetensors files in memory, whose tensors are filled in place and which are filled again.
+"""Safetensors files in memory, whose tensors are filled in place, repeatedly.
 
-A checkpoint in memory is written after every step. Copied into buffers first and then into a new file, its values would
-be in memory twice more, and each step would pay for new memory: pages that are cleared, and pinned for a GPU. Here a
+A checkpoint in memory is written after every step. If its values were copied into buffers first and then into a new
+file, they would be in memory twice more. Each step would also pay for new pages, cleared and pinned for a GPU. Here a
 file is mapped once, and tensors are copied straight into the mapping.
 
     <folder>/<name>-<n>     the files of one writer, as long as it lives
     <version>/<name>        a further link to the file that has the version's tensors
 
-A file that any version links to is never written. So a reader of a version never sees its values change, and a writer
-that is killed leaves whole versions whole.
+A file that any version links to is never written. So a reader of a version never sees its values change, and a killed
+writer leaves complete versions complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MappedFile:
         pinned: pin the memory for copies from a GPU.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no room for the file.
     """
 
     def __init__(self, path: Path, layout: FileLayout, specs: Sequence[TensorSpec], *, pinned: bool) -> None:
@@ -50,7 +50,7 @@ class MappedFile:
         self._pinned: Tensor | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(self._descriptor, 0, layout.size)  # room that lacks later would end the process
+            os.posix_fallocate(self._descriptor, 0, layout.size)  # running out of room later would kill the process
             self._memory = mmap.mmap(self._descriptor, layout.size)
         except OSError:
             self.close()
@@ -72,15 +72,15 @@ class MappedFile:
         return os.fstat(self._descriptor).st_nlink == 1
 
     def entry(self) -> FileEntry:
-        """Size and checksum of the file, from its memory."""
+        """Return size and checksum of the file, from its memory."""
         with memoryview(self._memory) as whole:
             return FileEntry.of(
                 whole[begin : begin + _PIECE_BYTES] for begin in range(0, self.layout.size, _PIECE_BYTES)
             )
 
     def close(self) -> None:
-        """Give the file's name up, after the last copy into it; its memory goes with the last version and tensor that
-        has it.
+        """Remove the file's name, after the last copy into it. Its memory is freed with the last version or tensor that
+        uses it.
         """
         if self._pinned is not None:
             unpin(self._pinned)
@@ -92,8 +92,8 @@ class MappedFiles:
     """The files of one writer in `folder`, all of the same tensors.
 
     Args:
-        name: of the files; those of an earlier writer of this name lose their names in the folder.
-        specs, metadata: of each file.
+        name: name of the files; files of an earlier writer of this name are removed from the folder.
+        specs, metadata: tensors and metadata of each file.
         pinned: see `MappedFile`.
     """
 
@@ -122,6 +122,6 @@ class MappedFiles:
         return file
 
     def close(self) -> None:
-        """Give all files' names up."""
+        """Remove all files' names."""
         while self._files:
             self._files.pop().close()

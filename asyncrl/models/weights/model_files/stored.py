@@ -20,13 +20,13 @@ from asyncrl.models.weights.versions.published import TensorSpec
 from asyncrl.models.weights.versions.publishing import tokenizer_assets
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-"""By their names in manifests."""
+"""Types by their names in manifests."""
 
 Read = Callable[[str, TensorEntry], Tensor]
 
 
 class ExportError(RuntimeError):
-    """There is nothing to export, or nowhere to export it to; the message says why and what there is."""
+    """There is nothing to export, or the target is not usable; the message gives the reason and the alternatives."""
 
 
 class StoredModel:
@@ -78,7 +78,7 @@ class MergedModel:
         return ((name, tensor) for name, tensor in self._tensors() if name in owners)
 
     def beside(self) -> dict[str, bytes]:
-        """The base's configuration, in the type of what was trained, and its tokenizer's files."""
+        """Return the base's configuration, with the type of the trained weights, and its tokenizer's files."""
         config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
@@ -97,10 +97,10 @@ class MergedModel:
 def _layers_in(base: Path, layers: Collection[str], files: Collection[str]) -> dict[str, str]:
     """Return the adapted `layers` of a model by their names among the tensors `files` of its folder `base`.
 
-    The folders of many models with pictures have other names than the modules, from which adapters have theirs.
+    Adapters are named after modules, and folders of many models with pictures use other names.
 
     Raises:
-        ExportError: a layer is not there.
+        ExportError: a layer is missing.
     """
     names = {layer: layer for layer in layers}
     if not set(files).issuperset(layers):
@@ -112,7 +112,7 @@ def _layers_in(base: Path, layers: Collection[str], files: Collection[str]) -> d
 
 
 def from_folder(folder: Path) -> Read:
-    """Reads the tensors of the model in `folder`."""
+    """Return a function that reads the tensors of the model in `folder`."""
 
     def read(name: str, entry: TensorEntry) -> Tensor:
         with safe_open(folder / entry.file, framework="pt") as file:

@@ -55,7 +55,7 @@ class FileLayout:
     """Layout of a safetensors file.
 
     Attributes:
-        start: its first bytes: the header's length and the header.
+        start: first bytes of the file: the header's length and the header.
         places: by name, the place in the file at which a tensor's bytes begin.
         size: bytes of the whole file.
     """
@@ -94,7 +94,7 @@ class FileLayout:
 class TensorFile:
     """The new file `path` of the tensors `specs`, which are then written one by one; not synced.
 
-    Leave it as a context manager: that checks that it is complete.
+    Use it as a context manager: its exit checks that the file is complete.
 
     Args:
         metadata: the file's metadata, in its header.
@@ -128,7 +128,7 @@ class TensorFile:
 
         Raises:
             OSError: it cannot be written.
-            ValueError: it is not one of `specs`, was written before, or has another shape or type.
+            ValueError: the tensor is not in `specs`, was written before, or has another shape or type.
         """
         spec, place = self._missing.get(name, (None, 0))
         if spec is None or (spec.shape, spec.dtype) != (tuple(tensor.shape), tensor.dtype):
@@ -138,7 +138,7 @@ class TensorFile:
         del self._missing[name]
 
     def entry(self) -> FileEntry:
-        """Size and checksum of the complete file."""
+        """Return size and checksum of the complete file."""
         if self._summed == self._size:
             return FileEntry(self._size, self._digest.hexdigest())
         return file_entry(self.path)
@@ -152,7 +152,7 @@ class TensorFile:
             self._write(piece, place + begin)
 
     def _write(self, data: memoryview, place: int) -> None:
-        """Write all of `data` at `place`; wait for room where the disk is full."""
+        """Write all of `data` at `place`; wait for room if the disk is full."""
         while data:
             count = retry_write_blocking(partial(os.pwrite, self._file.fileno(), data, place), f"{self.path}", _log)
             data, place = data[count:], place + count

@@ -23,7 +23,7 @@ _MARGIN_S = 10.0
 _COMPARING_S = 60.0
 OBSERVED_LIMIT_S = 10.0
 SOURCE_FAILED = HTTPStatus.BAD_GATEWAY
-"""Status of an answer that blames the source, not the requested host."""
+"""Status of a reply if the source failed, not the requested host."""
 
 
 class StagingClient:
@@ -33,11 +33,11 @@ class StagingClient:
         self._http, self._url = http, url.rstrip("/")
 
     async def stage(self, request: StageRequest) -> StageReply:
-        """Wait until the folder is on the host, without a time limit: a fetch that receives nothing any more ends by
+        """Wait until the folder is on the host, without a time limit: a fetch that receives no more data ends by
         itself.
 
         Raises:
-            HttpError: the folder could not be fetched; `source_failed` tells if the source is to blame.
+            HttpError: the folder could not be fetched; `source_failed` is True if the source failed.
         """
         while True:
             reply = await self._http.call(
@@ -77,7 +77,7 @@ def source_failed(error: Exception) -> bool:
 
 
 def reason_of(error: HttpRefused) -> str:
-    """Return the staging server's own words from its refusal."""
+    """Return the reason that the staging server gives in its refusal."""
     try:
         return str(msgspec.json.decode(error.body)["error"])
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -29,7 +29,7 @@ _LEAST_BYTES = 1 << 16
 
 
 class DeltaError(ValueError):
-    """The delta is damaged or of other files."""
+    """The delta is damaged or belongs to other files."""
 
 
 def worth_a_delta(manifest: Manifest, name: str) -> bool:
@@ -40,7 +40,7 @@ def worth_a_delta(manifest: Manifest, name: str) -> bool:
 
 
 def write_delta(old: Path, new: Path, delta: Path) -> bool:
-    """Write what leads from the file `old` to `new`; False, and no file, if that is more than half of `new`.
+    """Write the delta from the file `old` to `new`; False, and no file, if it exceeds half of `new`.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -68,7 +68,7 @@ def write_delta(old: Path, new: Path, delta: Path) -> bool:
 
 
 def apply_delta(old: Path, delta: Path, new: Path) -> FileEntry:
-    """Write the file `new` that `delta` leads to from `old`; return its size and checksum, for the caller to check.
+    """Apply `delta` to the file `old` and write `new`; return its size and checksum, for the caller to check.
 
     Raises:
         DeltaError: the delta is damaged, or was made from another file.

@@ -1,11 +1,11 @@
 """Fetch a folder from another host's staging server: verify it on arrival, write it aside, rename it.
 
-    GET <source>/manifest?folder=v7                                 whose checksum is known beforehand
-    GET <source>/file?folder=v7&name=model.safetensors              for each file that no former version here has
-    GET <source>/delta?folder=v7&name=model.safetensors&base=v6...  in place of it where that is less (`delta`)
+    GET <source>/manifest?folder=v7                                 its checksum is known beforehand
+    GET <source>/file?folder=v7&name=model.safetensors              for each file that no earlier version here has
+    GET <source>/delta?folder=v7&name=model.safetensors&base=v6...  in place of the file if smaller (`delta`)
 
-Large files come in several streams, and one that is cut off goes on where it was. A copy is read on this host only and
-can be fetched again, so it is not synced to the disk.
+Large files come in several streams, and an interrupted stream resumes where it stopped. A copy is read only on this
+host and can be fetched again, so it is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SILENCE_S = 30.0
 """Seconds without data after which a source has failed; the manager then names another one."""
 STREAMS = 4
 STREAM_BYTES = 64 << 20
-"""Least part of a file for a stream of its own."""
+"""Smallest part of a file, in bytes, for a separate stream."""
 _RESUMES = 20
 _MAX_MANIFEST_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class SourceFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Former:
-    """An older version on this host: its name, its path, and what its manifest says."""
+    """An older version on this host: its name, path and manifest."""
 
     name: str
     path: Path
@@ -60,7 +60,7 @@ class Former:
 
 
 def sum_of(manifest: bytes | bytearray) -> str:
-    """The checksum by which a manifest is known: XXH3, sixteen hexadecimal digits."""
+    """Return the checksum that identifies a manifest: XXH3, sixteen hexadecimal digits."""
     return xxhash.xxh3_64(manifest).hexdigest()
 
 
@@ -77,8 +77,8 @@ async def fetch_folder(
     one.
 
     Args:
-        former: a version whose files are used where they are the same, or nearly so.
-        delta_file: path at which the delta of a file is kept; None: files are fetched whole.
+        former: a version whose files are reused if they are the same, or nearly so.
+        delta_file: path for the delta of a file; None: files are fetched whole.
 
     Raises:
         SourceFailed: the source failed; nothing is visible at `final` then.
@@ -108,7 +108,7 @@ async def fetch_folder(
 
 
 def _taken_over(former: Former, name: str, entry: FileEntry, path: Path) -> bool:
-    """Make `path` from the same file of a former version; False if that has another one, or a damaged one."""
+    """Make `path` from the same file of a former version; False if its file differs or is damaged."""
     old = former.path / name
     if former.manifest.files.get(name) != entry or not old.is_file() or file_entry(old) != entry:
         return False
@@ -132,7 +132,7 @@ async def _manifest(http: JsonHttp, url: str, wanted: str) -> bytes:
 
 
 async def _fetch_delta(http: JsonHttp, url: str, delta: Path, old: Path, path: Path, entry: FileEntry) -> bool:
-    """Make `path` from the file `old` and what `url` says has changed; False where the whole file is to be fetched."""
+    """Make `path` from the file `old` and the delta at `url`; False if the whole file must be fetched."""
     try:
         await asyncio.to_thread(delta.parent.mkdir, parents=True, exist_ok=True)
         await asyncio.to_thread(delta.touch)
@@ -168,10 +168,10 @@ async def _fetch_file(http: JsonHttp, url: str, path: Path, entry: FileEntry) ->
 
 
 async def _receive(http: JsonHttp, url: str, path: Path, begin: int, end: int | None, most: int) -> None:
-    """Write the bytes of `url` from `begin` to `end` (None: all) to their places in `path`; go on where it breaks off.
+    """Write the bytes of `url` from `begin` to `end` (None: all) to their places in `path`; resume after interruptions.
 
     Raises:
-        HttpError: it broke off for good. SourceFailed: it has more than `most` bytes.
+        HttpError: the transfer cannot be resumed. SourceFailed: there are more than `most` bytes.
     """
     at, failure = begin, None
     for _ in range(_RESUMES):

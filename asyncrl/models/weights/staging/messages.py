@@ -1,7 +1,7 @@
 """Requests to a staging server, and its replies.
 
-Folders are called by the same name on every host: `model`, the initial one, `v<N>`, a version of the actor, and
-`inputs`, what RolloutWorkers read from files.
+Folders are called by the same name on every host: `model` is the initial model, `v<N>` a version of the actor,
+and `inputs` the input files of RolloutWorkers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from msgspec import Struct
 MODEL = "model"
 """Name of the initial model."""
 INPUTS = "inputs"
-"""Name of what RolloutWorkers read from files (`asyncrl.rollout.inputs.copied`)."""
+"""Name of the input files of RolloutWorkers (`asyncrl.rollout.inputs.copied`)."""
 LAUNCHER_HOST = 0
 """Index of the staging server on the launcher's host, the publisher's."""
 OF_THE_LAUNCH = frozenset({MODEL, INPUTS})
-"""Folders that stay as they are for the whole launch."""
+"""Folders that do not change during a launch."""
 _FOLDER = re.compile(r"model|inputs|v\d{1,18}")
 
 
 def version_folder(version: int) -> str:
-    """Name of a version of the actor."""
+    """Return the folder name of a version of the actor."""
     return f"v{version}"
 
 
@@ -35,10 +35,10 @@ class StageRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /stage`: bring a folder to this host, from its own disk or from another host; repeated until it is done.
 
     Attributes:
-        folder: its name.
-        path: its path on this host's disk; empty if it has to be fetched.
-        source: URL of the staging server that has it.
-        manifest_sum: checksum of its manifest, if it has to be fetched.
+        folder: name of the folder.
+        path: path of the folder on this host's disk; empty if it must be fetched.
+        source: URL of the staging server that has the folder.
+        manifest_sum: checksum of the folder's manifest, if it must be fetched.
         keep: folders that are still read or fetched from here; other versions are removed once this one is complete.
     """
 
@@ -70,7 +70,7 @@ class ObservedRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         sender, first, lines: see `asyncrl.observe.forwarding.Batch`.
-        ahead_s: by how much the caller's clock is ahead of that of the server.
+        ahead_s: seconds by which the caller's clock is ahead of the server's.
     """
 
     sender: str = ""
@@ -87,7 +87,9 @@ class ObservedReply(Struct, frozen=True):
 
 
 class StageReply(Struct, frozen=True):
-    """Path of the folder on this host and checksum of its manifest; `done` is False while the folder is on its way."""
+    """Path of the folder on this host and checksum of its manifest; `done` is False while the folder is being
+    fetched.
+    """
 
     done: bool
     path: str = ""

@@ -1,11 +1,12 @@
-"""StagingServer: one on each host with generation servers or RolloutWorkers, where hosts share no folder.
+"""StagingServer: one on each host with generation servers or RolloutWorkers, if hosts share no folder.
 
 It keeps the initial model and the versions of the actor for servers, and the files that RolloutWorkers read. Each
 folder is fetched once for all processes of the host, and passed on to other hosts. The GserverManager decides which
 host fetches from which (`asyncrl.manager.fleet.fan_out`). The server on the launcher's host also compares other hosts'
 code with its own.
 
-Every two seconds, servers on other hosts send the launcher's host what their host's processes wrote to `observed/`.
+Every two seconds, servers on other hosts send the launcher's host the lines that their host's processes wrote to
+`observed/`.
 
 The server is a separate process, so that its traffic delays neither training nor generation.
 """
@@ -60,7 +61,7 @@ class StagingServer(AsyncWorker):
             await service.close()
 
     async def _send_observed(self) -> None:
-        """Send what processes of this host write about themselves, until a stop is requested, and then once more."""
+        """Send the `observed/` lines of this host's processes until a stop is requested, and then once more."""
         http, clock, lines = JsonHttp(self.http_security), HostClock(), ObservedLines(self.run_dir)
         observer.gauges(clock.figures)
         try:
@@ -88,7 +89,7 @@ async def send_observed(home: StagingClient, clock: HostClock, lines: ObservedLi
     """Send the next piece of new lines; until the clock's offset is known, an empty request that asks for the time.
 
     Raises:
-        HttpError: it did not arrive; it will be sent again.
+        HttpError: the lines did not arrive; they will be sent again.
     """
     ahead_s = clock.ahead_s
     sends = ahead_s is not None and not lines.are_home

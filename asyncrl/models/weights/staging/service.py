@@ -1,9 +1,9 @@
 """A host's staged folders over HTTP.
 
-POST /stage       have a folder here; see `asyncrl.models.weights.staging.messages`
-GET  /manifest    ?folder=v7                           of a folder that is here
+POST /stage       bring a folder to this host; see `asyncrl.models.weights.staging.messages`
+GET  /manifest    ?folder=v7                           the manifest of a folder of this host
 GET  /file        ?folder=v7&name=model.safetensors    one of its files, or a range of its bytes
-GET  /delta       ...&base=v5&sum=5f1d3c2a90b1e6d4     what changed in it since v5, where it had this checksum
+GET  /delta       ...&base=v5&sum=5f1d3c2a90b1e6d4     its delta to v5, in which it had this checksum
 POST /same_code   compare the code of another host with that of this one
 POST /observed    append lines of another host's `observed/`; on the launcher's host
 """

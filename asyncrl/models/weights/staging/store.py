@@ -5,8 +5,8 @@ removes its own; the launch's folders are served in place. Elsewhere all folders
 
     <root>/v7/      a copy
     <root>/model/   the initial model, on other hosts than the publisher's
-    <root>/inputs/  inputs of RolloutWorkers, likewise; kept when the server dies, as they may be read at any time
-    <root>/deltas/  what changed between two versions, made or fetched once; removed with either of them
+    <root>/inputs/  inputs of RolloutWorkers, on the same hosts; kept if the server dies: they may be read any time
+    <root>/deltas/  deltas between two versions, made or fetched once; removed with either version
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Store:
         root: folder of the copies; versions and a model left there are removed.
         http: connections to other hosts.
         on_launch_folder: called with the name and the path of each folder of `OF_THE_LAUNCH` once it is complete.
-        deltas: whether versions are fetched as what changed since one that is here.
+        deltas: True if versions are fetched as deltas to a version on this host.
     """
 
     def __init__(
         self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None], *, deltas: bool = True
     ) -> None:
         retry_write_blocking(partial(root.mkdir, parents=True, exist_ok=True), f"{root}", _log)
-        for former in root.iterdir():  # of servers before this one; who still reads holds the files
+        for former in root.iterdir():  # of earlier servers; processes that still read hold the files open
             if former.name != INPUTS:
                 shutil.rmtree(former, ignore_errors=True)
         self._root, self._http, self._on_launch_folder, self._deltas = root, http, on_launch_folder, deltas
@@ -114,12 +114,12 @@ class Store:
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def delta(self, folder: str, name: str, base: str, base_sum: str) -> Path | None:
-        """Return the file of what changed in file `name` of `folder` since `base`, made at the first call.
+        """Return the file with the delta of file `name` of `folder` to `base`, made at the first call.
 
-        None: `base` is not here or its file has another checksum than `base_sum`, or the delta is of no use.
+        None: `base` is not here, its file has another checksum than `base_sum`, or a delta does not pay.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the delta cannot be written.
         """
         new, old = self._copies.get(folder), self._former(base)
         if new is None or old is None or name not in new.files:
@@ -144,12 +144,12 @@ class Store:
         return self._root / _DELTAS / f"{base}-{folder}" / quote(name, safe="")
 
     def _former(self, name: str) -> Former | None:
-        """The version `name`, if it is here."""
+        """Return the version `name`; None if it is not here."""
         copy = None if name in OF_THE_LAUNCH else self._copies.get(name)
         return None if copy is None else Former(name, copy.path, read_manifest(copy.path))
 
     def _newest_other(self, folder: str) -> Former | None:
-        """The newest version here beside `folder`, where that is a version too."""
+        """Return the newest other version here; None if there is none, or if `folder` is not a version."""
         versions = {name: int(name[1:]) for name in self._copies.keys() - OF_THE_LAUNCH if name != folder}
         if folder in OF_THE_LAUNCH or not versions:
             return None
@@ -167,7 +167,7 @@ class Store:
     async def _have(self, request: StageRequest) -> Copy:
         folder = request.folder
         async with self._writing[folder]:
-            with no_retry():  # the GserverManager asks again, and shows the reason
+            with no_retry():  # the GserverManager retries, and reports the reason
                 copy = self._copies[folder] = await self._copy(request, self._copies.get(folder))
         if folder in OF_THE_LAUNCH:
             self._on_launch_folder(folder, copy.path)
@@ -229,7 +229,7 @@ class Store:
         """Forget a finished task: later requests for the folder start a new one."""
         del self._coming[key]
         if not done.cancelled():
-            done.exception()  # it may be that nobody waited just then
+            done.exception()  # possibly no request awaited the task
 
 
 def _copy_at(path: Path) -> Copy:

@@ -40,7 +40,7 @@ class ManagerEnd(ABC):
             path: the version's folder.
 
         Raises:
-            HttpError: it failed; the server's weights are unknown.
+            HttpError: the update failed; the server's weights are unknown.
         """
 
 
@@ -62,11 +62,11 @@ class TrainerEnd:
         """Forget all other versions."""
 
     async def send(self, order: SendWeights) -> None:
-        """Bring the paused server that `order` names to its version.
+        """Bring the paused server of `order` to the version of `order`.
 
         Raises:
             LookupError: the version is not held.
-            HttpError: the server did not take it.
+            HttpError: the server did not accept the weights.
             RuntimeError: this process sends no weights.
         """
         raise RuntimeError(
@@ -90,7 +90,7 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """Yield what else is wrong with `config` for this transport: `setting=value: what is wrong; what to do`."""
+        """Yield an error message for each setting that does not work with this transport."""
 
     @abstractmethod
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
@@ -98,15 +98,15 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:
-        """The publishing process's end, for one running loop.
+        """Return the publishing process's end, for one running loop.
 
         Args:
             security: the servers' token and certificate.
-            device: where the trainer computes.
+            device: device of the trainer.
         """
 
 
 def weight_transport(name: str) -> WeightTransport:
-    """The transport that the setting calls `name`."""
+    """Return the transport of the setting's value `name`."""
     transport: WeightTransport = pkgutil.resolve_name(TRANSPORTS[name])(name)
     return transport

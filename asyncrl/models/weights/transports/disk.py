@@ -1,4 +1,4 @@
-"""Servers read the version's folder. Any engine can, at any distance that a file system spans.
+"""Servers read the version's folder. This works with any engine, wherever the file system is shared.
 
     manager ── update_weights_from_disk(folder) ──▶ server
 

@@ -1,8 +1,8 @@
 """A process group of trainer and server, at any distance: NCCL between GPUs, else gloo.
 
 Weights are sent in flat buckets: one broadcast of the bytes of many tensors, which both sides cut alike (SGLang's
-`flattened_bucket`). On a GPU a bucket goes from pinned host memory to the device and to the servers on a stream of its
-own, so that it does not wait for what training has queued.
+`flattened_bucket`). On a GPU a bucket goes from pinned host memory to the device and to the servers on a separate
+stream, so that it does not wait for the queued work of training.
 
 Each server has its own group, in which the trainer is rank 0 and the server's ranks are the others. The group's
 rendezvous, torch's `TCPStore`, listens on `system.host` only and checks no secret: use a trusted network.
@@ -37,12 +37,12 @@ class DistributedTransport(MemoryTransport):
     """Sends weights by a process group of trainer and server."""
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """See the base class; and on GPUs both sides need the same NCCL."""
+        """See the base class. In addition, both sides need the same NCCL on GPUs."""
         yield from super().check(config)
         yield from nccl.problems(config)
 
     def check_distance(self, url: str, host: str) -> Iterator[str]:
-        """The server must reach the trainer."""
+        """Require that the server can reach the trainer."""
         if host in LOOPBACK:
             yield (
                 f"manager.weight_transport={self.name!r}: server {url!r} cannot reach the trainer at "
@@ -98,7 +98,7 @@ class ProcessGroupConnection(ServerConnection):
         """Form the group; returns once the server has joined.
 
         Raises:
-            UpdateFailed: it did not join.
+            UpdateFailed: the server did not join.
         """
         world = 1 + self._tensor_parallel
         listener = socket.create_server((self._host, 0))
@@ -152,8 +152,8 @@ class ProcessGroupConnection(ServerConnection):
         await _both(asyncio.to_thread(self._broadcast, bucket), self._call("/update_weights_from_distributed", body))
 
     def _broadcast(self, bucket: NamedTensors) -> None:
-        """Send the bytes of `bucket` end to end, in one call. On a GPU that is done beside training, on a stream of its
-        own, and the memory is free again when this returns.
+        """Send the bytes of `bucket` end to end, in one call. On a GPU this runs concurrently with training, on a
+        separate stream, and the memory is free again when this returns.
         """
         import torch
         import torch.distributed as dist
@@ -185,7 +185,7 @@ class ProcessGroupConnection(ServerConnection):
 
 
 def _aligned(bucket: NamedTensors) -> NamedTensors:
-    """`bucket` in the order in which its bytes are sent: largest elements first, so that each tensor is aligned."""
+    """Return `bucket` in the order of sending: largest elements first, so that each tensor is aligned."""
     return sorted(bucket, key=lambda named: -named[1].dtype.itemsize)
 
 
@@ -196,7 +196,7 @@ async def _both(here: Awaitable[None], there: Awaitable[None]) -> None:
         UpdateFailed: a part failed.
     """
     ours, theirs = await asyncio.gather(here, there, return_exceptions=True)
-    if isinstance(theirs, BaseException):  # the cause, where both failed
+    if isinstance(theirs, BaseException):  # the cause, if both failed
         raise theirs
     if isinstance(ours, BaseException):
         raise UpdateFailed(f"sending weights failed: {type(ours).__name__}: {ours}") from ours

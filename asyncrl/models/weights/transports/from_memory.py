@@ -51,7 +51,7 @@ class MemoryTransport(WeightTransport):
     needs_sglang: ClassVar[bool] = True
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """Require servers that have only ranks which get weights, and that `check_distance` allows."""
+        """Require servers whose ranks all receive weights, and that `check_distance` allows."""
         generation = config.generation
         here = {config.system.host, *LOOPBACK}
         elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
@@ -74,7 +74,7 @@ class MemoryTransport(WeightTransport):
     def connection(
         self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
     ) -> ServerConnection:
-        """A new connection from the trainer, which computes on `device`, to the server at `url`."""
+        """Return a new connection from the trainer, which computes on `device`, to the server at `url`."""
 
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
         return AskPublisher(publisher)
@@ -99,7 +99,7 @@ class AskPublisher(ManagerEnd):
 
 
 class NotHeld(LookupError):
-    """The wanted version is not in memory; the message names those that are."""
+    """The wanted version is not in memory; the message lists the versions in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class _Channel:
 
 
 class MemoryTrainerEnd(TrainerEnd):
-    """Copies of published weights on the CPU, and connections by which they are sent.
+    """Copies of published weights on the CPU, and the connections that send them.
 
     `hold` and `keep` may be called from any thread, the rest in one running loop.
     """
@@ -204,7 +204,7 @@ class MemoryTrainerEnd(TrainerEnd):
             self._give_up(server)
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.close()
-        self.keep(())  # what is in shared memory goes with its last user
+        self.keep(())  # shared memory is freed with its last user
 
     def _give_up(self, server: int) -> None:
         channel = self._channels.pop(server, None)
@@ -218,8 +218,8 @@ class ServerConnection(ABC):
     """Sends weights to one server. `open` it once, `send` every version, `close` it; one call at a time.
 
     Args:
-        url: the server's.
-        http: the connections.
+        url: URL of the server.
+        http: HTTP connections.
         tensor_parallel: ranks that the server spreads its weights over.
         timeout_s: limit of one call, seconds.
         bucket_bytes: see `BUCKET_BYTES`.
@@ -249,12 +249,12 @@ class ServerConnection(ABC):
         """Replace the weights of the paused server by `tensors` (names as in a Hugging Face checkpoint), labelled.
 
         Args:
-            tensors: all of them.
-            version: what they become.
+            tensors: all tensors of the version.
+            version: label of the weights.
             keep_cache: True if requests that are paused in place continue with their cached keys and values.
 
         Raises:
-            UpdateFailed: the server did not take them, or their connection failed.
+            UpdateFailed: the server did not accept them, or the connection failed.
             HttpError: the server could not be reached.
         """
         await self._call("/begin_weight_update", {}, missing_is_fine=True)

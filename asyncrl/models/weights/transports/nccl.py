@@ -15,7 +15,7 @@ from asyncrl.runtime.planning.plan_workers import plan_workers
 
 _ASK = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
 _ASK_LIMIT_S = 120.0
-"""Importing a torch that was never imported on this machine takes its time."""
+"""Time limit in seconds: the first import of a torch on a machine is slow."""
 
 
 class Installed(NamedTuple):
@@ -40,7 +40,7 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message if trainer and servers, both on this host's GPUs, have two versions."""
     generation = config.generation
     if generation.sglang.urls:
-        return  # of servers that somebody else started it is not known
+        return  # unknown for servers that asyncrl did not start
     try:
         plans = plan_workers(config)
     except ValueError:  # no layout, or no graph

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from asyncrl.models.weights.transports.from_memory import NamedTensors
 
-_sharing = threading.Lock()  # the sharing strategy is the process's, and a tensor moves into shared memory once
+_sharing = threading.Lock()  # the sharing strategy is per process, and a tensor moves into shared memory only once
 
 
 class TensorTransport(MemoryTransport):
     """Sends weights by shared memory to servers on the trainer's machine."""
 
     def check_distance(self, url: str, host: str) -> Iterator[str]:
-        """Memory is shared on one machine only."""
+        """Require a server on the same machine, because memory cannot be shared otherwise."""
         yield (
             f"manager.weight_transport={self.name!r}: server {url!r} is not on system.host={host!r}, and memory is "
             "shared on one machine only; use distributed or disk"
@@ -59,7 +59,7 @@ def _shared_handle(bucket: NamedTensors) -> str:
 
     with _sharing:
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        # The other strategy hands over file descriptors, which only a child process can take.
+        # The other strategy passes file descriptors, which only a child process can use.
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         try:
             buffer = io.BytesIO()

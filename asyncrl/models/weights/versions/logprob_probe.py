@@ -1,6 +1,6 @@
 """The probe of published weights: fixed prompts and the trainer's own log-probabilities of them. Torch-free.
 
-`logprob_probe.json` lies beside the weights of every published version:
+`logprob_probe.json` is beside the weights of every published version:
 
     {"sequences": [{"token_ids": [31, 4, 90], "logprobs": [0.0, -3.1, -2.7]}, {"token_ids": [...], ...}]}
 
@@ -79,7 +79,7 @@ class LogprobProbe(msgspec.Struct, frozen=True):
         logprobs: Sequence[Sequence[float]],
         picture: PlacedPicture | None = None,
     ) -> LogprobProbe:
-        """The probe of sequences and their log-probabilities; `picture` is in the last."""
+        """Return the probe of sequences and their log-probabilities; `picture` is in the last sequence."""
         pairs = zip(token_ids, logprobs, strict=True)
         made = [ProbeSequence(tuple(tokens), tuple(scores)) for tokens, scores in pairs]
         if picture is not None:
@@ -99,7 +99,7 @@ def probe_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
 
 
 def probe_picture() -> Picture:
-    """The fixed picture of noise."""
+    """Return the fixed picture of noise."""
     pixels = random.Random(_SEED).randbytes(3 * PICTURE_SIDE * PICTURE_SIDE)
     return Picture.from_array(np.frombuffer(pixels, np.uint8).reshape(PICTURE_SIDE, PICTURE_SIDE, 3))
 
@@ -116,7 +116,7 @@ def with_picture(
 
 
 def encode_probe(probe: LogprobProbe) -> bytes:
-    """The content of `PROBE_FILE`."""
+    """Return the content of `PROBE_FILE`."""
     return msgspec.json.encode(probe)
 
 

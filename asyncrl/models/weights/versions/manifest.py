@@ -7,7 +7,7 @@ Torch-free.
      "files": {"model.safetensors": {"bytes": 968832, "xxh3": "5f1d3c2a90b1e6d4"}, "config.json": {...}},
      "tensors": {"model.norm.weight": {"shape": [96], "dtype": "F32", "file": "model.safetensors"}}}
 
-The checksum is XXH3 (64 bits), as what it must find is a torn or damaged file and not a forger: 20 to 30 GiB/s on one
+The checksum is XXH3 (64 bits), because it must detect torn or damaged files, not forgery: 20 to 30 GiB/s on one
 thread where zlib's CRC-32 reached 4 to 6 and SHA-256 1.6. Large files are checked in parallel.
 """
 
@@ -29,7 +29,7 @@ from asyncrl.models.weights.atomic_dir import write_file
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
 _THREADS = 4  # enough to pass a fast disk's rate
-_LARGE_BYTES = 16 << 20  # a file below is checked before a thread for it would have begun
+_LARGE_BYTES = 16 << 20  # checking a smaller file takes less time than starting a thread
 _READ_BYTES = 1 << 20  # stays in the core's cache between being read and being summed
 
 
@@ -73,7 +73,7 @@ class Manifest(Struct, frozen=True, tag_field="format", tag=FORMAT):
     tensors: dict[str, TensorEntry] = {}
 
     def check_same_tensors(self, other: Manifest) -> None:
-        """Check that `other` has the same tensors: a server that holds the one can load the other.
+        """Check that `other` has the same tensors, so that a server with one version can load the other.
 
         Raises:
             ManifestError: a tensor is missing, new, or of another shape or dtype.
@@ -143,7 +143,7 @@ def verify_file(path: Path, manifest: Manifest) -> None:
     """Check one file of the directory described by `manifest`. The next reader finds it in the page cache.
 
     Raises:
-        ManifestError: it is not listed, missing, of another size, or damaged.
+        ManifestError: the file is not listed, missing, of another size, or damaged.
     """
     entry = manifest.files.get(path.name)
     if entry is None:
@@ -164,12 +164,12 @@ def whole_files(directory: Path) -> tuple[Manifest, list[str]]:
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Size and checksum of `path`."""
+    """Return size and checksum of `path`."""
     return FileEntry(path.stat().st_size, checksum(path))
 
 
 def checksum(path: Path) -> str:
-    """XXH3 of the file at `path`, sixteen hexadecimal digits."""
+    """Return the XXH3 of the file at `path`, sixteen hexadecimal digits."""
     digest = xxhash.xxh3_64()
     with FileIO(path) as file:
         buffer = memoryview(bytearray(min(path.stat().st_size, _READ_BYTES)))
@@ -193,7 +193,7 @@ def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
     large = [name for name in by_size if files[name].bytes >= _LARGE_BYTES]
     for name in by_size[: len(by_size) - len(large)]:
         _check_sum(directory, name, files[name])
-    with ThreadPoolExecutor(_THREADS) as pool:  # which starts no more threads than it is given files
+    with ThreadPoolExecutor(_THREADS) as pool:  # starts at most one thread per file
         for _ in pool.map(lambda name: _check_sum(directory, name, files[name]), reversed(large)):
             pass
 

@@ -2,7 +2,7 @@
 rank that needs it.
 
 specs()                        names, shapes and types, the same on all ranks: a writer can plan from them
-gather({"lm_head.weight": 1})  all ranks together; each yields what it owns, whole, one after the other
+gather({"lm_head.weight": 1})  all ranks together; each yields its own tensors, whole, one after the other
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Published(Protocol):
         """Return the specs of the tensors to publish."""
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, each on the rank that owns it."""
+        """Yield whole tensors, each on the rank that owns it."""
 
 
 class Rounded:
-    """The tensors of `source` in the type `dtype`, as servers and readers of versions get them."""
+    """The tensors of `source` in the type `dtype`, in which versions are published."""
 
     def __init__(self, source: Published, dtype: torch.dtype) -> None:
         self._source, self._dtype = source, dtype

@@ -3,12 +3,12 @@
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, logprob_probe.json, manifest.json
 
-A role that trains adapters has these alone in its versions, in one file as peft has them:
+Versions of a role that trains adapters have only the adapters, in one file in peft's layout:
 
     <root>/<role>/v<N>/    adapter_model.safetensors, adapter_config.json, logprob_probe.json, manifest.json
 
 The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All ranks take
-part in three steps; a step begins when all ranks have done the one before:
+part in three steps; a step begins when all ranks have finished the previous one:
 
     begin    the leading rank creates the directory aside (`atomic_dir`)
     write    tensor by tensor in the model's order, each is gathered by the rank whose file it belongs to, which writes
@@ -67,7 +67,7 @@ _STEM = "model"
 _log = logging.getLogger(__name__)
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
-_MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
+_MAX_ASSET_BYTES = 64 << 20  # tokenizers are smaller
 
 
 def write_model(
@@ -76,7 +76,7 @@ def write_model(
     """Write `source` as the new Hugging Face folder `folder`, with the files `beside` by name; by one rank alone.
 
     Raises:
-        OSError: it cannot be written; nothing is visible then.
+        OSError: the folder cannot be written; nothing is visible then.
     """
     shards, stem = _plan(source.published_specs(), 1, adapters, MAX_SHARD_BYTES)
     writing = _Writing(source, folder, Manifest("", 0, {}, _tensor_entries(shards, stem)), shards, ranks, stem)
@@ -97,7 +97,7 @@ class Shard:
 
 
 def version_dir(root: Path, role: str, version: int) -> Path:
-    """Directory of `version` of `role`."""
+    """Return the directory of `version` of `role`."""
     return root / role / f"v{version}"
 
 
@@ -122,7 +122,7 @@ def publish(
     Args:
         shared: files beside the weights of every version. None only announces the version: readers get its weights from
             memory, and the folder has the probe and a manifest that names no file of weights.
-        probe: probe by which a server that loaded the version is checked; the same on all ranks.
+        probe: probe that checks a server that has loaded the version; the same on all ranks.
         first_worker: worker index of the first of `ranks`, which are consecutive workers.
 
     Raises:
@@ -150,10 +150,10 @@ def publish(
 
 
 def plan_shards(specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
-    """The files to write, cut in the model's order.
+    """Return the files to write, cut in the model's order.
 
     Tensors are dealt to `world` ranks as contiguous runs of nearly equal bytes, each run cut into files of at most
-    `max_shard_bytes` (a larger tensor gets a file of its own). Small models are not cut: below 1 MiB a rank, opening
+    `max_shard_bytes` (a larger tensor gets a separate file). Small models are not cut: below 1 MiB a rank, opening
     files costs more than writing them.
     """
     total = sum(spec.nbytes for spec in specs)
@@ -172,14 +172,16 @@ def plan_shards(specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = 
 
 
 def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -> tuple[list[Shard], str]:
-    """The files and the stem of their names; adapters are small, and peft reads one file of them."""
+    """Return the files and the stem of their names; adapters are small, and peft reads them from one file."""
     if adapters:
         return [Shard(0, list(specs))], ADAPTERS_STEM
     return plan_shards(specs, world, limit), _STEM
 
 
 def tokenizer_assets(model_dir: Path) -> dict[str, Path]:
-    """The files that a server needs beside a model's weights, by name: tokenizer, templates, generation settings."""
+    """Return the files that a server needs beside a model's weights, by name: tokenizer, templates, generation
+    settings.
+    """
     made_here = {"config.json", PROBE_FILE, MANIFEST_FILE}
     return {
         name: path
@@ -268,9 +270,9 @@ class _Writing:
                     sync(path)
                     self.written[path.name] = file.entry()
             finally:
-                for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
+                for _ in gathered:  # the others wait for this rank at every tensor, even if its file failed
                     pass
-        if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
+        if not self.ranks.leads:  # deleted before the rename, so not synced
             part = self._part(self.ranks.rank)
             retry_write_blocking(lambda: part.write_bytes(msgspec.json.encode(self.written)), f"{part}", _log)
 
@@ -289,7 +291,7 @@ class _Writing:
         atomic_dir.commit(self.final)
 
     def write_index(self) -> dict[str, FileEntry]:
-        """Write the index, where there are several files."""
+        """Write the index if there are several files."""
         if len(self.shards) < 2:
             return {}
         return {_INDEX_FILE: _write_file(self.directory / _INDEX_FILE, self._index())}

@@ -20,10 +20,10 @@ _STORE = ".shared"
 
 
 class SharedFiles:
-    """A model's configuration and copies of the files `assets`, by the names that they get.
+    """A model's configuration and copies of the files `assets`, by their names in a version.
 
     Args:
-        config: the model's configuration; for adapters the content of peft's, and all other files are the base model's.
+        config: the model's configuration. For adapters it is the content of peft's, and the other files are the base's.
 
     Attributes:
         adapters: True if the weights are adapters.
@@ -39,7 +39,7 @@ class SharedFiles:
         """Put the files into `directory`, a version's; returns their sizes and checksums.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the files cannot be written.
         """
         store = directory.parent / _STORE
         if not (self._entries and store.is_dir()):
