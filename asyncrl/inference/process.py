@@ -12,17 +12,20 @@ registers its new address, and the GserverManager brings it to the newest versio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Never
 
 from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
 from asyncrl.inference.figures import EngineFigures
-from asyncrl.inference.guest import Guest
 from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.inference.sglang.server_checks import check_kept_requests, check_pictures
@@ -34,9 +37,62 @@ from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 
+WATCH_S = 0.5
+"""Longest time in seconds that a thread waits for a guest's turn or memory, and by which it outlives a stop."""
+
 
 class EngineFailed(RuntimeError):
     """The engine ended and was not started again."""
+
+
+class Guest:
+    """The turns of a guest (`asyncrl.manager.fleet.guests.guests`) on a device that the trainer uses too.
+
+    They follow entries that the trainer and the GserverManager publish.
+
+    Args:
+        resolver: name resolution of the run.
+        index: index of the server.
+        name: name of this process.
+        lease_s: time in seconds after which an entry of a dead process is gone.
+    """
+
+    def __init__(self, resolver: NameResolver, index: int, name: str, lease_s: float) -> None:
+        self._resolver, self._name, self._lease_s = resolver, name, lease_s
+        self._loading, self._memory = names.loading_guest_key(index), names.guest_memory_key(index)
+
+    async def await_turn(self, waiting: Callable[[], None]) -> None:
+        """Wait until the guest may take its device, and record that it does; call `waiting` from time to time."""
+        last = None
+        while True:
+            self._resolver.add(self._loading, self._name, lease_s=self._lease_s, replace=True)
+            try:
+                last = self._resolver.get(names.TRAINER_TURN_KEY)
+                if not names.TrainerTurn.decode(last).training:
+                    return
+            except NameEntryNotFound:
+                pass  # the ranks load their models
+            self._resolver.withdraw(self._loading)
+            observer.stage("waits for its turn on the device")
+            while True:
+                waiting()
+                with contextlib.suppress(NameResolveTimeout):
+                    await asyncio.to_thread(self._resolver.watch, names.TRAINER_TURN_KEY, WATCH_S, last)
+                    break
+
+    def loaded(self) -> None:
+        """Record that the engine holds the device now."""
+        self._resolver.withdraw(self._loading)
+
+    async def follow_rests(self, url: str) -> Never:
+        """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
+        otherwise serves. The GserverManager records both (`names.GuestMemory`).
+        """
+        released, last = names.GuestMemory(url, released=True).encode(), None
+        while True:
+            with contextlib.suppress(NameResolveTimeout):
+                last = await asyncio.to_thread(self._resolver.watch, self._memory, WATCH_S, last)
+                observer.stage(observer.RESTS if last == released else observer.SERVES)
 
 
 class GenerationServer(AsyncWorker):

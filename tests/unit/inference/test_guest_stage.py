@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.names import GuestMemory, guest_memory_key
-from asyncrl.inference.guest import Guest
+from asyncrl.inference.process import Guest
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import cancel
 

@@ -14,7 +14,8 @@ from asyncrl.comm.names import TrialHolder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import ANSWERS_DIR, LOCK_FILE, run_dir_of, write_run_config
-from asyncrl.launch.commands.eval import _settings, _write_answers
+from asyncrl.launch.commands.eval.answers import write_measured_answers
+from asyncrl.launch.commands.eval.config import load_settings
 
 
 def test_relative_paths_of_a_run_mean_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +38,7 @@ def test_relative_paths_of_a_run_mean_the_same_in_every_folder(tmp_path: Path, m
     (run / LOCK_FILE).chmod(0o600)
     args = argparse.Namespace(experiment=None, config_dir=None, overrides=["eval.path=mine.jsonl"])
     monkeypatch.chdir(scratch)
-    found = _settings(args, run, scratch)
+    found = load_settings(args, run, scratch)
     assert found.reward.path == f"{project}/code/my.py:score"
     assert found.reward.args == {"table": f"{project}/table.txt", "other": "not_there.txt"}
     assert found.eval.reward == {"path": f"{project}/code/my.py:grade", "args": {"table": f"{project}/table.txt"}}
@@ -56,9 +57,9 @@ def test_answers_that_are_not_there_are_told_by_their_number(
     keeps = KeptAnswers(run_dir_of(config) / ANSWERS_DIR, 1, 1, str, index=0, workers=1)
     asyncio.run(keeps.keep("held_out", 0, {0: [Answer([sample], None, {})]}))
     measured = {"set": "held_out", "eval/held_out/prompts": 1.0}
-    assert _write_answers(config, out, [measured])
+    assert write_measured_answers(config, out, [measured])
     assert capsys.readouterr().err == ""
-    assert not _write_answers(config, out, [measured | {"eval/held_out/prompts": 2.0}])
+    assert not write_measured_answers(config, out, [measured | {"eval/held_out/prompts": 2.0}])
     assert "answers.jsonl has 1 of 2 answers to held_out" in capsys.readouterr().err
-    assert _write_answers(config, out, [{"set": "held_out", "failed": "TimeoutError"}])
+    assert write_measured_answers(config, out, [{"set": "held_out", "failed": "TimeoutError"}])
     assert out.read_text() == ""

@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.launch.commands import show
-from asyncrl.launch.commands.eval import write_answers
+from asyncrl.launch.commands.eval.answers import write_answers
 from asyncrl.observe.dashboard import page_data
 from asyncrl.observe.metrics.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (

@@ -13,47 +13,33 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
-from asyncrl.config.evaluation_sets import evaluation_sets
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import load_experiment
-from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
-from asyncrl.config.setting import ConfigError, Device
-from asyncrl.config.trained_policies import config_of_policy
-from asyncrl.inference.settings import NO_GUESTS
+from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
+from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.launch.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.same_data import keep_inputs
 from asyncrl.launch.before_start.served_policies import check_served_policies
+from asyncrl.launch.commands.eval.answers import write_measured_answers
+from asyncrl.launch.commands.eval.config import evaluation_config, load_settings, policy_folder
 from asyncrl.launch.refusal import refuse
 from asyncrl.observe.metrics.sinks import read_rows
-from asyncrl.observe.samples import Row, answer_files, read_samples
-from asyncrl.observe.settings import SamplesConfig
-from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.planning.process_kinds import Purpose
-from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.resume import TrialError
-from asyncrl.trainer.settings import LoraConfig
 
 _MEASURED, _ANSWERS = ".json", ".jsonl"
-"""Endings of files for what was measured and for the answers."""
-_NO_LIMIT_GB = 1e6
-_NAME = "run"
-"""Name of a run's own settings while they are read as an experiment."""
+"""File name endings of the measurements and of the answers."""
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -119,13 +105,13 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
         if not out.expanduser().absolute().parent.is_dir():
             raise ConfigError(f"--out {out}: its folder is not there; make it first")
     answers = any(out.suffix == _ANSWERS for out in args.out)
-    config = _settings(args, given if is_run else None, scratch)
-    config.model.path = str(_policy(given, args.step, scratch, args.policy)) if is_run else named
+    config = load_settings(args, given if is_run else None, scratch)
+    config.model.path = str(policy_folder(given, args.step, scratch, args.policy)) if is_run else named
     for policy in config.policies if is_run else ():
         if policy.trained and policy.name in read_run_config(given).trained_policies:
-            policy.path = str(_policy(given, args.step, scratch, policy.name))
+            policy.path = str(policy_folder(given, args.step, scratch, policy.name))
     resolve_hub_names(config)
-    config = _alone(config, scratch, answers=answers)
+    config = evaluation_config(config, scratch, answers=answers)
     validate(config)
     for note in check_served_policies(config):
         console.print(f"WARNING: {note}")
@@ -144,94 +130,10 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
             measured = {"model": named, "step": args.step, "sets": rows}
             out.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
         else:
-            complete = _write_answers(config, out, rows) and complete
+            complete = write_measured_answers(config, out, rows) and complete
     if code == EXIT_OK and (not complete or any("failed" in row for row in rows)):
         return EXIT_FAILED
     return code
-
-
-def _write_answers(config: ExperimentConfig, out: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Write the answers to those sets that were measured; returns whether all of them were kept."""
-    measured = {str(row["set"]): row for row in rows if "failed" not in row}
-    written = write_answers(run_dir_of(config) / ANSWERS_DIR, out, list(measured))
-    missing = False
-    for each in evaluation_sets(config):
-        if each.name not in measured:
-            continue
-        wanted = int(measured[each.name][f"eval/{each.name}/prompts"]) * each.n_samples
-        if written[each.name] != wanted:
-            missing = True
-            refuse(f"{out} has {written[each.name]} of {wanted} answers to {each.name}")
-    return not missing
-
-
-def _settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> ExperimentConfig:
-    """The settings that hold: of the experiment, or else of the run, with what the command line says."""
-    name, folder = args.experiment, args.config_dir
-    if name is None:
-        assert run is not None
-        name, folder = _NAME, scratch / "experiments"
-        folder.mkdir()
-        own = OmegaConf.to_container(OmegaConf.structured(_settings_from_anywhere(run)))
-        assert isinstance(own, dict)
-        text = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["experiment_schema", "_self_"], **own}))
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-    config = load_experiment(name, args.overrides, folder)
-    if not isinstance(config, ExperimentConfig):
-        raise ConfigError(f"--experiment {name}: supervised training has no evaluation sets; name an RL experiment")
-    return config
-
-
-def _settings_from_anywhere(run: Path) -> ExperimentConfig:
-    """The settings of `run`, whose relative paths are meant from where it was started."""
-    config, holder = read_run_config(run), read_holder(run)
-    if holder is None or not holder.folder:
-        return config
-    started_in = Path(holder.folder)
-    for named in list(named_inputs(config, training=False)):
-        if named.path is not None and not named.path.is_absolute():
-            named.put(named.with_path(started_in / named.path))
-    for text in list(texts_in_args(config, training=False)):
-        if not Path(text.value).is_absolute() and is_file(str(started_in / text.value)):
-            text.put(str(started_in / text.value))
-    return config
-
-
-def _policy(run: Path, step: int | None, scratch: Path, policy: str) -> Path:
-    """A Hugging Face folder with a policy of `run` after `step` steps: one that it trains too, or "", its own."""
-    if step == 0:
-        return Path(str(config_of_policy(read_run_config(run), policy).model.path))
-    from asyncrl.launch.commands.export.policy import ExportError, export  # which loads torch
-    from asyncrl.models.weights.model_files.loading import WeightUpdateError
-    from asyncrl.models.weights.versions.manifest import ManifestError
-
-    folder = scratch / f"model-{policy}"
-    if folder.exists():
-        return folder
-    try:
-        export(run, step, folder, policy=policy)
-    except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
-        raise ConfigError(f"{run}: {error}") from error
-    return folder
-
-
-def _alone(config: ExperimentConfig, scratch: Path, *, answers: bool) -> ExperimentConfig:
-    """`config` for a launch that evaluates every set once, trains nothing and keeps its logs and, if so, answers."""
-    sets = [replace(each, interval=None) for each in config.eval.sets]
-    path = Path(str(config.model.path)).expanduser().resolve()
-    return replace(
-        config,
-        experiment_name="eval",
-        trial_name="0",
-        fileroot=str(scratch),
-        model=replace(config.model, path=str(path), lora=LoraConfig()),
-        eval=replace(config.eval, interval=1, sets=sets),
-        samples=SamplesConfig(eval_every=int(answers), max_gb=_NO_LIMIT_GB),
-        checkpoint=replace(config.checkpoint, keep_best=None),
-        manager=replace(config.manager, weight_transport="disk"),
-        generation=replace(config.generation, guests=NO_GUESTS),
-        trainer=replace(config.trainer, device=Device.cpu),  # so that all GPUs are the servers'
-    )
 
 
 class _Progress:
@@ -275,45 +177,3 @@ def _figures(row: Mapping[str, Any]) -> dict[str, str]:
     found = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
     shown = {key: f"{value:.0f}" if key == "prompts" else f"{value:.3f}" for key, value in found.items()}
     return shown | ({"left out": str(row["left_out"])} if row["left_out"] else {})
-
-
-def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, int]:
-    """Write the answers saved in `folder` to `out`, for each of `sets` in the order of rows and members.
-
-    Returns:
-        The number of answers of each set.
-
-    Raises:
-        ValueError: a file is not a file of answers.
-        OSError: `out` cannot be written.
-    """
-    files: defaultdict[str, list[Path]] = defaultdict(list)
-    for file in answer_files(folder):
-        files[file.parent.name].append(file)
-    counts: Counter[str] = Counter()
-    with out.open("w", encoding="utf-8") as lines:
-        for name in sets:
-            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["sample"]))
-            counts[name] = len({(row["order"], row["episode"]) for row in rows})
-            lines.writelines(json.dumps(_line(row), ensure_ascii=False) + "\n" for row in rows)
-    return counts
-
-
-def _line(row: Row) -> dict[str, Any]:
-    """Return the line of a sample; an answer has several if its conversation was cut into several."""
-    texts = [(part["generated"], part["text"]) for part in row["segments"]]
-    first = next((number for number, (generated, _) in enumerate(texts) if generated), len(texts))
-    return {
-        "set": row["set"],
-        "row": row["order"],
-        "answer": row["episode"],
-        "sample": row["sample"],
-        "prompt": "".join(text for _, text in texts[:first]),
-        "completion": "".join(text for _, text in texts[first:]),
-        "reward": row["total_reward"],
-        "reward_parts": row["reward_parts"],
-        "right": row["right"],
-        "generated_tokens": sum(row["loss_mask"]),
-        "truncated": row["truncated"],
-        "metrics": row["rollout_metrics"],
-    }
