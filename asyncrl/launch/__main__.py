@@ -1,4 +1,5 @@
-"""`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
+"""`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check the experiment, then run the
+command.
 
     attach RUN                     show a run that was started with `--detach`
     audit RUN                      check a run's files
@@ -36,8 +37,8 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    if os.getcwd() not in sys.path:  # an import path means the same to `asyncrl` as to `python -m`, which puts it there
+    """Run the command line; return the exit code."""
+    if os.getcwd() not in sys.path:  # `python -m` adds the current folder; import paths must work alike in `asyncrl`
         sys.path.insert(0, os.getcwd())
     from asyncrl.config.describe import experiment_help, list_experiments, program, resolved_yaml
     from asyncrl.config.setting import ConfigError
@@ -124,7 +125,7 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
         action="store_true",
         help="start the run and leave it running; the same command again shows it, and Ctrl-C there ends it",
     )
-    parser.add_argument("--detached", action="store_true", help=argparse.SUPPRESS)  # the one that --detach starts
+    parser.add_argument("--detached", action="store_true", help=argparse.SUPPRESS)  # set by --detach
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:

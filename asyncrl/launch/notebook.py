@@ -147,7 +147,7 @@ class LoadedRun:
 
 
 class Run(Iterator[Row]):
-    """A run under way. Iterate over it for its rows of metrics; `result` waits for its end.
+    """A run in progress. Iterate over it for its rows of metrics; `result` waits for its end.
 
     Leaving the loop, a `with` block or the program ends the run, after a checkpoint; the same call continues from it.
 

@@ -1,4 +1,4 @@
-"""The message and exit code of a command that cannot do what it was asked for."""
+"""Message and exit code of a command that cannot do its work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
 def refuse(message: object) -> int:
-    """Print what is wrong, each line as an error; returns the exit code.
+    """Print each line of `message` as an error; return the exit code.
 
-    A terminal gets lines that end between words. What reads it otherwise gets each error in one line.
+    On a terminal, lines are wrapped between words. Otherwise each error is one line.
     """
     for line in str(message).splitlines():
         text = f"error: {line}"

@@ -36,5 +36,5 @@ def what_next(run_dir: Path, code: int) -> list[str]:
     run = shlex.quote(str(run_dir))
     commands = [f"{program()} doctor {run}", f"{program()} dashboard {run}"]
     lines = [f"{label:<{SUMMARY_INDENT}}{command}" for label, command in zip(("look at it", ""), commands, strict=True)]
-    continues = f"{'continue':<{SUMMARY_INDENT}}the same command goes on from the newest checkpoint"
+    continues = f"{'continue':<{SUMMARY_INDENT}}the same command continues from the newest checkpoint"
     return [*lines, continues] if code == EXIT_INTERRUPTED else lines

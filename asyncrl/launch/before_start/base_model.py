@@ -25,7 +25,7 @@ def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfi
     necessary.
 
     Raises:
-        ConfigError: a model that scores the answers has another tokenizer than the base model.
+        ConfigError: a model that scores answers does not have the base model's tokenizer.
     """
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()

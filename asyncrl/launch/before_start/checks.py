@@ -109,7 +109,7 @@ def _names(config: Config) -> Iterator[str]:
         folder /= config.trial_name
     existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):  # asked of the file system: root may write where nobody can
+        with tempfile.TemporaryFile(dir=existing):  # try to write: permission bits say nothing for root
             pass
     except OSError as error:
         reason = error.strerror or str(error)

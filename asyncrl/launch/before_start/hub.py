@@ -97,7 +97,7 @@ def _folder(named: _Named) -> Path:
         raise ConfigError(
             f"{given}: the hub refuses it ({reason}); check the name and HF_TOKEN, or {instead}"
         ) from None
-    except (OSError, ValueError) as error:  # no network, a full disk, a name that the hub has not
+    except (OSError, ValueError) as error:  # no network, a full disk, a name that the hub does not have
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else 'no reason'}"
         raise ConfigError(

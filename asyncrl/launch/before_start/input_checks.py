@@ -22,7 +22,7 @@ from asyncrl.rollout.user_code.rewards import load_rewards
 
 
 def resolve_length(config: Config) -> None:
-    """Set `total_train_steps` to the number of steps that `total_epochs` means.
+    """Set `total_train_steps` to the number of steps in `total_epochs` epochs.
 
     Raises:
         ConfigError: the training set cannot be loaded, or has too few rows for a step.

@@ -25,8 +25,8 @@ from asyncrl.rollout.user_code.tools import check_format
 ROWS_LOOKED_AT = 1000
 """Number of rows checked of a dataset class, whose rows may take time to make."""
 FILE_ROWS_LOOKED_AT = 200_000
-"""Number of rows checked of files, about a minute of work. The others are checked when they are used, except that all
-are checked if prompts that are too long are refused.
+"""Number of rows checked of files, about a minute of work. Later rows are checked when they are used. If prompts that
+are too long are refused, all rows are checked.
 """
 
 

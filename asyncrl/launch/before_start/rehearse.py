@@ -51,7 +51,7 @@ def rehearsed(config: ExperimentConfig) -> Iterator[Callable[[], list[str]]]:
             yield lambda: _found(process, folder, config)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what user code started
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that user code started
             process.kill()
             process.wait()
 

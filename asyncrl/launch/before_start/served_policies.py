@@ -19,8 +19,8 @@ def check_served_policies(config: ExperimentConfig) -> list[str]:
     """Ask each `url` of `policies` what it serves.
 
     Returns:
-        Sentences for the user, about tokenizers that cannot be compared: a server names the folder of its tokenizer,
-        which this machine may not have, and its API tells nothing else of the vocabulary.
+        Sentences for the user, about tokenizers that cannot be compared: a server reports only the folder of its
+        tokenizer, which this machine may not have.
 
     Raises:
         ConfigError: a server does not answer, or its tokenizer is another than that of `model.path`, or cannot be
@@ -61,7 +61,7 @@ async def _model_info(url: str) -> ModelInfo:
     """Return the model that the server at `url` names.
 
     Raises:
-        HttpError: it does not take requests, or does not say.
+        HttpError: it does not take requests, or does not name its model.
     """
     async with connect(url, None) as client:
         await client.ready(timeout_s=_LIMIT_S)

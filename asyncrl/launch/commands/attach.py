@@ -2,7 +2,7 @@
 
 A detached run is the same command in a separate session: its launcher runs without a terminal, restarts processes that
 die, and writes its output to `launcher.log` in the run's folder. This command shows that file and passes Ctrl-C on to
-the launcher, which it finds as the trial's holder. The run continues without it.
+the launcher, which it finds as the trial's holder. The run continues if this command ends without Ctrl-C.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def attach(run_dir: Path) -> int | None:
         return None
     launcher = os.pidfd_open(holder.pid)
     try:
-        identity = identity_of(holder.pid)  # of the very process that the descriptor is of
+        identity = identity_of(holder.pid)  # of the same process that the descriptor refers to
         if identity is None or identity.started != holder.started:
             return None
         print(

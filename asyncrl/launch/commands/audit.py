@@ -71,7 +71,7 @@ def audit(run_dir: Path) -> Audit:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code: 0 nothing found, 1 something is wrong, 2 there is no run."""
+    """Run the command; return the exit code: 0 nothing found, 1 something is wrong, 2 there is no run."""
     parser = argparse.ArgumentParser(prog=f"{program} audit", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run, <fileroot>/<experiment>/<trial>")
     run_dir: Path = parser.parse_args(argv).run.expanduser()

@@ -48,7 +48,7 @@ _OURS = ("resume", "logging.display")
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line after `chaos`; returns the exit code."""
+    """Run the command with the arguments after `chaos`; return the exit code."""
     args = _parse(argv, program)
     try:
         settings = _settings(args)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], program: str) -> int:
         plan, left_out = _plan(args, config)
     except (ConfigError, ValueError) as error:
         return refuse(str(error))
-    logging.getLogger("asyncrl").addHandler(logging.NullHandler())  # what it loses of its names was taken on purpose
+    logging.getLogger("asyncrl").addHandler(logging.NullHandler())  # else Python prints warnings about lost names
     console = Console(highlight=False, markup=False, soft_wrap=True)
     chosen = [text for text in settings if text not in args.overrides]
     console.print(f"chaos: {len(plan)} faults, seed {args.seed}, in {run_dir_of(config)}")
@@ -115,7 +115,7 @@ def _natural(text: str) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[str]:
-    """The user's settings and those that this command adds.
+    """Return the user's settings and those that this command adds.
 
     Raises:
         ConfigError: the user gave a setting that this command sets itself.
@@ -125,7 +125,7 @@ def _settings(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"{sorted(taken)[0]}: `chaos` sets it; leave it out")
     added = ["logging.display=plain"]
     if "trial_name" in given:
-        added.append("resume=never")  # nobody's trial is continued, or wiped, for this
+        added.append("resume=never")  # no existing trial is continued or wiped
     else:
         added += [f"trial_name=chaos-{args.seed}", "resume=restart"]
     if _BUDGET not in given:
@@ -216,7 +216,7 @@ def _report(
     if watched.code == EXIT_CONFIG and not watched.steps:  # the launcher refused a setting
         return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
     run_dir = run_dir_of(config)
-    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit tells what is wrong with it
+    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit reports its errors
     restarts = read_restarts(run_dir)
     complete(watched.done, watched.steps, restarts)
     find_work(watched.done, entries)

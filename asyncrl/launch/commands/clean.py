@@ -30,7 +30,7 @@ _MIB = 1 << 20
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} clean", description="Remove what a run that has ended no longer needs."
     )

@@ -29,16 +29,16 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} dashboard", description="Show runs on a page: what they learn, why they wait, what they write."
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; several are laid over")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; several are overlaid")
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write the page with its data, and stop")
     parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on; default 127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0 takes a free one")
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the token, for Prometheus; made if it is not there"
+        "--token-file", type=Path, metavar="FILE", help="file with the token, for Prometheus; created if missing"
     )
     args = parser.parse_args(argv)
     try:
@@ -64,7 +64,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     def ready(url: str) -> None:
-        print(f"{url}/#token={token}\nCtrl-C ends the dashboard; the runs go on", flush=True)
+        print(f"{url}/#token={token}\nCtrl-C ends the dashboard; the runs continue", flush=True)
 
     try:
         await serve(Dashboard(histories, decoders, token=token, host=host), port, ready, stop)

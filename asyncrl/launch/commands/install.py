@@ -18,7 +18,7 @@ def installers_dir() -> Path:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line after `install`; returns the exit code of the script."""
+    """Run the command with the arguments after `install`; return the exit code of the script."""
     scripts = sorted(installers_dir().glob(_SCRIPT.format("*")))
     names = [path.stem.removeprefix("install_") for path in scripts]
     parser = argparse.ArgumentParser(

@@ -43,7 +43,7 @@ from asyncrl.runtime.trials.process_exit import was_killed
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 
 GONE_S = 60.0
-"""A run whose manager is missing for so long is over; a manager that died is replaced earlier."""
+"""A run whose manager is missing for this many seconds is over; a manager that died is replaced earlier."""
 STOP_LIMIT_S = 10.0
 """Longest time, in s, for a process to end after it was asked to."""
 _LOOK_S = 2.0
@@ -55,7 +55,7 @@ class JoinError(Exception):
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} join",
         description="Add GenerationServers or RolloutWorkers to an active run; Ctrl-C removes them.",
@@ -216,7 +216,7 @@ class _Joined:
         """Describe what the process does; empty while it starts.
 
         Raises:
-            NameEntryNotFound: it starts.
+            NameEntryNotFound: the process is still starting.
         """
         if plan.kind == names.GENERATION_SERVER:
             server = names.GenerationServerEntry.decode(self._resolver.get(names.gen_server_key(plan.index)))
@@ -241,8 +241,8 @@ class _Joined:
             return False
 
     def _take_index(self, kind: str) -> int:
-        """Return the first number that no process of the run or of another `join` has; it stays ours while this command
-        runs.
+        """Return the first number that no process of the run or of another `join` has; it stays reserved while this
+        command runs.
         """
         index, who = PROCESS_KINDS[kind].count(self._config), f"{socket.gethostname()}, pid {os.getpid()}"
         while True:

@@ -25,7 +25,7 @@ _FOLDER = "samples="
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     args = parse(argv, f"{program} replay", __doc__ or "")
     folders = [each.removeprefix(_FOLDER) for each in args.overrides if each.startswith(_FOLDER)]
     overrides = [each for each in args.overrides if not each.startswith(_FOLDER)]

@@ -36,7 +36,7 @@ from asyncrl.trainer.supervised.base_model import BaseModelError
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     args = parse(argv, f"{program} rollout", __doc__ or "")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     os.umask(PRIVATE_UMASK)

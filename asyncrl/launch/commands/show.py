@@ -31,7 +31,7 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     args = _parse(argv, program)
     folder = args.run.expanduser()
     inside, setting = (SAMPLES_DIR, "every") if args.eval is None else (ANSWERS_DIR, "eval_every")
@@ -179,6 +179,6 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>; with --eval: <set>-<row>")
     parser.add_argument("--rollout", help="one rollout, by its id, as in the ledger")
-    parser.add_argument("-n", "--number", type=_count, default=10, help="at most so many (default: 10; 0: all)")
+    parser.add_argument("-n", "--number", type=_count, default=10, help="largest number shown (default: 10; 0: all)")
     parser.add_argument("--newest-first", action="store_true", help="the last step first")
     return parser.parse_args(argv)

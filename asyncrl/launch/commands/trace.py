@@ -21,7 +21,7 @@ from asyncrl.runtime.exit_codes import EXIT_OK
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} trace",
         description="Write what a run did when, as a Chrome trace (open it in ui.perfetto.dev) or an SVG picture.",

@@ -1,4 +1,4 @@
-"""Say which processes a checked experiment would start."""
+"""Print the processes that a checked experiment would start."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     while guests generate      what the servers need, beside what the ranks keep: nothing if roles are off-loaded, else
                                weights, gradients and moments
 
-The libraries of both processes (CUDA's context and what fragments) are there all the time.
+The libraries of both processes (CUDA contexts and fragmentation) take memory all the time.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class SharedDevice:
 
     @property
     def peak(self) -> int:
-        """The most that is needed at a time."""
+        """The most bytes that are needed at a time."""
         return max(self.training, self.kept + self.serving) + self.libraries
 
     def missing(self, there: int) -> str:
-        """An error message if the device has less than is needed; empty if it is enough."""
+        """Return an error message if the device has less than is needed; empty if it is enough."""
         lacks = self.peak - there
         if lacks <= 0:
             return ""
@@ -75,8 +75,8 @@ def cache_bytes_per_token(sizes: ModelSizes, value_bytes: int) -> int:
 
 
 def server_bytes(config: ExperimentConfig, model: SizedModel) -> int:
-    """Return the bytes that one server needs for weights and cache: of SGLang, which takes what there is, the least
-    that it can work with.
+    """Return the bytes that one server needs for weights and cache. SGLang takes all free memory; for it this is the
+    least that it can work with.
     """
     generation = config.generation
     value_bytes = 4 if generation.dtype.on("cuda") == Dtype.float32 else 2

@@ -22,4 +22,4 @@ def test_the_end_of_a_run_names_commands_that_can_be_copied(folder: str) -> None
 
 def test_an_interrupted_run_says_how_to_continue() -> None:
     *_, last = what_next(Path("run"), EXIT_INTERRUPTED)
-    assert last == "continue   the same command goes on from the newest checkpoint"
+    assert last == "continue   the same command continues from the newest checkpoint"

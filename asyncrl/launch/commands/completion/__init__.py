@@ -31,7 +31,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} completion",
         description="Print a script that completes commands, experiments, settings and options.",

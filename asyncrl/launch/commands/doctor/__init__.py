@@ -14,7 +14,7 @@ from asyncrl.config.run_dir import CONFIG_FILE
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     of = next((item for item in argv if not item.startswith("-")), None)
     if of is None or "/" in of or _is_run(Path(of)):
         from asyncrl.launch.commands.doctor import run

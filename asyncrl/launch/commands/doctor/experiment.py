@@ -68,7 +68,7 @@ class _Report:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} doctor", description="Make every check of a start, and start nothing."
     )

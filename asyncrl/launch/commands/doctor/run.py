@@ -25,19 +25,19 @@ _BAR = 10
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} doctor",
-        description="Say why a run is as fast as it is, and what is wrong with it.",
+        description="Explain a run's speed, and find its problems.",
         epilog=f"Before a run: {program} doctor EXPERIMENT [setting=value ...] makes every check of a start.",
     )
-    parser.add_argument("run", type=Path, help="folder of the run; it may go on, have ended or have died")
+    parser.add_argument("run", type=Path, help="folder of the run, which may be running, have ended or have died")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--plan",
         type=int,
         metavar="DEVICES",
-        help="say how so many devices are best divided between training and generation, by a simulation with its rates",
+        help="find the best split of this number of devices between training and generation, by simulating the run",
     )
     args = parser.parse_args(argv)
     try:

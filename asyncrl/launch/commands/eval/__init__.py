@@ -1,8 +1,8 @@
-"""`asyncrl eval MODEL [setting=value ...]`: evaluate a model that stands, without a trainer.
+"""`asyncrl eval MODEL [setting=value ...]`: evaluate a fixed model, without a trainer.
 
-MODEL is the folder of a run, whose own settings then hold, a Hugging Face folder, or a name on the hub. Generation
-servers, a GserverManager and workers are started as in training; each set of `eval` is answered once and reported as a
-table and, with `--out`, as JSON; so is each answer with its scores.
+MODEL is a Hugging Face folder, a name on the hub, or the folder of a run, whose settings are then used. Generation
+servers, a GserverManager and workers are started as in training. The policy answers each set of `eval` once. The
+results are printed as a table. With `--out` they are written as JSON, and so is each answer with its scores.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main(argv: Sequence[str], program: str) -> int:
         action="append",
         default=[],
         metavar="FILE",
-        help="write there too what was measured (FILE.json), or each answer with its scores (FILE.jsonl); may be given "
-        "twice",
+        help="write the results there too: what was measured (FILE.json), or each answer with its scores "
+        "(FILE.jsonl); may be given twice",
     )
     args = parser.parse_intermixed_args(argv)
     os.umask(PRIVATE_UMASK)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
-    """Evaluate as `args` say; files of the launch go below `scratch`."""
+    """Run the evaluation that `args` describe; files of the launch are below `scratch`. Return the exit code."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     named = str(args.model)
     given = Path(named).expanduser()
@@ -137,7 +137,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
 
 
 class _Progress:
-    """Shows what the launcher has to say and each set as it ends."""
+    """Prints the launcher's remarks, and each set when its evaluation ends."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -147,18 +147,18 @@ class _Progress:
         self._console.print(text)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Say that a set is done."""
+        """Print that a set is done, or why it failed."""
         self._console.print(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
 
     def standing(self, lines: Sequence[str]) -> None:
-        """An evaluation trains nothing."""
+        """Do nothing: an evaluation has no training state to show."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A column for each set, a row for each metric that one of them has."""
+    """Return a table with a column for each set, and a row for each metric that any set has."""
     figures = [_figures(row) for row in rows]
     table = Table(title=model, title_justify="left")
     table.add_column("")

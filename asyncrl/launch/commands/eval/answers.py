@@ -16,7 +16,7 @@ from asyncrl.observe.samples import Row, answer_files, read_samples
 
 
 def write_measured_answers(config: ExperimentConfig, out: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Write the answers to those sets that were measured; returns whether all of them were kept."""
+    """Write the answers to the measured sets to `out`; return True if every answer was kept."""
     measured = {str(row["set"]): row for row in rows if "failed" not in row}
     written = write_answers(run_dir_of(config) / ANSWERS_DIR, out, list(measured))
     missing = False

@@ -25,7 +25,7 @@ _NAME = "run"
 
 
 def load_settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> ExperimentConfig:
-    """The settings that hold: of the experiment, or else of the run, with what the command line says."""
+    """Return the experiment's settings, or without an experiment the run's, with those of the command line."""
     name, folder = args.experiment, args.config_dir
     if name is None:
         assert run is not None
@@ -42,7 +42,7 @@ def load_settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> 
 
 
 def _settings_from_anywhere(run: Path) -> ExperimentConfig:
-    """The settings of `run`, whose relative paths are meant from where it was started."""
+    """Return the settings of `run`, with relative paths resolved against the folder in which it was started."""
     config, holder = read_run_config(run), read_holder(run)
     if holder is None or not holder.folder:
         return config
@@ -57,10 +57,12 @@ def _settings_from_anywhere(run: Path) -> ExperimentConfig:
 
 
 def policy_folder(run: Path, step: int | None, scratch: Path, policy: str) -> Path:
-    """A Hugging Face folder with a policy of `run` after `step` steps: one that it trains too, or "", its own."""
+    """Return a Hugging Face folder with a policy of `run` after `step` steps. `policy` is one of the further trained
+    policies; empty: the run's own.
+    """
     if step == 0:
         return Path(str(config_of_policy(read_run_config(run), policy).model.path))
-    from asyncrl.launch.commands.export.policy import ExportError, export  # which loads torch
+    from asyncrl.launch.commands.export.policy import ExportError, export  # imports torch
     from asyncrl.models.weights.model_files.loading import WeightUpdateError
     from asyncrl.models.weights.versions.manifest import ManifestError
 
@@ -75,7 +77,9 @@ def policy_folder(run: Path, step: int | None, scratch: Path, policy: str) -> Pa
 
 
 def evaluation_config(config: ExperimentConfig, scratch: Path, *, answers: bool) -> ExperimentConfig:
-    """`config` for a launch that evaluates every set once, trains nothing and keeps its logs and, if so, answers."""
+    """Return `config` for a launch that evaluates every set once and trains nothing. It keeps its logs, and answers if
+    `answers` is set.
+    """
     sets = [replace(each, interval=None) for each in config.eval.sets]
     path = Path(str(config.model.path)).expanduser().resolve()
     return replace(

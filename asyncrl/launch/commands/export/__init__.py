@@ -11,7 +11,7 @@ from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line after `export`; returns the exit code."""
+    """Run the command with the arguments after `export`; return the exit code."""
     parser = argparse.ArgumentParser(prog=f"{program} export", description="Write a policy as a Hugging Face folder.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: <fileroot>/<experiment>/<trial>")
     parser.add_argument("--step", type=int, metavar="N", help="train steps of the policy; the newest by default")
@@ -19,7 +19,7 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("--policy", default="", metavar="NAME", help="one of `policies` that the run trains too")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
-    from asyncrl.launch.commands.export.policy import (  # which loads torch: not for --help or a wrong option
+    from asyncrl.launch.commands.export.policy import (  # imports torch: not for --help or a wrong option
         ExportError,
         export,
     )

@@ -130,7 +130,7 @@ def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Rea
     stored, other = _opened(checkpoint), from_folder(template)
 
     parts = {} if are_adapters(template) else {part.name: part for part in _parts_in(template)}
-    parameter = lru_cache(maxsize=1)(stored.read)  # of which the next tensor may be a part too
+    parameter = lru_cache(maxsize=1)(stored.read)  # the next tensor may be a part of the same parameter
 
     def read(name: str, entry: TensorEntry) -> Tensor:
         part = parts.get(name)
@@ -144,7 +144,7 @@ def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Rea
 
 
 def _parts_in(folder: Path) -> list[FolderTensor]:
-    """Return where the tensors of the model in `folder` are in the parameters of a checkpoint."""
+    """Return the place of each tensor of the model in `folder` within the parameters of a checkpoint."""
     return folder_tensors(language_model_on_meta(AutoConfig.from_pretrained(folder)))
 
 

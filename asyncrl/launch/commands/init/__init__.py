@@ -21,7 +21,7 @@ ROWS, SEED = 512, 0
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} init",
         description="Write a small project of your own: an experiment, data, a reward, an agent and a test of them.",

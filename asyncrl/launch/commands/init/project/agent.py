@@ -1,10 +1,10 @@
-"""Your agent: what an episode does with a prompt. This one asks the policy once and has the environment judge."""
+"""Your agent: it plays an episode of a prompt. This one asks the policy once, and the environment scores the answer."""
 
 from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Tokenizer
 
 
 async def run(prompt: Prompt, env: Environment, client: ChatClient, *, tokenizer: Tokenizer) -> float:
-    """The reward of the episode; ask the policy as often as you like, each answer is trained."""
+    """Return the reward of the episode. You may ask the policy any number of times; each answer is trained."""
     name = f"{prompt.prompt_id}/{prompt.member}"
     request = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
     (answer,) = (await client.generate(request)).completions
