@@ -32,9 +32,9 @@ Row = Mapping[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
 _SINCE = re.compile(r" \(\d+ s\)$")
-"""End of a line that shows for how long."""
+"""End of a line with a duration in seconds."""
 _RECENT = 10
-"""Steps that rates and shares of time are shown over."""
+"""Number of newest steps over which rates and shares of time are computed."""
 _REFRESH_S = 0.25
 _LOCAL_MODES = 3
 """Index of the modes that echo typed keys in the list of `termios.tcgetattr`."""
@@ -57,7 +57,7 @@ class Display(Protocol):
 
 
 def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
-    """The display `kind` asks for (`auto`, `live`, `plain`, `none`)."""
+    """Return the display of the given `kind`."""
     console = Console(highlight=False)
     if kind == DisplayMode.auto:
         kind = DisplayMode.live if console.is_terminal else DisplayMode.plain
@@ -85,7 +85,7 @@ def wrapped(text: str, console: Console, indent: int = 0) -> str:
 
 
 def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
-    """The last `width` values as bars between their least and greatest."""
+    """Return the last `width` values as bars between their least and greatest."""
     shown = values[-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
@@ -93,7 +93,7 @@ def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
 
 
 def evaluations(row: Row) -> dict[str, dict[str, float]]:
-    """The evaluated sets of a row, each with its figures; one that failed has the figure `failed`."""
+    """Return the evaluated sets of a row, each with its figures; one that failed has the figure `failed`."""
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith("eval/"):
@@ -126,7 +126,7 @@ class _Failures:
         self.episodes: Counter[str] = Counter()
 
     def take(self, row: Row) -> list[str]:
-        """The remarks on `row`."""
+        """Return the remarks on `row`."""
         remarks = []
         for name, figures in evaluations(row).items():
             evaluation = f"the evaluation of version {row['step']:.0f} on {name}"
@@ -216,14 +216,14 @@ class _Panel:
         self._first_step: tuple[float, float] | None = None
 
     def add(self, row: Row) -> None:
-        """Take in a row of metrics; that of step 0 has evaluations alone."""
+        """Add a row of metrics; the row of step 0 has only evaluations."""
         for name, value in main_figures(row).items():
             self._evaluated.setdefault(name, []).append(value)
         if "reward/mean" not in row:
             return
         if self._first_step is None:
             self._first_step = (row["step"], time.monotonic())
-            self.standing = ()  # it is about the time before the first step
+            self.standing = ()  # it describes the time before the first step
         self._recent.append(row)
         self._rewards.append(row["reward/mean"])
 
@@ -295,9 +295,9 @@ class _Panel:
 class LiveDisplay:
     """One panel, redrawn in place.
 
-    A thread redraws it, so that its clock keeps running. Each frame begins by moving the cursor up by the height of the
-    frame before. A remark printed in between would leave lines of the old panel if the height changed. So one lock
-    covers a whole frame, a remark, and a change of what is shown. rich's own thread has no lock around printing.
+    A thread redraws the panel, so that its clock keeps running. Each frame begins by moving the cursor up by the height
+    of the previous frame. A remark printed in between would leave lines of the old panel if the height changed. So one
+    lock covers a whole frame, a remark, and a change of the content. rich's own thread has no lock around printing.
     """
 
     def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
@@ -313,8 +313,8 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         """Print the remark above the panel."""
-        # Options of `print` would also apply to the panel, which is drawn again below the remark; and it joins texts to
-        # one without theirs, but not those in a group.
+        # A group, because options of `print` would also apply to the panel that is redrawn below the remark, and
+        # because `print` joins several texts into one without options.
         remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
         with self._lock:
             self._live.console.print(Group(remark), crop=False)
@@ -323,7 +323,7 @@ class LiveDisplay:
         """Update the figures with a step's row."""
         with self._lock:
             remarks = self._failures.take(row)
-            self._panel.add(row)  # first: the panel is drawn again below each remark
+            self._panel.add(row)  # first, because each remark redraws the panel
             for remark in remarks:
                 self.note(remark)
 
@@ -373,4 +373,4 @@ def _set_modes(descriptor: int, modes: list[int | list[bytes | int]]) -> None:
         if os.tcgetpgrp(descriptor) == os.getpgrp():
             termios.tcsetattr(descriptor, termios.TCSADRAIN, modes)
     except (OSError, termios.error):
-        return  # the terminal was closed, or controls other processes than this one
+        return  # the terminal was closed, or is another process group's now

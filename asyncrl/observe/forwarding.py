@@ -92,14 +92,14 @@ class ObservedLines:
 
     def _read(self, file: Path) -> None:
         waiting = self._waiting.setdefault(file.name, deque())
-        if len(waiting) > MOST_WAITING:  # the launcher's host does not answer; the file keeps what comes
+        if len(waiting) > MOST_WAITING:  # the launcher's host does not answer; later lines stay in the file
             return
         if file.name not in self._files:
             self._files[file.name] = Appended(file)
             waiting += map(_text, Appended(file.with_name(file.name + OLDER)).read())
         try:
             waiting += map(_text, self._files[file.name].read())
-        except ReadAgain:  # it was full, and is the older one now
+        except ReadAgain:  # it was full, and is the previous file now
             waiting += map(_text, Appended(file.with_name(file.name + OLDER)).read())
             waiting += map(_text, self._files[file.name].read())
 
@@ -160,7 +160,7 @@ def _shifted(text: str, ahead_s: float) -> dict[str, Any] | None:
         line = json.loads(text)
         moved = {key: round(line[key] - ahead_s, 3) for key in _TIMES if key in line}
         return line | moved if "at" in moved or "end" in moved else None
-    except (ValueError, TypeError, RecursionError):  # a line that a full disk cut, or not ours
+    except (ValueError, TypeError, RecursionError):  # cut by a full disk, or not written by asyncrl
         return None
 
 
@@ -169,7 +169,7 @@ def _time_of(line: Mapping[str, Any]) -> float:
 
 
 def _newest_in(file: Path) -> float:
-    """The newest time in the end of `file`; 0 where it is not there."""
+    """Return the newest time in the end of `file`; 0 if the file does not exist."""
     if not file.is_file():
         return 0.0
     with file.open("rb") as stream:

@@ -160,7 +160,7 @@ class Observer:
         for read in self._gauges:
             try:
                 line |= read()
-            except Exception as error:  # a figure for people must not end what is observed
+            except Exception as error:  # a failing figure must not end the observed process
                 _log.debug("a gauge failed: %s: %s", type(error).__name__, error)
         return line
 
@@ -255,7 +255,9 @@ def doing(text: str, name: str = "", **about: Any) -> Iterator[None]:
 
 
 def _resources() -> dict[str, float]:
-    """Counters of this process and its threads: seconds on a processor, seconds ready without one, resident bytes."""
+    """Return counters of this process and its threads: seconds on a processor, seconds ready without one, resident
+    bytes.
+    """
     times = os.times()
     figures: dict[str, float] = {"cpu_s": round(times.user + times.system, 2)}
     waited_ns, threads = 0, 0
@@ -264,7 +266,7 @@ def _resources() -> dict[str, float]:
             with open(f"{task.path}/schedstat", encoding="ascii") as file:
                 waited_ns += int(file.read().split()[1])
             threads += 1
-        except (OSError, IndexError):  # the thread ended, or the kernel keeps no such statistics
+        except (OSError, IndexError):  # the thread has ended, or the kernel has no such statistics
             continue
     figures |= {"no_core_s": round(waited_ns / 1e9, 2), "threads": threads}
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def schema() -> Any:
-    """The columns of a file, as a pyarrow schema."""
+    """Return the columns of a file, as a pyarrow schema."""
     import pyarrow as pa
 
     numbers = pa.map_(pa.string(), pa.float64())
@@ -103,7 +103,7 @@ def write_samples(folder: Path, step: int, writer: str, rows: Sequence[Row], max
     own = sorted(folder.glob(f"step-*.{writer}.parquet"))
     sizes = [path.stat().st_size for path in own]
     total = sum(sizes)
-    for path, size in zip(own[:-1], sizes[:-1], strict=True):  # the newest stays, however large
+    for path, size in zip(own[:-1], sizes[:-1], strict=True):  # the newest file stays, whatever its size
         if total <= max_bytes:
             break
         remove_leftover(path, _log)
@@ -119,22 +119,24 @@ def forget_after(folder: Path, step: int, writer: str) -> None:
 
 
 def sample_files(folder: Path) -> list[Path]:
-    """The files in `folder`, by step and writer."""
+    """Return the files in `folder`, by step and writer."""
     return sorted(folder.glob("step-*.parquet"))
 
 
 def answer_files(folder: Path) -> list[Path]:
-    """The files of kept answers in `folder`, which has a folder for each evaluation set: by version, set and writer."""
+    """Return the files of kept answers in `folder`, which has a folder for each evaluation set: by version, set and
+    writer.
+    """
     return sorted(folder.glob("*/step-*.parquet"), key=lambda file: (step_of(file), file.parent.name, file.name))
 
 
 def step_of(file: Path) -> int:
-    """The step of a file."""
+    """Return the step of a file."""
     return int(file.name.removeprefix("step-").partition(".")[0])
 
 
 def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The rows of `files`, one after the other, in the data order within each file.
+    """Yield the rows of `files`, one after the other, in the data order within each file.
 
     Raises:
         ValueError: a file is not a file of samples; the message names it.
@@ -175,10 +177,11 @@ def _trajectory(group: Sequence[Row]) -> tuple[int, Trajectory]:
 
 
 def pictures_of(rows: Iterable[Row]) -> dict[str, Picture]:
-    """The pictures of rows by hash; a file has the bytes of each in the first row of a rollout that shows it.
+    """Return the pictures of rows by hash. A file has the bytes of a picture in the first row of a rollout that shows
+    it.
 
     Raises:
-        ValueError: the bytes are not of the hash that is written beside them.
+        ValueError: the bytes do not have the hash that is stored beside them.
     """
     return {
         each["sha256"]: Picture.received(each["data"], each["sha256"])
@@ -189,7 +192,7 @@ def pictures_of(rows: Iterable[Row]) -> dict[str, Picture]:
 
 
 def _pictures(sample: Sample, written: set[str]) -> list[Row]:
-    """The pictures of a row, their bytes where they are not among those `written`, to which they are added."""
+    """Return the pictures of a row. A picture that is not in `written` is returned with its bytes, and added to it."""
     rows = []
     for placed in sample.pictures:
         sha256 = placed.picture.sha256

@@ -1,4 +1,4 @@
-"""The page as one HTML document: style and scripts inside, nothing from elsewhere."""
+"""The page as one HTML document with its style and scripts; nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ UPLOT_SHA256 = {
 
 
 def static(name: str) -> str:
-    """The text of one of the page's parts."""
+    """Return the text of one of the page's parts."""
     return files("asyncrl.observe.dashboard").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def html(runs: Sequence[dict[str, Any]] | None) -> str:
-    """The page. With `runs` (see `page_data`) it is a report that has its data inside; without, it asks its server."""
+    """Return the page. With `runs` (see `page_data`) the page is a report that contains its data; without, the page
+    requests the data from its server.
+    """
     data = "null" if runs is None else json.dumps(list(runs), separators=(",", ":"), allow_nan=False)
     scripts = [f"const DATA = {_inside_script(data)};", *map(static, SCRIPTS)]
     policy = content_policy(scripts)
@@ -40,7 +42,7 @@ def html(runs: Sequence[dict[str, Any]] | None) -> str:
 
 
 def content_policy(scripts: Sequence[str]) -> str:
-    """Content security policy: the page runs only these scripts and connects only to its own server."""
+    """Return the content security policy: the page runs only these scripts and connects only to its own server."""
     sums = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in scripts)
     return (
         f"default-src 'none'; script-src {sums}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -49,5 +51,5 @@ def content_policy(scripts: Sequence[str]) -> str:
 
 
 def _inside_script(text: str) -> str:
-    """JSON that ends no script and begins no comment, whatever strings are in it."""
+    """Escape JSON so that no string in it can end the script or begin a comment."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

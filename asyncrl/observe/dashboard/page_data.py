@@ -35,7 +35,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
-    """Everything that the page shows of the run; `decode` turns token ids into text, for single tokens."""
+    """Return all data of the run that the page shows. `decode` turns token ids into text, for single tokens."""
     diagnosis = examine(history)
     settings = history.ledger.settings
     data = {
@@ -84,13 +84,13 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _thinned(numbers: Sequence[int], most: int = MOST_POINTS) -> list[int]:
-    """Every n-th of `numbers`, and the last."""
+    """Return every n-th of `numbers`, and the last."""
     every = -(-len(numbers) // most) if numbers else 1
     return list(numbers[::-1][::every][::-1])
 
 
 def _series(history: History) -> dict[str, list[float | None]]:
-    """By metric, its values at the steps in `step`. A metric that only some rows have keeps all that it has."""
+    """Return the values of each metric at the steps in `step`. Metrics that only some rows have keep all values."""
     chosen = set(_thinned(sorted(history.rows)))
     rare = {step for step, row in history.rows.items() if any(name.startswith("eval/") for name in row)}
     steps = sorted(chosen | set(_thinned(sorted(rare))))
@@ -103,7 +103,7 @@ def _series(history: History) -> dict[str, list[float | None]]:
 
 
 def _meanings(history: History) -> dict[str, str]:
-    """The glossary's text of each metric of the newest rows, for tooltips."""
+    """Return the glossary's text of each metric of the newest rows, for tooltips."""
     newest = [history.rows[step] for step in sorted(history.rows)[-ROWS_EXPLAINED:]]
     found = {name: find(name) for name in sorted({name for row in newest for name in row})}
     return {name: f"{name}: {entry.meaning} Healthy: {entry.healthy}" for name, entry in found.items() if entry}
@@ -114,7 +114,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _ages(history: History) -> dict[str, Any]:
-    """Shares of the trained tokens by age, for each of the shown steps."""
+    """Return the shares of trained tokens by age, for each shown step."""
     steps = _thinned(sorted(history.steps))
     ages = [history.steps[step].ages for step in steps]
     most = max((max(each, default=0) for each in ages), default=0)
@@ -123,7 +123,7 @@ def _ages(history: History) -> dict[str, Any]:
 
 
 def _dropped(history: History) -> dict[str, Any]:
-    """Dropped rollouts by reason, summed over the steps between two shown ones."""
+    """Return dropped rollouts by reason, summed over the steps between two shown ones."""
     steps = _thinned(sorted(history.steps))
     sums: list[Counter[str]] = []
     waiting: Counter[str] = Counter()
@@ -196,7 +196,7 @@ def _samples(folder: Path, decode: Decode | None) -> dict[str, Any]:
 
 
 def _few_of_each(rows: Iterable[Row]) -> Iterator[Row]:
-    """The first samples of each rollout."""
+    """Yield the first samples of each rollout."""
     seen: Counter[str] = Counter()
     for row in rows:
         seen[row["rollout"]] += 1
@@ -205,7 +205,7 @@ def _few_of_each(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _pictures(row: Row, pictures: Mapping[str, Picture]) -> dict[str, Any]:
-    """The row's first pictures as data URLs, those that are small; the others are named in its text."""
+    """Return the row's first pictures as data URLs if they are small. The text names the others."""
     hashes = list(dict.fromkeys(each["sha256"] for each in row.get("pictures") or ()))[:PICTURES_OF_SAMPLE]
     found = [pictures[sha256] for sha256 in hashes if sha256 in pictures]
     urls = [picture.data_url for picture in found if len(picture.data) <= PICTURE_BYTES]
@@ -213,7 +213,7 @@ def _pictures(row: Row, pictures: Mapping[str, Picture]) -> dict[str, Any]:
 
 
 def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
-    """A sample for the page: pieces of text, each with its version (-1: not generated) and scores of its token."""
+    """Return a sample for the page: pieces of text, each with its version (-1: not generated) and token scores."""
     shown = {name: row[name] for name in ("step", "prompt", "rollout", "sample", "staleness", "truncated")}
     shown |= {"reward": row["total_reward"], "parts": dict(row["reward_parts"] or {}), "length": len(row["tokens"])}
     shown["group"] = row.get("group") or ""
@@ -248,7 +248,7 @@ def _books(history: History) -> dict[str, Any]:
 
 
 def _processes(history: History) -> list[dict[str, Any]]:
-    """Each process with what it does, and its memory and share of a processor over its newest lines."""
+    """Return each process with its activity, and its memory and processor share over its newest lines."""
     found, policies = [], policy_of_server(history)
     for name, process in sorted(history.processes.items()):
         lines = [line for line in process.lines if "rss" in line]
@@ -283,7 +283,7 @@ def _processes(history: History) -> list[dict[str, Any]]:
 
 
 def _logs(folder: Path) -> dict[str, str]:
-    """The end of each log."""
+    """Return the end of each log."""
     ends = {}
     for file in sorted(folder.glob("*.log")) if folder.is_dir() else ():
         try:

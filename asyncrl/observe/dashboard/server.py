@@ -1,4 +1,6 @@
-"""The dashboard's server: the page, its data, and figures for Prometheus. It reads files and asks no process."""
+"""The dashboard's server: the page, its data, and figures for Prometheus. It reads files and sends no request to the
+run's processes.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ class Dashboard:
     """Serves the page of `histories`.
 
     Args:
-        decoders: for each run, what turns its token ids into text; None where that is not known.
-        token: of everything but the page itself, which holds no data.
+        decoders: for each run, the function from token ids to text; None if unknown.
+        token: bearer token of all paths except the page itself, which contains no data.
         host: address to listen on.
     """
 
@@ -58,7 +60,7 @@ class Dashboard:
         return web.Response(body=self._page, content_type="text/html", charset="utf-8", headers=headers)
 
     async def _answer_runs(self, request: web.BaseRequest, body: bytes) -> web.Response:
-        """All runs, where anything has changed since what the caller has seen."""
+        """Return all runs if anything has changed since the caller's version."""
         seen = request.query.get("seen", "")
         if len(seen) > SEEN_BYTES:
             raise Refused(400, {"error": "seen is no version"}, "malformed")

@@ -1,7 +1,7 @@
-"""The doctor: why a run is as fast as it is, what is wrong with it, and what to set.
+"""The doctor: explains a run's speed, finds its problems, and suggests settings.
 
-One set of rules for the command `doctor RUN`, the terminal's line, the stall message and the dashboard's banner. It
-reads a `History`, so it judges live, finished and dead runs alike, from their files alone.
+One set of rules serves the command `doctor RUN`, the terminal's line, the stall message and the dashboard's banner. The
+rules read a `History`, so they work on live, finished and dead runs alike, from their files alone.
 """
 
 from asyncrl.observe.doctor.diagnosis import Diagnosis, examine

@@ -1,7 +1,8 @@
-"""Rules that name the stages which set the pace, each with what its relief gives at best (`Measured.step_if`).
+"""Rules that find the stages that limit the speed, each with the best step time without that limit
+(`Measured.step_if`).
 
-Several hold at a time: a slow reward fills the places, an evaluation the servers. The bottleneck is the one whose
-relief gains most; of equal ones that which comes first in `RULES`.
+Several rules may hold at a time: a slow reward fills the places, an evaluation fills the servers. The bottleneck is the
+stage with the largest possible gain; of equal ones, the first in `RULES`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ ADVICE_OF_CALL = {
 
 
 def bottlenecks(m: Measured) -> Iterator[Finding]:
-    """The findings of all rules that hold, the one whose relief gains most first.
+    """Yield the findings of all rules that hold, the largest possible gain first.
 
-    Those whose gain is unknown, such as a host that is too slow, come before: they are causes outside the run. More
+    Findings with an unknown gain, such as a host that is too slow, come before: their causes are outside the run. More
     servers cost money, so a setting that gains nearly as much comes before them.
     """
     found = [finding for rule in RULES if (finding := rule(m)) is not None]
@@ -47,7 +48,7 @@ def bottlenecks(m: Measured) -> Iterator[Finding]:
 
 
 def balanced(m: Measured) -> Finding | None:
-    """Say that no stage waits much for another."""
+    """No stage waits much for another."""
     waiting = m.wait + m.parts["wait_eval"] / m.step_s
     if waiting >= LITTLE_WAITING or m.idle > 0.1 or m.waited_s > 1.5 * m.step_s:
         return None
@@ -201,7 +202,7 @@ def admission(m: Measured) -> Finding | None:
     """Places are free and the gate is open, and yet no rollout begins."""
     if m.wait < LITTLE_WAITING or not m.places or m.busy >= 0.6 or m.idle > 0.1:
         return None
-    if (m.eta + 1) * m.batch < 2 * m.places:  # the gate keeps them free
+    if (m.eta + 1) * m.batch < 2 * m.places:  # the gate itself keeps places free
         return None
     return bottleneck(
         m,
@@ -284,13 +285,17 @@ def _part_name(part: str) -> str:
 
 
 def _places_wanted(m: Measured) -> int:
-    """Places that supply a batch in the time that the next stage takes, within what η lets live."""
+    """Return the number of places that supply a batch in the time of the next stage, limited by the rollouts that η
+    allows.
+    """
     next_s = max(m.trainer_s, m.batch * m.calls.get("generation", 0.0) / max(m.places, 1), 1e-3)
     return min(math.ceil(m.batch * m.rollout_s / next_s), (m.eta + 1) * m.batch)
 
 
 def _room(m: Measured) -> float | None:
-    """Samples that the servers can run at a time: by their batch, and by their KV cache at its present use."""
+    """Return the number of samples that the servers can run at a time, limited by their batch and by their KV cache at
+    its present use.
+    """
     rooms = []
     for server in m.servers:
         if server.max_running is None:

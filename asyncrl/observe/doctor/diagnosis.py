@@ -26,7 +26,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class RunStage:
-    """A stage's share of use, None where it is not measured, and its figures."""
+    """A stage's share of use (None if not measured), and its figures."""
 
     name: str
     use: float | None
@@ -35,7 +35,7 @@ class RunStage:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All findings, the gravest first; `measured` is None where the run has too few steps."""
+    """All findings, the most severe first; `measured` is None if the run has too few steps."""
 
     findings: Sequence[Finding]
     stages: Sequence[RunStage]
@@ -54,7 +54,7 @@ class Diagnosis:
 
 
 def examine(history: History) -> Diagnosis:
-    """Judge a run by its files."""
+    """Examine a run by its files."""
     measured = measure(history)
     found = [*standing(history), *problems(history, measured)]
     missing: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def examine(history: History) -> Diagnosis:
 
 
 def stages(m: Measured) -> list[RunStage]:
-    """The stages of a run with the share of time in which each is in use."""
+    """Return the stages of a run with the share of time in which each is in use."""
     listed = [
         RunStage("trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; {_parts(m)}"),
         RunStage(

@@ -24,11 +24,12 @@ class Finding:
     """A finding.
 
     Attributes:
-        kind: names it for scripts, and its section in `PAGE`.
-        title: in a few words.
-        sentence: what was seen, with figures.
-        advice: what to set or to look at; may be empty.
-        step_s: the run's seconds a step, and `at_best_s` those that the advice can give, where they are known.
+        kind: name for scripts, and of the section in `PAGE`.
+        title: the finding in a few words.
+        sentence: the observation, with figures.
+        advice: what to set, or where to look; may be empty.
+        step_s: the run's seconds per step; None if unknown.
+        at_best_s: seconds per step that the advice can reach at best; None if unknown.
     """
 
     kind: str
@@ -52,6 +53,6 @@ class Finding:
         return f"At best: {self.step_s:.2f} → {self.at_best_s:.2f} s a step."
 
     def line(self) -> str:
-        """The finding in one line."""
+        """Return the finding in one line."""
         parts = [f"{self.title}: {self.sentence}", self.advice, self.gain]
         return " ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Rules on a run's health: what is lost, what is not learnt, which limits bind, whose memory grows."""
+"""Rules on a run's health: lost rollouts, failing learning, limits in effect, growing memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MANY_FAILED = 0.1
 MANY_STALE = 0.1
 NEARLY_ALL = 0.9
 COLLAPSED = 0.1
-"""An entropy counts as collapsed if it fell below this share of the first steps'."""
+"""Share of the first steps' entropy below which the entropy counts as collapsed."""
 LOW_ENTROPY = 0.02
-"""Nats a token below which little is left to explore."""
+"""Entropy in nats per token below which the policy hardly explores."""
 FEW_EFFECTIVE = 0.1
 FEWEST_LINES = 30
 """Lines of a process, about a minute, before its memory is judged."""
@@ -29,7 +29,7 @@ CLOCK_S = 0.1
 
 
 def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
-    """All that is wrong or silently binds, the gravest first."""
+    """Yield a finding for each problem and each limit that takes effect silently, the most severe first."""
     rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
     yield from _drops(history)
     yield from _learning(rows)
@@ -80,7 +80,7 @@ def _drops(history: History) -> Iterator[Finding]:
 
 
 def _lengths(history: History, first: int) -> str:
-    """Mean lengths of the answers that were received since step `first` and of those that were trained."""
+    """Return the mean lengths of the answers that were received since step `first` and of those that were trained."""
     rows = [row for step, row in history.rows.items() if step >= first and "rollout/received_len_mean" in row]
     if not rows:
         return ""
@@ -148,7 +148,7 @@ def _limits(history: History, rows: Sequence[Row], m: Measured | None) -> Iterat
 
 
 def _clock(process: Process) -> Iterator[Finding]:
-    """A host whose clock is off, as the staging server there measures it."""
+    """Yield a finding if the clock of the process's host is off, as the staging server there measures it."""
     ahead_s, within_s = process.last.get("clock_ahead_s", 0.0), process.last.get("clock_within_s", 0.0)
     if abs(ahead_s) - within_s <= CLOCK_S:
         return
@@ -163,7 +163,7 @@ def _clock(process: Process) -> Iterator[Finding]:
 
 
 def _memory(process: Process) -> Iterator[Finding]:
-    """A process whose memory grows so that its host's is used up within hours."""
+    """Yield a finding if the process's memory grows so fast that its host runs out of memory within hours."""
     lines = [line for line in process.lines if "rss" in line and line.get("pid") == process.last.get("pid")]
     half = lines[len(lines) // 2 :]
     if len(half) < FEWEST_LINES:

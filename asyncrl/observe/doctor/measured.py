@@ -30,7 +30,7 @@ TRAINER_PARTS = ("switch", "train", "publish", "memory_checkpoint", "wait_eval")
 FEW_EVALUATIONS = 0.1
 FEWEST_LOADS = 8
 GUESSED = 2.5
-"""A batch that is full to one part in so many is taken for a server at its limit."""
+"""A server counts as being at its limit if its batch is full to one part in this number."""
 LEAST_SPREAD = 0.2
 """Difference of the logarithms of the number of running samples below which saturation is unknown."""
 CALLS = {
@@ -43,7 +43,7 @@ CALLS = {
     "process_wait_s": "a place for user code",
     "thread_wait_s": "a place for user code",
 }
-"""Metrics of a rollout's seconds, and what they are spent on."""
+"""Metrics of a rollout's seconds, and the names of the activities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Measured:
 
     Attributes:
         parts: of a step: waiting for a batch, training, publishing and so on.
-        rollout_s: from admitted to finished; `calls` its seconds by what they were spent on.
+        rollout_s: from admitted to finished; `calls` has these seconds by activity.
         waited_s: from finished to the end of the step that trained it.
-        places, busy_places: rollouts that may run at a time, and that did on average.
-        servers: those of the run's own policy; `policy_servers` are those of `policies`.
+        places, busy_places: number of rollouts that may run at a time, and mean number that did.
+        servers: servers of the run's own policy; `policy_servers` are the servers of `policies`.
         idle_s: time in which the full gate let no rollout run.
         worker_no_core: seconds, per second, in which threads of the RolloutWorker whose event loop is latest were ready
             and had no core.
@@ -63,8 +63,8 @@ class Measured:
             are an evaluation's.
         greatest_age: of a trained token, in versions.
         stale: share of the admitted rollouts that were dropped as too old.
-        saturation: 0 where twice the samples give twice the tokens a second, 1 where they give no more; None: the
-            number of samples hardly varied.
+        saturation: 0 if twice the samples give twice the tokens a second, 1 if they give no more; None if the number of
+            samples hardly varied.
         takes_turns: all servers are guests on the training devices, so that nothing is generated while a step is
             trained.
     """
@@ -154,11 +154,11 @@ class Measured:
         queues: bool | None = None,
         server: float = 1.0,
     ) -> float:
-        """Seconds of a step at best, if the given figures were others.
+        """Return the seconds of a step at best, if the given figures had these values.
 
-        A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in so many places;
-        and what the servers do, as far as they are at their limit. `server` scales what they have to do for a step.
-        Where generation and training do not overlap, it takes the trainer's time and the longer of the other two.
+        A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in the given places; and
+        the servers, as far as they are at their limit. `server` scales the servers' work for a step. If generation and
+        training do not overlap, a step takes the trainer's time plus the longer of the other two.
         """
         generation = self.calls.get("generation", 0.0) if generation_s is None else generation_s
         user = max(0.0, self.rollout_s - self.calls.get("generation", 0.0)) if user_s is None else user_s
@@ -184,7 +184,7 @@ class Measured:
 
 
 def measure(history: History) -> Measured | None:
-    """Measure the newest steps; None where there are fewer than `FEWEST_STEPS` with their row and ledger line."""
+    """Measure the newest steps; None if fewer than `FEWEST_STEPS` have both a row and a ledger line."""
     rows = window(history)
     if len(rows) < FEWEST_STEPS:
         return None
@@ -238,7 +238,7 @@ def window(history: History) -> list[Row]:
 
 
 def _calls(rows: list[Row], rollout_s: float) -> dict[str, float]:
-    """Seconds of a rollout by what they were spent on; none is more than the rollout took."""
+    """Return the seconds of a rollout by activity, each limited to the duration of the rollout."""
     calls: Counter[str] = Counter()
     for metric, what in CALLS.items():
         calls[what] += _mean(row.get(f"rollout/{metric}", 0.0) for row in rows)  # type: ignore[assignment]
@@ -246,7 +246,7 @@ def _calls(rows: list[Row], rollout_s: float) -> dict[str, float]:
 
 
 def _alive(rollouts: Iterable[Rollout], begin: float, end: float) -> float:
-    """Rollouts that ran at a time, on average, of those that are still known."""
+    """Return the mean number of rollouts that ran at a time, among those that are still known."""
     running_s = 0.0
     for rollout in rollouts:
         until = rollout.finished_at or rollout.ended_at or end
@@ -259,7 +259,9 @@ def _little(steps: list, begin: float, end: float, rollout_s: float) -> float:  
 
 
 def _evaluating(history: History, servers: tuple[ServerLoad, ...], begin: float, end: float) -> float:
-    """Share of the servers' samples that are not of rollouts while an evaluation runs."""
+    """Return the share of the servers' samples over the window that belong to evaluations, estimated from the
+    additional samples while an evaluation runs.
+    """
     spans = [
         (max(span["begin"], begin), min(span["end"], end))
         for process in history.processes.values()
@@ -297,7 +299,7 @@ def _saturation(history: History, begin: float, end: float) -> float | None:
     """One minus the elasticity of tokens a second with the number of running samples, between the medians of the least
     and the most loaded quarter of the lines.
 
-    The warm-up counts too: there samples are few, which shows what one of them gets alone.
+    The warm-up counts too: with few samples it shows the speed of a single sample.
     """
     loads = sorted((log(running), log(rate)) for _, running, rate in _loads(history, begin - (end - begin), end))
     quarter = len(loads) // 4

@@ -1,4 +1,4 @@
-"""Parts of sentences that rules on the pace have in common."""
+"""Parts of sentences that the rules on speed share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def bottleneck(
 
 
 def waits(m: Measured) -> str:
-    """Say how long the trainer waits for rollouts."""
+    """Return text on how long the trainer waits for rollouts."""
     return f"training waits for rollouts {percent(m.wait)} of the time ({m.wait_s:.2f} of {m.step_s:.2f} s a step)"
 
 
 def percent(share: float) -> str:
-    """Return `share` for people."""
+    """Return `share` as text in percent."""
     return f"{100 * share:.0f} %"

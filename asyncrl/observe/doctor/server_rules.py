@@ -1,7 +1,7 @@
-"""Rules on generation servers: one that is slow or held up, limits that samples queue at, weight updates.
+"""Rules on generation servers: slow or stopped servers, limits that make samples queue, and weight updates.
 
-Servers of further policies (`policies`) are judged by the same rules as those of the run's own policy; each policy's
-are compared with each other only.
+The same rules apply to servers of further policies (`policies`). A server is compared only with servers of its own
+policy.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def weight_updates(m: Measured) -> Finding | None:
 
 
 def _is_off_processor(server: ServerLoad) -> bool:
-    """True if it is in engine steps for much longer than on a processor."""
+    """True if the server is in engine steps for much longer than on a processor."""
     return server.busy is not None and server.busy > BUSY_ENGINE and (server.cpu or 0.0) < STARVED * server.busy
 
 
 def _is_held(server: ServerLoad) -> bool:
-    """True if something keeps it from running."""
+    """True if something keeps the server's process from running."""
     return _is_off_processor(server) and (server.late_s or 0.0) > LATE_S

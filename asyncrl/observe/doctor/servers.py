@@ -15,7 +15,7 @@ QUEUE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """A generation server over the window; figures that its engine does not give are None.
+    """A generation server over the window; figures that its engine does not report are None.
 
     `tokens_s` are generated a second. `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
     processor, and ready without one; the last two are sums over threads and may exceed 1. `updating` is the share of
@@ -65,7 +65,7 @@ class Fleet:
         return sum((server.running or 0.0) + (server.queued or 0.0) for server in self.servers)
 
     def total(self, name: str) -> float | None:
-        """The sum of the servers' figure `name`; None where one of them does not give it."""
+        """Return the sum of the servers' figure `name`; None if one of them does not report it."""
         values = [getattr(server, name) for server in self.servers]
         return sum(values) if values and None not in values else None
 
@@ -87,7 +87,7 @@ def server_loads(history: History, kind: str, begin: float, end: float) -> tuple
 
 
 def policy_of_server(history: History) -> dict[str, str]:
-    """The policy of each process of the kind `policy_server`, by its name."""
+    """Return the policy of each process of the kind `policy_server`, by its name."""
     named = [each["name"] for each in history.setting("policies") or () for _ in range(int(each.get("servers", 1)))]
     return {f"{POLICY_SERVER}/{index}": policy for index, policy in enumerate(named)}
 

@@ -1,4 +1,4 @@
-"""Rules on a run that makes no step: which process does what, since when, and which one to look at."""
+"""Rules on a run that makes no step: the processes' activities, their durations, and the process to look at."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ eight processes that import torch, comes near it for some twenty seconds; `LONG_
 
 
 def standing(history: History) -> Iterator[Finding]:
-    """Findings on a run that stands, or has ended otherwise than it should."""
+    """Yield findings on a run that makes no steps, or that did not end normally."""
     if history.state is State.died:
         yield _died(history)
     elif history.state is State.running and not _has_stepped(history):
@@ -58,7 +58,7 @@ def without_processors(history: History) -> Iterator[Finding]:
 
 
 def progress(history: History) -> list[tuple[str, str, float]]:
-    """Processes that are not at work yet: name, what each does, and for how many seconds."""
+    """Return the processes that are not at work yet: name, activity, and its duration in seconds."""
     now = history.now
     return [
         (process.name, process.last["stage"], max(0.0, now - process.last["since"]))
@@ -90,7 +90,7 @@ def _all_at_work(history: History) -> str:
 
 
 def _launched_at(history: History) -> float:
-    """The first line of the newest launch, in seconds since 1970; 0 where launchers wrote none."""
+    """Return the time of the newest launch's first line, in seconds since 1970; 0 if launchers wrote none."""
     launcher = history.processes.get("launcher/0")
     if launcher is None or not launcher.lines:
         return 0.0
@@ -103,7 +103,7 @@ def _has_stepped(history: History) -> bool:
 
 
 def _workers(history: History) -> list[Process]:
-    """The processes of the newest launch."""
+    """Return the processes of the newest launch."""
     since = _launched_at(history)
     return [
         process
@@ -113,7 +113,7 @@ def _workers(history: History) -> list[Process]:
 
 
 def _doing(history: History) -> str:
-    """The stages of the processes that are not simply waiting to be asked, in a sentence."""
+    """Return a sentence with the stages of the processes that are not just waiting for requests."""
     parts = [f"{name} {stage} since {seconds:.0f} s" for name, stage, seconds in progress(history)]
     return "; ".join(parts)
 
@@ -134,12 +134,12 @@ def _starting(history: History) -> Finding:
 
 
 def _silent(history: History) -> list[str]:
-    """Processes that should still write, and have not for some seconds."""
+    """Return the processes that should still write lines, and have not done so for some seconds."""
     return [p.name for p in _workers(history) if history.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
 
 
 def _never_heard_of(history: History) -> list[str]:
-    """Servers and RolloutWorkers of the run that wrote nothing, though the other processes did some seconds ago."""
+    """Return the run's servers and RolloutWorkers that wrote nothing, although the others did some seconds ago."""
     heard = {process.name: process for process in _workers(history)}
     begun = min((process.last["since"] for process in heard.values()), default=history.now)
     if history.now - begun <= SILENT_S:
@@ -184,7 +184,7 @@ def _stalled(history: History) -> Finding | None:
 
 
 def _longest_under_way(history: History) -> Rollout | None:
-    """The rollout that has been played for longest, which a step may wait for."""
+    """Return the longest running rollout, for which a step may wait."""
     under_way = [each for each in history.rollouts.values() if each.finished_at is None and each.end is None]
     return min(under_way, key=lambda each: each.admitted_at, default=None)
 

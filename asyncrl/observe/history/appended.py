@@ -1,4 +1,4 @@
-"""New whole lines of a file that grows."""
+"""New complete lines of a growing file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class ReadAgain(Exception):
 
 
 class Appended:
-    """Reads the whole lines that were appended to `file` since the last `read`."""
+    """Reads the complete lines that were appended to `file` since the last `read`."""
 
     def __init__(self, file: Path) -> None:
         self.file, self._offset, self._inode = file, 0, 0
 
     def read(self) -> list[bytes]:
-        """The new lines without their ends; none where the file is not there.
+        """Return the new lines without their ends; none if the file does not exist.
 
         Raises:
             ReadAgain: the file was replaced or cut; the next call reads it from its beginning.

@@ -1,4 +1,4 @@
-"""One reader for all of a run's files that describe it."""
+"""One reader for all files that describe a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class History:
         keep_from: keep rollouts that ended in this step or later instead.
 
     Raises:
-        ValueError: the folder is not a run's; the message is for the user.
+        ValueError: the folder is not the folder of a run; the message is for the user.
     """
 
     def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS, keep_from: int | None = None) -> None:
@@ -81,7 +81,7 @@ class History:
         """Take in what is new."""
         try:
             self._take_rows(self._metrics.read())
-        except ReadAgain:  # a launch cuts off the steps that it trains again
+        except ReadAgain:  # a launch removes the steps that it trains again
             self.rows.clear()
             self._take_rows(self._metrics.read())
         self.ledger.refresh()
@@ -100,7 +100,7 @@ class History:
         return self._config[1]
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """The setting at `path`, such as `rollout.max_concurrent`."""
+        """Return the setting at `path`, such as `rollout.max_concurrent`."""
         found: Any = self.config
         for key in path.split("."):
             if not isinstance(found, Mapping) or key not in found:
@@ -185,5 +185,5 @@ class History:
             return False
         if holder.host != socket.gethostname():
             return time.time() - self.now < SILENT_S and self.summary is None
-        with open("/proc/locks", encoding="ascii") as locks:  # taking the lock to see could keep a launcher from it
+        with open("/proc/locks", encoding="ascii") as locks:  # taking the lock could block a launcher
             return any(f":{inode} " in line and "FLOCK" in line for line in locks)

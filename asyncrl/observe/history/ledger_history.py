@@ -1,6 +1,6 @@
 """The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.ended_rollouts.ledger_lines`).
 
-Steps that a later launch forgot are forgotten here too. The figures of all steps are kept. Rollouts are kept while they
+Steps that a later launch dropped are dropped here too. The figures of all steps are kept. Rollouts are kept while they
 run, and if they ended within the newest `keep_steps` steps, so that memory does not grow with the run. With
 `keep_from`, rollouts that ended in this step or later are kept instead.
 """
@@ -202,7 +202,7 @@ class LedgerHistory:
         return self.launches[-1].settings if self.launches else None
 
     def dropped_since(self, step: int) -> tuple[int, Counter[str]]:
-        """Admitted rollouts and dropped ones by reason, from train step `step` to now."""
+        """Return admitted rollouts and dropped ones by reason, from train step `step` to now."""
         admitted, dropped = self._since_step.admitted, Counter(self._since_step.dropped)
         for number, each in self.steps.items():
             if number >= step:
@@ -214,7 +214,7 @@ class LedgerHistory:
         """Take in what is new."""
         try:
             self._read()
-        except ReadAgain:  # a MasterWorker that resumes cuts off a step that is not complete
+        except ReadAgain:  # a resuming MasterWorker removes an incomplete step
             self._clear()
             self._read()
 

@@ -33,15 +33,15 @@ class Process:
 
     @property
     def last(self) -> Line:
-        """The newest line; empty where there is none."""
+        """The newest line; empty if there is none."""
         return self.lines[-1] if self.lines else {}
 
     def between(self, begin: float, end: float) -> list[Line]:
-        """The lines from `begin` to `end`, in seconds since 1970."""
+        """Return the lines from `begin` to `end`, in seconds since 1970."""
         return [line for line in self.lines if begin <= line["at"] <= end]
 
     def rate(self, counter: str, begin: float, end: float) -> float | None:
-        """Growth of `counter` a second between two times; None where it is not known.
+        """Return the growth of `counter` per second between two times; None if unknown.
 
         A restarted process counts from 0 again; only growth counts.
         """
@@ -52,12 +52,12 @@ class Process:
         return float(grown / (readings[-1][0] - readings[0][0]))
 
     def mean(self, gauge: str, begin: float, end: float) -> float | None:
-        """Mean of `gauge` over the lines between two times; None where it is in none."""
+        """Return the mean of `gauge` over the lines between two times; None if no line has it."""
         values = [line[gauge] for line in self.between(begin, end) if gauge in line]
         return sum(values) / len(values) if values else None
 
     def greatest(self, gauge: str, begin: float, end: float) -> float | None:
-        """Greatest value of `gauge` over the lines between two times; None where it is in none."""
+        """Return the greatest value of `gauge` over the lines between two times; None if no line has it."""
         return max((line[gauge] for line in self.between(begin, end) if gauge in line), default=None)
 
 
@@ -80,7 +80,7 @@ class ProcessHistory:
                 self._files[name] = Appended(file)
             try:
                 self._take(process, self._files[name].read())
-            except ReadAgain:  # it was full, and is the older one now
+            except ReadAgain:  # it was full, and is the previous file now
                 older = Appended(file.with_name(file.name + OLDER)).read()
                 newest = process.last.get("at", 0.0)
                 self._take(process, older, after=newest)
@@ -95,5 +95,5 @@ class ProcessHistory:
                         process.spans.append(line)
                 elif line["at"] > after:
                     process.lines.append(line)
-            except (ValueError, KeyError, TypeError):  # a line that a full disk cut, or not ours
+            except (ValueError, KeyError, TypeError):  # cut by a full disk, or not written by asyncrl
                 continue

@@ -23,10 +23,10 @@ class JsonlTail:
         self._sums: list[int] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows that are new.
+        """Return the new rows.
 
         Raises:
-            ValueError: a line is no JSON.
+            ValueError: a line is not JSON.
         """
         if not self._file.exists():
             return []

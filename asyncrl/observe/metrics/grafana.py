@@ -126,7 +126,7 @@ def _panel(number: int, title: str, entries: list[Metric | Figure], place: dict[
 
 
 def _expression(entry: Metric | Figure) -> str:
-    """A counter of a process is shown as its growth a second."""
+    """Return the query for `entry`; a process's counter is shown as its growth per second."""
     selected = f'{metric_name(entry)}{{run=~"$run"}}'
     return f"rate({selected}[1m])" if entry.grows and isinstance(entry, Figure) else selected
 

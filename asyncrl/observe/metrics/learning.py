@@ -36,7 +36,7 @@ class FlatSteps:
         self._warned = False
 
     def take(self, row: Mapping[str, Any]) -> str | None:
-        """Take a row; returns the warning, once, after `FLAT_STEPS` such steps in a row."""
+        """Add a row. Return the warning, once, after `FLAT_STEPS` consecutive steps of this kind."""
         if "reward/mean" not in row:  # step 0: evaluations alone
             return None
         self.steps += 1

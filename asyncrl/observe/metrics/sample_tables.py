@@ -42,7 +42,7 @@ class SampleTables:
 
 
 def as_markdown(table: Table) -> str:
-    """The table as TensorBoard shows it: Markdown, in which a sample's text stays text."""
+    """Return the table as TensorBoard shows it: Markdown, in which a sample's text stays text."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table]
     return "\n".join(lines)

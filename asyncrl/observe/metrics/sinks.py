@@ -45,7 +45,7 @@ class MetricsError(RuntimeError):
 
 
 class Sink(ABC):
-    """One place that rows go to."""
+    """A destination of rows."""
 
     @abstractmethod
     def write(self, step: int, row: Row) -> None:
@@ -79,7 +79,7 @@ class JsonlSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Event files under `<run_dir>/tensorboard`, a new one per launch; of earlier ones points from `first_step` on are
+    """Event files under `<run_dir>/tensorboard`, a new one per launch. Points of earlier files from `first_step` on are
     hidden.
 
     Their format is TensorBoard's own, which needs no torch: 0.2 s and 10 MB for the master. tensorboardX and torch's
@@ -96,7 +96,7 @@ class TensorBoardSink(Sink):
         self._event, self._summary, self._tensor, self._string = Event, Summary, TensorProto, DT_STRING
         self._metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         host, now = socket.gethostname(), time.time()
-        name = f"events.out.tfevents.{now:017.6f}.{host}.{os.getpid()}"  # read in the order of their names
+        name = f"events.out.tfevents.{now:017.6f}.{host}.{os.getpid()}"  # files are read in order of name
         self._records = RecordWriter(AppendedFile(folder / name))  # type: ignore[no-untyped-call,unused-ignore]
         self._add(Event(wall_time=now, file_version=_VERSION, source_metadata=SourceMetadata(writer=__name__)))
         if first_step:
@@ -191,7 +191,7 @@ class MetricsWriter:
 
     @classmethod
     def open(cls, file: Path, config: ExperimentConfig, first_step: int = 0) -> MetricsWriter:
-        """The sinks that `config.logging` asks for; this launch's rows begin at `first_step`."""
+        """Return the sinks that `config.logging` asks for; this launch's rows begin at `first_step`."""
         sinks: list[Sink] = []
         if config.logging.tensorboard:
             sinks.append(TensorBoardSink(file.parent / TENSORBOARD_DIR, first_step))
@@ -229,7 +229,7 @@ class MetricsWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
+    """Return the complete rows of a `metrics.jsonl`; a last line that a kill cut off is left out."""
     return JsonlTail(path).read()
 
 

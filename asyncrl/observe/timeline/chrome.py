@@ -19,7 +19,7 @@ COUNTERS = 1
 
 
 def chrome_trace(line: Timeline, name: str) -> dict[str, Any]:
-    """The trace as JSON values, all of which standard JSON has."""
+    """Return the trace as values of standard JSON."""
     return {"traceEvents": list(_events(line)), "displayTimeUnit": "ms", "otherData": {"run": name}}
 
 

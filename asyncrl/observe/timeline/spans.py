@@ -33,7 +33,7 @@ class Span:
         track: the group of lanes that it is shown in, such as `trainer` or `rollout_worker/0`.
         lane: within the track, from 0; spans of a lane do not overlap.
         kind: step, phase, call, rollout, wait, update, evaluation, checkpoint, restart.
-        name: what is written on it.
+        name: text on the span.
         about: figures for the tooltip.
     """
 
@@ -145,7 +145,7 @@ def _phases(history: History, steps: Sequence[Span], begin: float, end: float) -
         is_cut = (since, until) != (span["begin"], span["end"])
         if span["span"] not in PHASES or since >= until or (is_cut and number not in windows):
             continue
-        if number in windows and span["end"] <= windows[number].begin:  # of a launch before, which trained it too
+        if number in windows and span["end"] <= windows[number].begin:  # of an earlier launch with this step
             about["forgotten"] = True
         else:
             written.add(number)
@@ -156,7 +156,7 @@ def _phases(history: History, steps: Sequence[Span], begin: float, end: float) -
 
 
 def _inferred(row: Mapping[str, Any], step: Span) -> Iterator[Span]:
-    """Phases by their seconds in `row`, in order, that fill `step`."""
+    """Yield the phases that fill `step`, in order, by their seconds in `row`."""
     at, about = step.begin, {"step": step.about["step"], "inferred": True}
     for name in (*PHASES, OTHER):
         until = step.end if name == OTHER else min(at + row.get(f"time/{name}_s", 0.0), step.end)
@@ -166,7 +166,7 @@ def _inferred(row: Mapping[str, Any], step: Span) -> Iterator[Span]:
 
 
 def _told(history: History, begin: float, end: float) -> Iterator[Span]:
-    """Spans that processes wrote, without the phases; their lanes are given by `_dealt`."""
+    """Yield the spans that processes wrote, without the phases. `_dealt` assigns their lanes."""
     for process in history.processes.values():
         for span in process.spans:
             name = span["span"]
@@ -184,7 +184,7 @@ def _told(history: History, begin: float, end: float) -> Iterator[Span]:
 def _end_of(rollout: Rollout, trains: Mapping[Any, Span], end: float) -> float:
     """Return the time at which `rollout` left its place; `end` if it has not.
 
-    The GserverManager learns of a finished rollout after the trainer has it, and sometimes after its training began.
+    The GserverManager is notified of a finished rollout after the trainer has it, sometimes after its training began.
     """
     until = rollout.finished_at or rollout.ended_at or end
     train = trains.get(rollout.step)
@@ -213,7 +213,7 @@ def _rollouts(history: History, trains: Mapping[Any, Span], begin: float, end: f
 
 
 def _waits(history: History, trains: Mapping[Any, Span], begin: float, end: float) -> Iterator[Span]:
-    """The time from a rollout's end to its training or drop, or to `end` if it still waits."""
+    """Yield the time from a rollout's end to its training or drop, or to `end` if it still waits."""
     waits = []
     for rollout in history.rollouts.values():
         if rollout.finished_at is None:

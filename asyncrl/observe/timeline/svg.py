@@ -30,7 +30,7 @@ STEP_FILL, LINE, TEXT, DIM = "#eef1f5", "#c9ccd1", "#30343b", "#6b7078"
 _ROW = {STEPS: 22.0, TRAINER: 20.0}
 _GAP = 14.0
 _AREA = 36.0
-"""Height of the number of rollouts that wait."""
+"""Height of the area that shows the number of waiting rollouts."""
 _LEGEND_ROW = 20.0
 _TICKS = 10
 _TIP_KEYS = ("prompt", "step", "reward", "version", "set", "reason", "served")
@@ -38,7 +38,9 @@ _TIP_KEYS = ("prompt", "step", "reward", "version", "set", "reason", "served")
 
 
 def svg_picture(line: Timeline, name: str) -> str:
-    """The picture; rollouts are coloured by the version that admitted them, those that no step trained are grey."""
+    """Return the picture. Rollouts are coloured by the version that admitted them; rollouts that no step trained are
+    grey.
+    """
     steps = [span for span in line.spans if span.kind == "step"]
     first, last = steps[0].about["step"], steps[-1].about["step"]
     asked = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -60,7 +62,7 @@ def svg_picture(line: Timeline, name: str) -> str:
 
 
 def _rows(line: Timeline) -> list[tuple[str, list[Span], float]]:
-    """The tracks from the top to the bottom, with their spans and heights."""
+    """Return the tracks from the top to the bottom, with their spans and heights."""
     by_track: dict[str, list[Span]] = defaultdict(list)
     for span in line.spans:
         if span.kind != "call":
@@ -80,7 +82,7 @@ def _lanes(spans: Sequence[Span]) -> int:
 
 
 def _row(track: str, spans: Sequence[Span]) -> float:
-    """Height of a lane."""
+    """Return the height of a lane."""
     return _ROW.get(track, 7.0 if _lanes(spans) > 4 else 13.0)
 
 
@@ -116,7 +118,7 @@ def _fill(span: Span) -> str:
 
 
 def _area(line: Timeline, waits: Sequence[Span], y: float, height: float) -> Iterator[str]:
-    """The number of `waits` over time, as an area."""
+    """Yield the number of `waits` over time, as an area."""
     changes = sorted([(span.begin, 1) for span in waits] + [(span.end, -1) for span in waits])
     points, number, most = [(line.begin, 0)], 0, 1
     for at, change in changes:
@@ -131,7 +133,7 @@ def _area(line: Timeline, waits: Sequence[Span], y: float, height: float) -> Ite
 
 
 def _grid(line: Timeline, steps: Sequence[Span], bottom: float) -> Iterator[str]:
-    """Seconds along the top, and a line down at each step's end unless they would be too near."""
+    """Yield seconds along the top, and a vertical line at each step's end unless lines would be too close."""
     length = line.end - line.begin
     tick = _round_up(length / _TICKS)
     for number in range(math.floor(length / tick) + 1):
@@ -145,13 +147,13 @@ def _grid(line: Timeline, steps: Sequence[Span], bottom: float) -> Iterator[str]
 
 
 def _round_up(seconds: float) -> float:
-    """The next of 1, 2, 5, 10 times a power of ten."""
+    """Return the next of 1, 2, 5, 10 times a power of ten."""
     base = 10.0 ** math.floor(math.log10(max(seconds, 1e-6)))
     return next(factor * base for factor in (1, 2, 5, 10) if factor * base >= seconds * (1 - 1e-9))
 
 
 def _legend(line: Timeline, y: float) -> Iterator[str]:
-    """The colours that the picture has."""
+    """Yield the colours that the picture has."""
     names = {span.name for span in line.spans if span.kind == "phase"}
     kinds = {span.kind for span in line.spans}
     phases = [(name.replace("_", " "), PHASE_COLOURS[name]) for name in (*PHASES, OTHER) if name in names]
