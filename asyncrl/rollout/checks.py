@@ -25,7 +25,7 @@ from asyncrl.runtime.hosts.host_probe import bind_error
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
-    """Yield a message for each setting with a consequence that may surprise: `setting=value: what follows`."""
+    """Yield a message for each valid setting with a surprising effect: `setting=value: effect`."""
     data = config.dataset
     trained = {_place(path) for path in ([source.path for source in data.sources] or [data.path])}
     for each in evaluation_sets(config):
@@ -98,7 +98,9 @@ def _agent(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _code_of_sets(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what is wrong with agents, environments and rewards that evaluation sets have otherwise than training."""
+    """Yield an error message for each invalid agent, environment or reward of an evaluation set that differs from
+    training's.
+    """
     for each in evaluation_sets(config):
         of_set = with_code_of(config, each)
         checks = {"agent": _agent(of_set), "env": envs.check(of_set.env), "reward": rewards.check(of_set)}
@@ -108,7 +110,9 @@ def _code_of_sets(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _evaluation(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what is wrong with the evaluation sets, except for the source of the rows of `eval.path=null`."""
+    """Yield an error message for each invalid setting of the evaluation sets, except for the source of rows if
+    `eval.path=null`.
+    """
     evaluation, default = config.eval, EvalConfig()
     if evaluation.sets:
         for name in ("name", "path", "args", "fields"):

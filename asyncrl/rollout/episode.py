@@ -126,7 +126,7 @@ class Group:
         return await self.policy.generate(request)
 
     def episode(self, prompt: Prompt) -> ChatClient:
-        """A new client for one episode of the group."""
+        """Return a new client for one episode of the group."""
         client = self.make_client(_EpisodePolicy(self.policy), prompt)
         self.clients.append(client)
         self._clients_of[prompt.member] = client
@@ -136,7 +136,7 @@ class Group:
         """See `GroupClient`; nothing is retried once the rollout's time is over."""
         self._failures[prompt.member] += 1
         failures, name = self._failures[prompt.member], named_failure(error, self.agent)
-        if setting := self._full_context(prompt.member):  # what is raised then is the error of an agent's framework
+        if setting := self._full_context(prompt.member):  # the error then comes from the agent's framework
             name += f" after its context was full ({setting})"
             error.add_note(
                 f"{setting} left no room for an answer: raise it, or let the agent end when an answer is empty"
@@ -220,7 +220,7 @@ async def run_group(
         raise _first_cause(errors) from errors
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():  # it is this rollout that was cancelled
+        if task is None or task.cancelling():  # the rollout itself was cancelled
             raise
         raise cancelled_within(f"agent {name}", prompt) from error
 
@@ -255,7 +255,7 @@ def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def compared(samples: Sequence[Sample]) -> list[list[int]]:
-    """The positions of the samples of each comparison group, in order of first appearance."""
+    """Return the positions of the samples of each comparison group, in order of first appearance."""
     by_name: dict[str, list[int]] = {}
     for position, sample in enumerate(samples):
         by_name.setdefault(sample.group, []).append(position)

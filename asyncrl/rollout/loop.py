@@ -55,7 +55,9 @@ _log = logging.getLogger(__name__)
 ALLOCATE_WAIT_S = 5.0
 """Time in seconds that one call waits at the gate before the loop asks again."""
 MAX_ASKED = 64
-"""Most rollouts requested in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
+"""Largest number of rollouts requested in one call: enough to fill a batch in a call or two, and small enough for short
+messages.
+"""
 GATHER_S = 0.01
 """Time in seconds that a full loop waits after a rollout's end. Rollouts that end in one burst are then replaced by one
 call."""
@@ -129,7 +131,7 @@ class TrajectorySender:
 
     async def send(self, trajectory: Trajectory) -> None:
         """Send `trajectory`; return when a training rank has it."""
-        lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
+        lost, self._lost = self._lost, Counter()  # includes counts of groups that were not pushed
         trajectory.metrics.update(lost)
         trajectory.metrics[FINISHED_AT] = time.time()
         try:
@@ -140,7 +142,7 @@ class TrajectorySender:
 
 
 class Failures:
-    """Rollouts that failed: whether their prompts are tried again, and when the loop has to end."""
+    """Decides if the prompts of failed rollouts are tried again, and when the loop has to end."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -162,7 +164,7 @@ class Failures:
             Exception: `error`, if too many rollouts have failed in a row.
         """
         rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
-        if isinstance(error, OverlongPrompt):  # reported at the start, with how many there are; no sign of a defect
+        if isinstance(error, OverlongPrompt):  # the start reported their number; not a sign of a defect
             _log.debug("prompt %s is left out: %s", prompt_id, error)
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
         self._in_a_row += 1

@@ -39,7 +39,7 @@ class RolloutWorker(AsyncWorker):
     """True if the worker has training prompts; False if it only evaluates."""
 
     async def main(self) -> None:
-        """Find the others, then roll out until a stop is requested."""
+        """Wait for the other processes, then run rollouts until a stop is requested."""
         try:
             await self._main_until_stopped()
         except StopRequested:
@@ -182,7 +182,7 @@ class RolloutWorker(AsyncWorker):
             pullers, pushers = ranks.entries(), workers.entries()
             mine = group({*pushers, me}, pullers)[me]
             if self._has_joined and not known.issuperset(pullers.items()):
-                await asyncio.to_thread(self.exit_if_fenced)  # they may be of a run that was started again
+                await asyncio.to_thread(self.exit_if_fenced)  # the ranks may belong to a restarted run
             if known and not pullers:
                 self.log.warning("no training rank is registered: complete trajectories wait here until one is")
             known = set(pullers.items())

@@ -2,7 +2,8 @@
 
 `python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml` and builds the user's agent, environment,
 rewards, tools and filters as a RolloutWorker does. It plays the first row with a valid prompt and writes the result to
-`FOLDER/outcome.json`. It is a separate process, because user code may hang, crash or load what the launcher must not.
+`FOLDER/outcome.json`. It is a separate process, because user code may hang, crash, or import packages that the launcher
+must not import.
 
 An answer consists of the prompt's own tokens in random order, and the end token: any model may give such an answer
 early in training. A group fails here if it would fail in the run: its agent raised, or too few of its episodes are
@@ -62,8 +63,8 @@ class RehearsalOutcome:
         where: lines of the user's code in which it failed, the innermost last.
         lost: numbers of failed episodes in a group that did not fail, by the code that failed and how.
         untrained: trained policies without a sample in the group.
-        unrated: prioritised pools for which no sample says how the policy did against them.
-        unasked: policies that are not trained and that nothing asked.
+        unrated: prioritised pools for which no sample has the policy's result against them.
+        unasked: policies that are not trained and received no request.
     """
 
     error: str | None = None
@@ -90,7 +91,7 @@ class MadeUpPolicy:
     def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
         self.generated = GeneratedTokens(trained)
         self.asked: set[str] = set()
-        """Names of the policies that were asked."""
+        """Names of the policies that received a request."""
         self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
         self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
 
@@ -115,7 +116,7 @@ class MadeUpPolicy:
 
 
 async def _made_up_embeddings(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
-    """In place of the EncoderServers, which do not run yet."""
+    """Return made-up embeddings, because the EncoderServers do not run yet."""
     return [(float(number), 1.0) for number, _ in enumerate(episodes)]
 
 
@@ -201,7 +202,7 @@ async def _evaluations(
 
 def _told(error: BaseException, config: ExperimentConfig) -> str:
     cause = _innermost(error)
-    if isinstance(cause, UserCodeError | EpisodeError):  # its text names what failed
+    if isinstance(cause, UserCodeError | EpisodeError):  # its text names the failed code
         return str(cause)
     failed = named_failure(error, config.agent.path).partition(" raised ")[0]
     return f"{failed}: {type(cause).__name__}: {cause}"

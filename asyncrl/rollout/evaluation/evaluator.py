@@ -28,7 +28,7 @@ ATTEMPTS = 3
 
 
 _OF_THE_RUN = "rollout/"
-"""Prefix of metrics that are left out: times depend on the machine, which also trains, and not on the policy."""
+"""Prefix of metrics that are left out: times depend on the machine, which also trains, rather than on the policy."""
 
 
 @dataclass(frozen=True, slots=True)

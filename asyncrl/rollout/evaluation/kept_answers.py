@@ -61,7 +61,7 @@ class KeptAnswers:
 
     def _write(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
         folder, writer = self._folder / name, f"{_WRITER}{self._index}"
-        forget_after(folder, version, writer)  # of a launch that went further, before this one went back
+        forget_after(folder, version, writer)  # of an earlier launch that got further
         if self._index == 0:
             self._forget_workers(folder, version)
         rows = [row for number, group in answers.items() for row in self._rows(name, version, number, group)]

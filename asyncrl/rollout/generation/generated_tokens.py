@@ -1,9 +1,10 @@
-"""The tokens that each trained policy generated in a rollout, with which its samples are compared.
+"""Record the tokens that each trained policy generated in a rollout, and compare samples with them.
 
-A sample trains the policy whose client made it (`client.policy(name)`). An agent that gives samples of one policy the
-comparison group of another would train a policy on tokens that it never drew. So a rollout's samples are checked
-against the answers of the servers: each generated token of a policy's samples, with its version and log-probability,
-is one that this policy drew in this rollout. The ledger has the numbers of tokens, and the audit compares them again.
+A sample trains the policy whose client made it (`client.policy(name)`). If an agent gave samples of one policy the
+comparison group of another, that policy would be trained on tokens that it never sampled. So a rollout's samples are
+checked against the answers of the servers: each generated token of a policy's samples, with its version and
+log-probability, was sampled by this policy in this rollout. The ledger has the numbers of tokens, and the audit
+compares them again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class GeneratedTokens:
         self._keys: dict[str, list[_Keys]] = {"": [], **{name: [] for name in trained}}
 
     def answered(self, policy: str, completions: Iterable[Completion]) -> None:
-        """Record answers of `policy`; the run's own is ""."""
+        """Record answers of `policy`; an empty name means the run's own."""
         if not self._trained or policy not in self._keys:
             return
         self._keys[policy] += [_keys(each.token_ids, each.versions, each.logprobs) for each in completions]

@@ -23,9 +23,11 @@ class PartialAnswer:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     routing: list[NDArray[Any]] = field(default_factory=list)
-    """Reported experts of the request's tokens and of these, in consecutive parts."""
+    """Reported experts of the request's and the sample's tokens, in consecutive parts."""
     cached_tokens: int = 0
-    """Tokens of the request that the first round did not compute; later ones send what was generated, too."""
+    """Tokens of the request that the first round did not compute. Later rounds also send generated tokens and do not
+    count.
+    """
 
     @property
     def routed(self) -> int:
@@ -60,10 +62,10 @@ class PartialAnswer:
             self.routing.append(told[self.routed - start :])
 
     def completion(self, prompt_tokens: int) -> Completion:
-        """The whole answer, once it is complete."""
+        """Return the whole answer, once it is complete."""
         assert self.finish is not None, "a partial was left open"
         routing = None
-        if self.routing:  # less what belongs to tokens that were cut off behind a stop string
+        if self.routing:  # without the experts of tokens cut off after a stop string
             routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
         return Completion(
             self.token_ids, self.logprobs, self.versions, self.finish, routing, cached_tokens=self.cached_tokens
@@ -84,7 +86,7 @@ class Work:
     most: int
     chunk: int
     scores: tuple[float, ...] = ()
-    """Log-probabilities of the request's own tokens, once they are there, where it asks for them."""
+    """Log-probabilities of the request's own tokens, if it asks for them, once they have arrived."""
 
     @property
     def open_partials(self) -> dict[int, PartialAnswer]:

@@ -67,7 +67,7 @@ from asyncrl.rollout.generation.servers import GenerationServers, ServerCapabili
 SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""
 STOP_CHUNK = 64
-"""Tokens of a round in which only the client searches for stop strings: the most that is generated in vain."""
+"""Tokens of a round in which only the client searches for stop strings: the most tokens that are generated in vain."""
 _BACKOFF = Backoff(0.1, 5.0)
 
 _log = logging.getLogger(__name__)
@@ -195,12 +195,12 @@ class RolloutClient:
                 continue
             failures = 0
             moved, took_long = work.tokens > before, now() - begun >= self._timeout_s / 2
-            if moved and took_long:  # continue where its prefix may be cached, and under the weights it began with
+            if moved and took_long:  # continue on the server that may have its prefix cached, under the same weights
                 route = structs.replace(server, expires_at=math.inf)
             if moved and not took_long:
                 work.ask_for_more()
             idle = 0 if moved or took_long else idle + 1
-            if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
+            if idle > 1:  # repeatedly aborted in the queue: the servers are busy with other work
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
     async def _route(self, work: Work) -> Route:

@@ -107,7 +107,7 @@ class ServerCalls:
         while True:
             try:
                 lost = await self._manager.lost_servers(after, LOSS_HOLD_S)
-            except (HttpError, ManagerGone) as error:  # shows where its answers are needed
+            except (HttpError, ManagerGone) as error:  # callers that need the manager will fail
                 failures += 1
                 _log.warning("the manager does not answer which servers were lost: %s", error)
                 await asyncio.sleep(_BACKOFF.delay(failures))

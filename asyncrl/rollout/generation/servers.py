@@ -39,8 +39,8 @@ class ServerCapabilities:
         vocab_size: vocabulary of the model; a token beyond it would crash an SGLang server. None skips the check.
         decode: converts token ids to text with special tokens, for stop strings.
         find_stops: True if the servers have tokenizers, and so search for stop strings themselves.
-        frozen: policies on servers that somebody else runs: their answers are of version 0, and whether such a server
-            searches for stop strings is not known.
+        frozen: policies on servers that are not the run's. Their answers count as version 0, and it is unknown if such
+            a server searches for stop strings.
         cache: True if servers cache prefixes for later requests, but compute a common prefix within one batch once per
             request.
         routing: shape of the routers' choices if rollouts must record them; evaluations never do.
@@ -68,7 +68,7 @@ class ServerCapabilities:
             UnknownToken: the prompt contains a token outside the vocabulary.
             PictureError: it has pictures, and the servers take none.
             ValueError: a stop string is not valid, there is no tokenizer to find it with, `score_from` is outside of
-                the tokens, or a server of somebody else is asked with `allowed_token_ids`.
+                the tokens, or a request with `allowed_token_ids` goes to a server that is not the run's.
         """
         length, stop = len(request.input_ids), request.sampling.stop
         if self.vocab_size is not None:
@@ -183,10 +183,10 @@ class GenerationServers:
             return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
         now = asyncio.get_running_loop().time
         begun = now()
-        (cached,) = await server.generate([prefix], sampling, timeout_s=left_s)  # aborted or not, the items are sent
+        (cached,) = await server.generate([prefix], sampling, timeout_s=left_s)  # sent even if aborted
         left_s = max(left_s - (now() - begun), 0.001)
         first, *others = await server.generate(items, sampling, timeout_s=left_s, routing=routing)
-        # What the prefix was computed for is the first answer.
+        # The prefix counts as computed for the first answer.
         return [replace(first, cached_tokens=min(first.cached_tokens, cached.cached_tokens)), *others]
 
 
@@ -199,7 +199,7 @@ def prefix_request(items: Sequence[GenerateItem], rid: str) -> GenerateItem | No
     if len(items) < 2:
         return None
     prefixes = [list(item.input_ids) for item in items]
-    first, last = min(prefixes), max(prefixes)  # in lexicographic order: what they share, all do
+    first, last = min(prefixes), max(prefixes)  # in lexicographic order: all share what these two share
     pairs = enumerate(zip(first, last, strict=False))
     shared = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
     if (len(items) - 1) * shared < FORK_SAVES:

@@ -3,11 +3,9 @@
 The launcher copies them into one folder when the run begins. Staging servers copy the folder to every host, checked
 byte by byte like the model. All RolloutWorkers of the run read it, also those on the launcher's host:
 
-    <run_dir>/inputs/
-        inputs.json          `Inputs`: where the settings' files are, and what is to be compared
-        data_record.json     what the training data was when the trial began
-        model/               files of the model's folder other than weights
-        0/my_rewards.py      files that settings name: code, data, a chat template
+    <run_dir>/inputs/ inputs.json          `Inputs`: the place of each setting's files, and the values to compare
+        data_record.json     record of the training data when the trial began model/               files of the model's
+        folder other than weights 0/my_rewards.py      files that settings name: code, data, a chat template
         1/train-0.parquet, 1/train-1.parquet
 
 Everything else is compared when a worker starts; a difference ends the worker and names the setting:
@@ -110,7 +108,7 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     for name, path in files_in_args(config, training=training):
         with _told_as(f"{name}={path!r}"):
             same[name] = SameFile(path, file_entry(Path(path).expanduser()))
-    there = copy.deepcopy(config)  # as on a RolloutWorker's host: a row may say where it was read from
+    there = copy.deepcopy(config)  # as on a RolloutWorker's host: a row may contain the path of its file
     _put_brought(there, brought, folder, training)
     rows = {}
     sources = {place: source if source.is_dir() else source.parent for (source, _), place in places.items()}
@@ -126,8 +124,8 @@ def _copy_pictures(dataset: Dataset, folder: Path, sources: Mapping[str, Path]) 
     """Copy the picture files that rows name, from below the folder that their data came from.
 
     Args:
-        dataset: loaded from the copies in `folder`, so that its rows name pictures as they are to lie there.
-        sources: by name of a folder in `folder`, the one that it is a copy of.
+        dataset: loaded from the copies in `folder`, so that its rows have the pictures' paths there.
+        sources: by name of a folder in `folder`, the original folder.
     """
     inside = folder.resolve()
     for number in range(len(dataset)):
@@ -136,7 +134,7 @@ def _copy_pictures(dataset: Dataset, folder: Path, sources: Mapping[str, Path]) 
             if isinstance(picture, PictureSource) and isinstance(picture.value, Path) and not picture.value.exists():
                 place, *parts = picture.value.relative_to(inside).parts
                 original = sources[place].joinpath(*parts)
-                if original.is_file():  # the row of one that is missing is left out there as here
+                if original.is_file():  # a row with a missing picture is left out on every host
                     _copy(original, picture.value)
 
 

@@ -44,7 +44,7 @@ class NamedInput:
 
     @property
     def may_hold_more(self) -> bool:
-        """True if the module may be for other processes, so that a RolloutWorker loads it only if it must."""
+        """True if the module may be meant for other processes. A RolloutWorker then loads it only if needed."""
         return self.setting.startswith(_REGISTERED_IN)
 
 
@@ -140,7 +140,7 @@ def _is_data(path: Any) -> bool:
 
 
 def _data_owners(config: ExperimentConfig, training: bool) -> list[tuple[str, Any]]:
-    """The groups of settings of the datasets that are read."""
+    """Return the groups of settings of the datasets that are read."""
     due = {each.group: each for each in evaluation_sets(config) if each.interval}
     owners: list[tuple[str, Any]] = []
     if training or any(each.path is None for each in due.values()):
@@ -222,5 +222,5 @@ def is_file(value: str) -> bool:
     """True if a text is the path of a file on this host."""
     try:
         return Path(value).expanduser().is_file()
-    except (OSError, ValueError, RuntimeError):  # a long text is no name of a file, nor is ~ of no user
+    except (OSError, ValueError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return False

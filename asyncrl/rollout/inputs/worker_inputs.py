@@ -106,14 +106,15 @@ def check_same_data(record: Path, rows: Dataset, path: str) -> None:
 
 
 async def code_differences(worker: AsyncWorker, sums: Mapping[str, str]) -> dict[str, str]:
-    """Ask the staging server on the launcher's host how this host's code differs; if that server died, its successor.
+    """Ask the staging server on the launcher's host how this host's code differs. If that server died, ask its
+    successor.
 
     Args:
         worker: finds the server.
         sums: checksum of each module that is loaded here.
 
     Raises:
-        HttpError: none answers within `system.start_timeout_s`.
+        HttpError: no server answers within `system.start_timeout_s`.
         StopRequested: a stop was requested.
     """
     http, clock = JsonHttp(worker.http_security), asyncio.get_running_loop().time

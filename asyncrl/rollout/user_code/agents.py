@@ -19,7 +19,7 @@ from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async
 
 
 def load_agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:
-    """The agent of the settings: a class of agents, or a function, which is one episode."""
+    """Load the agent that the settings name: a class, or a function that plays one episode."""
     found = loaded("agent", plugin)
     if inspect.isclass(found):
         offered: dict[str, object] = {"tokenizer": prompts.tokenizer}
@@ -41,7 +41,7 @@ def plays_at_once(agent: Agent) -> bool:
 
 
 def agent_process(config: ExperimentConfig, *, chat: bool) -> AgentProcess | None:
-    """Return how the agent is made in a process; None if it does not run in one.
+    """Return the arguments to build the agent in a process; None if it does not run in a process.
 
     Args:
         chat: whether prompts are conversations.

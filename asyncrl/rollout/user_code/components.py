@@ -42,7 +42,7 @@ class UserComponents:
         tools: tools of agents; enter them in the worker's event loop, after the runner.
 
     Raises:
-        ConfigError: a path leads to nothing or to something of another kind, a module fails while it is imported, or a
+        ConfigError: a path names nothing, or an object of the wrong kind, a module fails while it is imported, or a
             constructor refuses its arguments. The message begins with the setting.
     """
 

@@ -34,7 +34,7 @@ class Conversations:
         self.endpoint = Endpoint(served.host, max_body_bytes=served.max_body_mb << 20)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> ServedEpisodeClient:
-        """A new client for the episode of `prompt`, which is one member's."""
+        """Return a new client for the episode of `prompt`, which is one member's."""
         return ServedEpisodeClient(policy, prompt, self.format, self._policy, endpoint=self.endpoint)
 
 

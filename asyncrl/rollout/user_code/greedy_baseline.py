@@ -48,7 +48,7 @@ async def with_greedy_baseline(play: Play, prompt: Prompt, policy: GenerationCli
 
 
 async def _greedy_reward(play: Play, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> float | None:
-    """Return the mean reward of the greedy episode's samples; None where the agent rejects the prompt."""
+    """Return the mean reward of the greedy episode's samples; None if the agent rejects the prompt."""
     alone = replace(prompt, group_size=1, sampling=_greedy(prompt.sampling))
     with metered():  # its time and reward parts are not the group's
         samples, _ = await play(alone, _GreedyPolicy(policy), replace(tries, least=1))
@@ -62,7 +62,7 @@ class _GreedyPolicy:
     policy: GenerationClient
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        if request.policy:  # an opponent plays as ever
+        if request.policy:  # an opponent keeps its sampling
             return await self.policy.generate(request)
         return await self.policy.generate(replace(request, sampling=_greedy(request.sampling)))
 

@@ -9,7 +9,7 @@ from asyncrl.config.setting import ConfigError, PluginConfig
 
 
 def loaded(group: str, plugin: PluginConfig) -> Any:
-    """The class or function of the setting `<group>.path`."""
+    """Return the class or function of the setting `<group>.path`."""
     try:
         found = load_plugin(plugin.path)
     except PluginError as error:
@@ -20,7 +20,7 @@ def loaded(group: str, plugin: PluginConfig) -> Any:
 
 
 def built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> Any:
-    """An instance of `base`, as `<group>.path` and `<group>.args` say."""
+    """Construct the instance of `base` that `<group>.path` and `<group>.args` describe."""
     try:
         made = loaded(group, plugin)(**supplied, **plugin.args)
     except ConfigError:

@@ -64,21 +64,21 @@ class Prompts:
         return self._train_set
 
     def train(self, ref: PromptRef, version: int = 0) -> Prompt:
-        """The training prompt at `ref`, for a rollout that begins at policy version `version`.
+        """Return the training prompt at `ref`, for a rollout that begins at policy version `version`.
 
         Raises:
-            InvalidPrompt: its row has no valid prompt, or one longer than `dataset.max_prompt_tokens` that must not be
-                cut.
+            InvalidPrompt: its row has no valid prompt, or a prompt longer than `dataset.max_prompt_tokens` that must
+                not be shortened.
         """
         most = self._config.rollout.sampling.max_new_tokens_at(version)
         sampling = replace(self._sampling, max_new_tokens=most)
         return self._prompt(ref, self.train_set, self._config.group_size, sampling, None)
 
     def evaluation(self, name: str, row: int, member: int) -> Prompt:
-        """Row `row` of the evaluation set `name`, for one answer, the `member`-th.
+        """Return row `row` of the evaluation set `name`, for one answer, the `member`-th.
 
         Raises:
-            InvalidPrompt: as of `train`.
+            InvalidPrompt: as for `train`.
         """
         each, rows = self.eval_sets[name]
         sampling = replace(
@@ -138,7 +138,7 @@ def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:
-    """The prompts to train on.
+    """Return the prompts to train on.
 
     Raises:
         ConfigError: they cannot be loaded.

@@ -95,7 +95,7 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     if inspect.isclass(found) and (place != RunIn.process or is_built_in(found)):
         try:
             instance: Any = found(**config.args)
-            function = instance  # for one that runs in a process this was but the check of its arguments
+            function = instance  # if it runs in a process, this instance only checked the arguments
         except Exception as error:  # a user's constructor may raise anything
             given = f"{group}.path={config.path!r}, {group}.args={config.args}"
             raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
@@ -151,7 +151,7 @@ class Rewards:
         self._of_groups = by_sees.get(RewardScope.group, ())
         self._runner = runner
         self.embedder: Embedder | None = None
-        """Embeds the frames of a group's episodes before its rewards are called; None: nothing does."""
+        """Embeds the frames of a group's episodes before its rewards are called; None: frames are not embedded."""
 
     @property
     def after_the_rollout(self) -> bool:
@@ -165,7 +165,7 @@ class Rewards:
             UserCodeError: a reward without a `failure_reward` failed.
         """
         parts = self._for(self._of_answers, data)
-        if len(parts) == 1:  # most runs, and a task for each answer would cost more than a cheap reward
+        if len(parts) == 1:  # the usual case; a task per answer would cost more than a cheap reward
             return (await self._one(parts[0], data, completion))[0]
         return _summed(await asyncio.gather(*(self._one(part, data, completion) for part in parts)))[0]
 

@@ -36,7 +36,8 @@ class ScoredAgent(Agent):
     ) -> Sequence[Sample]:
         """Return the agent's samples with these rewards added; each conversation of an episode is scored separately.
 
-        If an episode's rewards fail, it is scored again, then lost. If a group's rewards fail, the group fails.
+        If an episode's rewards fail, the episode is scored again, and is lost after its last attempt. If a group's
+        rewards fail, the group fails.
         """
         samples = await self._agent.roll_out(prompt, make_env, client)
         if not samples:
@@ -72,7 +73,7 @@ def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:
     """Wrap `agent` with the rewards of episodes and groups; without such rewards return `agent` itself."""
     if not rewards.after_the_rollout:
         return agent
-    named: type[ScoredAgent] = type(type(agent).__name__, (ScoredAgent,), {})  # as messages about it should name it
+    named: type[ScoredAgent] = type(type(agent).__name__, (ScoredAgent,), {})  # messages show the user's class
     return named(agent, rewards, tokenizer)
 
 

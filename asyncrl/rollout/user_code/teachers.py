@@ -19,7 +19,7 @@ def with_source_number(data: Mapping[str, Any], algorithm: AlgorithmConfig) -> M
     """Return the row with the number of its source, if teachers are named for sources.
 
     Raises:
-        ColumnError: the row has no source, or no teacher is for it and nothing else is learnt from.
+        ColumnError: the row has no source, or its source has no teacher although the run learns from teachers only.
     """
     sources = algorithm.taught_sources
     if not sources:
@@ -42,7 +42,7 @@ def with_source_number(data: Mapping[str, Any], algorithm: AlgorithmConfig) -> M
 async def scored_by_teachers(
     samples: Sequence[Sample], data: Mapping[str, Any], algorithm: AlgorithmConfig, policy: GenerationClient
 ) -> Sequence[Sample]:
-    """Return the samples, each with a column of the log-probabilities of every teacher that is on servers.
+    """Return the samples, each with a column of log-probabilities for every teacher that runs on servers.
 
     The column is 0 if the teacher is not for the row's source.
 

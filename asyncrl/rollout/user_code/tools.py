@@ -76,7 +76,7 @@ class RunTools:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connections; no program that was started for one is left."""
+        """Close the connections, and end the programs that were started for them."""
         await self._close()
 
     def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
@@ -152,7 +152,7 @@ class _Host:
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # a default: it only counts
+            if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # the base class's
                 return await method(*args, **kwargs)
             value = await self._runner.call(self._code, method, *args, **kwargs)
             if self._process is None or method.__name__ != "execute":
@@ -162,7 +162,7 @@ class _Host:
         except UserCodeError as error:
             first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
             raise ToolFailure(first) from error
-        except TypeError as error:  # arguments per sample that it does not take
+        except TypeError as error:  # it does not take the arguments of the sample's row
             raise ToolFailure(str(error)) from error
 
 
@@ -178,7 +178,7 @@ class _McpHost:
                 return await self._runner.at_home(method(*args, **kwargs))
         except McpError as error:
             raise ToolFailure(str(error)) from error
-        except TypeError as error:  # arguments per sample, of which a server's tool takes none
+        except TypeError as error:  # a server's tool takes no arguments of the sample's row
             raise ToolFailure(str(error)) from error
 
 

@@ -59,7 +59,7 @@ def named_failure(error: BaseException, agent: str) -> str:
     ValueError`.
 
     Args:
-        agent: named where no other code of users is known to have failed.
+        agent: name to use if no other user code is known to have failed.
     """
     failed = failed_user_code(error)
     if failed is not None:
@@ -78,7 +78,7 @@ def _behind(error: BaseException | None, *, contexts: bool = False) -> Iterator[
     waiting, seen = [error], set()
     while waiting:
         error = waiting.pop()
-        if error is None or id(error) in seen:  # a group may be the cause of what it holds
+        if error is None or id(error) in seen:  # an exception group may be the cause of its own members
             continue
         seen.add(id(error))
         yield error

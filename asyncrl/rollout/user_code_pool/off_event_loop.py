@@ -62,7 +62,7 @@ def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | 
         return agent
     else:
         kind = _AgentOnUsersLoop
-    adapted: Agent = type(name, (kind,), {})(agent, runner)  # messages about an agent have its class's name
+    adapted: Agent = type(name, (kind,), {})(agent, runner)  # messages show the name of the agent's class
     return adapted
 
 
@@ -262,7 +262,7 @@ class _BlockingGroup(_BlockingWithOthers):
 class HostedEnvironment(Environment):
     """A user's environment, constructed on first use: plain methods run in threads, others on the users' loop.
 
-    Plain methods of one instance run one after the other. Other attributes are those of the user's environment.
+    Plain methods of one instance run one after the other. All other attributes are read from the user's environment.
 
     Args:
         make: constructs it; runs in a thread.

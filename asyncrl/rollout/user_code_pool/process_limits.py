@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WATCH_FROM_S = 0.25
-"""Seconds after which a call is monitored; most calls are over by then and cost no look at /proc."""
+"""Seconds after which a call is monitored; most calls are over by then and cost no read of /proc."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two looks; a fork bomb starts about a thousand processes in that time."""
+"""Seconds between two checks; a fork bomb starts about a thousand processes in that time."""
 
 
 @dataclass(frozen=True, slots=True)

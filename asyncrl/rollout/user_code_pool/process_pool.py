@@ -5,8 +5,8 @@ Life of a process: it is started for a call that finds none idle (50 to 200 ms),
 calls over its pipes (0.1 ms each). It ends after `max_calls`, when it dies, or when a call exceeds its time, its memory
 or its number of processes. A call that is cancelled or leaves processes behind ends it too.
 
-`concurrent.futures` and `multiprocessing.Pool` cannot do this. A killed process breaks the first for all its calls, and
-leaves a call of the second waiting forever. Neither ends one call at its limit, and both send and receive pickles.
+`concurrent.futures` and `multiprocessing.Pool` cannot do this. A killed process breaks all calls of the executor, and
+leaves a call of the `Pool` waiting forever. Neither can end one call at its limit, and both send and receive pickles.
 
 A caller that needs several calls of one object, such as an environment, leases a process. A lease counts as one call of
 `max_calls`, and any failure in it ends the process with the object.
@@ -316,7 +316,7 @@ class ProcessPool:
 
     async def _check(self, process: _Process, label: str) -> None:
         """Raise if the process is dead, or uses more than its limits."""
-        if process.process.returncode is not None:  # and something that it started holds its pipes
+        if process.process.returncode is not None:  # a process that it started may still hold its pipes
             raise _Died("ended")
         used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
         if used is not None and (why := excess(self._limits, used)):
@@ -335,7 +335,7 @@ class ProcessPool:
             return
         self._all.discard(process)
         if process.process.returncode is None:
-            try:  # it may be ending by itself, with an exit code that shows why
+            try:  # it may be ending by itself, with an exit code that gives the reason
                 async with asyncio.timeout(0.02):
                     await process.process.wait()
             except TimeoutError:

@@ -32,9 +32,9 @@ class ProcessSlots:
             if turn.done() and not turn.cancelled():
                 self.give(number)
             else:
-                with contextlib.suppress(ValueError):  # `give` has come across it already
+                with contextlib.suppress(ValueError):  # `give` has removed it already
                     self._waiting.remove((number, turn))
-                self.give(0)  # those behind may fit
+                self.give(0)  # later requests may fit
             raise
 
     def give(self, number: int) -> None:

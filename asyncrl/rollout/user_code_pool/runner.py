@@ -68,7 +68,7 @@ class Code:
 
 
 class CodeThreads:
-    """Threads for users' code: so many calls at a time, and a limit on calls of one piece of code that never return.
+    """Threads for users' code, with a limit on calls at a time, and on calls of one piece of code that never return.
 
     Args:
         most: number of calls at a time.
@@ -114,7 +114,7 @@ class CodeThreads:
 
     @contextlib.asynccontextmanager
     async def _thread(self) -> AsyncIterator[None]:
-        """Within: one of the threads is taken. Waiting for it is timed."""
+        """Hold one of the threads within this block. The wait for the thread is timed."""
         with timed(Activity.thread_wait):
             await self._places.acquire()
         try:

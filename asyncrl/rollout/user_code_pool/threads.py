@@ -67,7 +67,7 @@ class DaemonThreads:
                 future.set_result(value)
             else:
                 future.set_exception(error)
-            del function, future, context, value, error  # an idle thread keeps nothing of its last call
+            del function, future, context, value, error  # an idle thread must not keep its last call's objects alive
 
 
 def _outcome(function: Callable[[], Any], context: contextvars.Context) -> tuple[Any, BaseException | None]:
@@ -112,7 +112,7 @@ class UserLoop:
         return await run_on(self._loop, _carried(work))
 
     def ping(self, answered: threading.Event) -> None:
-        """Have the loop set `answered` in its next turn."""
+        """Make the loop set `answered` in its next iteration."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(answered.set)
         else:
@@ -129,8 +129,8 @@ class UserLoop:
         while True:
             try:
                 self._loop.run_forever()
-            except BaseException as error:  # a task of the user's raised SystemExit; the others continue
-                _log.error("a task of the user's ended with %s; the others go on", type(error).__name__)
+            except BaseException as error:  # a user's task raised SystemExit; the other tasks continue
+                _log.error("a user's task ended with %s; the others continue", type(error).__name__)
 
 
 async def _carried(work: Coroutine[Any, Any, _T]) -> _T:

@@ -56,14 +56,14 @@ def _tree(root: int) -> list[_Process]:
 
 
 def _processes() -> Iterator[_Process]:
-    """Every process that runs; zombies are left out, as they use nothing and cannot be killed."""
+    """Yield every running process. Zombies are left out, because they use no resources and cannot be killed."""
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 stat = file.read()
-        except OSError:  # it has ended since
+        except OSError:  # it has ended in the meantime
             continue
         state, parent, group, *rest = stat[stat.rindex(b")") + 2 :].split()
         if state != b"Z":

@@ -57,7 +57,7 @@ def main() -> None:
     while head := calls.read(LENGTH.size):
         call = decoder.decode(calls.read(*LENGTH.unpack(head)))
         reply = _answer(call, loaded, held)
-        if os.getpid() != own_pid:  # the function forked, and this is what it forked
+        if os.getpid() != own_pid:  # this is a process that the function forked
             os._exit(0)
         _send(replies, reply, left_behind=_left_behind())
 
@@ -86,7 +86,7 @@ class _Held:
     def __init__(self, calls: BinaryIO, replies: BinaryIO) -> None:
         self._calls, self._replies = calls, replies
         self._object: Any = None
-        self._runner = asyncio.Runner()  # one loop for all calls: the object may keep what belongs to it
+        self._runner = asyncio.Runner()  # one loop for all calls: the object may hold objects bound to it
 
     def make(self, target: CodeTarget, agent: Sequence[Any]) -> None:
         """Construct the object: an environment or, with the arguments of `ChildAgent`, an agent, which is constructed
@@ -153,7 +153,7 @@ def _answer(call: ChildCall, loaded: dict[bytes, Callable[..., Any]], held: _Hel
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return ChildReply(value)
-    except BaseException as error:  # the process serves on, whatever the function raises
+    except BaseException as error:  # the process serves further calls, whatever the function raises
         trace = traceback.format_exc()[-_TRACEBACK_CHARS:]
         return ChildReply(error=f"{type(error).__name__}: {_text(error)}", traceback=trace)
 

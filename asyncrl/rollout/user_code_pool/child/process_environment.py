@@ -77,13 +77,13 @@ class ProcessEnvironment(Environment):
             if self._failed or self._closed:
                 why = "an earlier call failed" if self._failed else "it was closed"
                 raise RuntimeError(f"{self._label}.{method} is called after {why}")
-            self._failed = True  # until it has not
+            self._failed = True  # reset once the call has succeeded
             try:
                 if self._lease is None:
                     self._lease = await self._leased()
                     await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
-                self._failed = self._closed  # closed meanwhile, so the process is given back here
+                self._failed = self._closed  # closed meanwhile, so this call returns the process
                 return value
             finally:
                 if self._failed:
