@@ -70,7 +70,7 @@ class MatchAgent(Agent):
             rewards[player].append(0.0)
             for name, reward in info["rewards"].items():
                 returns[name] += reward
-                if rewards[name]:  # a reward before its first move is not due to it
+                if rewards[name]:  # a reward before the player's first move was not earned by it
                     rewards[name][-1] += reward
         metrics = {"moves": float(moves), **{f"return/{name}": total for name, total in returns.items()}}
         metrics |= self._won(returns)

@@ -36,7 +36,7 @@ class OpenAIAgent(Agent):
 
     def __init__(self, *, tokenizer: object = None, run: str, args: Mapping[str, Any] | None = None) -> None:
         self._function, self._args = _loaded(run, dict(args or {}))
-        # The user's code runs here: where it runs depends on its module and on how it is called.
+        # Code of the user is called from here, so the place depends on the user's module and function.
         self.__module__ = self._function.__module__
         if not _is_async(self._function):
             self.run = self._run_blocking  # type: ignore[assignment, method-assign]

@@ -71,7 +71,7 @@ class SampleBuilder:
         self._versions.extend(completion.versions)
 
     def build(self, reward: float, *, truncated: bool) -> Sample:
-        """The finished sample.
+        """Return the finished sample.
 
         Raises:
             ValueError: a completion's log-probabilities or versions did not match its tokens in number.

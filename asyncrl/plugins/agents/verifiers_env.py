@@ -204,7 +204,7 @@ class _Host:
             self._end()
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
-        """The reward, its parts and the metrics of one rollout.
+        """Return the reward, its parts and the metrics of one rollout.
 
         Raises:
             VerifiersError: it failed, or the process ended.
@@ -284,7 +284,7 @@ def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _command(python: str) -> list[str]:
-    """`-P` keeps this folder off the import path."""
+    """Return the command of the host process; `-P` keeps this folder off the import path."""
     return [str(Path(python).expanduser()), "-P", str(HOST)]
 
 

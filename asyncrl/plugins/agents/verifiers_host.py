@@ -7,7 +7,7 @@ nothing of asyncrl, whose dependencies need not be there.
     {"env": ..., "args": ...}                       first: what to load          -> {"ready": true} or {"error": ...}
     {"id": 1, "rows": "train"}                      the rows of a split          -> {"id": 1, "rows": [{"prompt": ...}]}
     {"id": 2, "run": 17, "split": "train", "base_url": ..., "api_key": ...}      -> {"id": 2, "reward": ..., ...}
-    {"cancel": 2}                                   nobody waits for it any more
+    {"cancel": 2}                                   its result is no longer needed
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EnvironmentWorld(Protocol):
         ...
 
     def rows(self, split: str) -> list[dict[str, Any]]:
-        """The rows of a split."""
+        """Return the rows of a split."""
         ...
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class V1:
         config = {**args, "taskset": {**args.get("taskset", {}), "id": env}}
         fields = env_config_type(env, config.get("id", "")).model_fields
         self._agents = [name for name, field in fields.items() if isinstance(field.default, AgentConfig)]
-        for name in self._agents:  # they run on this machine unless a setting names another place
+        for name in self._agents:  # agents run on this machine unless a setting names another place
             config[name] = {"runtime": {"type": "subprocess"}, **config.get(name, {})}
         self._env = load_environment(resolve_env_config(config))
         self._tasks = list(self._env.taskset)
@@ -169,14 +169,14 @@ class V1:
 
 
 def module_of(path: str) -> ModuleType:
-    """The module in the file `path`."""
+    """Return the module in the file `path`."""
     path = os.path.abspath(path)
     sys.path.insert(0, os.path.dirname(path))
     return importlib.import_module(os.path.splitext(os.path.basename(path))[0])
 
 
 def plain(prompt: Any) -> Any:
-    """A prompt as text, or as messages of plain values."""
+    """Return a prompt as text, or as messages of plain values."""
     if prompt is None or isinstance(prompt, str):
         return prompt or ""
     messages = [message if isinstance(message, dict) else message.model_dump() for message in prompt]
@@ -234,7 +234,7 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
 
 
 def main() -> None:
-    """Serve standard input, which is only ours, as is standard output."""
+    """Serve requests from standard input; this process alone uses its standard input and output."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -251,7 +251,7 @@ def main() -> None:
         def read() -> None:
             for line in incoming:
                 loop.call_soon_threadsafe(requests.put_nowait, json.loads(line))
-            threading.Timer(10.0, os._exit, (1,)).start()  # if what runs does not let itself be ended
+            threading.Timer(10.0, os._exit, (1,)).start()  # if the running rollouts do not end
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(requests.put_nowait, None)
 

@@ -101,11 +101,11 @@ class EpisodeReward(StrEnum):
 class VLAAgent(Agent):
     """Plays one episode of up to `max_turns` chunks; see the module's docstring.
 
-    Samples have the metrics `success`, `steps`, `return` and, if the environment's infos have it, `progress`, as of the
+    Samples have the metrics `success`, `steps`, `return` and, if the environment's infos have it, `progress` at the
     last step. The last sample holds the frames: of each observation the frame itself, or its first picture.
 
     Args:
-        tokenizer: the run's.
+        tokenizer: the run's tokenizer.
         chat: True if there is a chat template, which is required.
         max_turns: limit on chunks, at least 1.
         actions: a preset's name, or arguments of `ActionTokens`.
@@ -137,7 +137,7 @@ class VLAAgent(Agent):
         self._reward = EpisodeReward(reward)
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
-        """The episode's turns, each a sample.
+        """Return the episode's turns, each a sample.
 
         Raises:
             ValueError: there are no action tokens.

@@ -23,7 +23,7 @@ class Context:
     given: Rendered
     messages: tuple[Message, ...]
     before: Turn | None
-    """The recorded turn that the messages begin with. If its ids are kept, it is also `parent`."""
+    """The recorded turn that the messages begin with. It is also `parent` if its ids are kept."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ def find_context(
     if turn is not None and (given := _extension(chat, reasoning, turn, messages, covered, tools)) is not None:
         return Context(turn, given, tuple(messages[covered:]), turn)
     if not tools and "prompt" in prompt.data and list(messages) == messages_of(prompt):
-        first = Rendered([*prompt.input_ids], prompt.pictures)  # these may have been shortened
+        first = Rendered([*prompt.input_ids], prompt.pictures)  # the prompt may have been shortened
         return Context(None, first, tuple(messages), None)
     given = chat.begin(with_reasoning(turn, messages), tools)
     return Context(None, given, tuple(messages), turn)
@@ -82,7 +82,7 @@ def _extension(
     if reasoning is Reasoning.branch:
         reasoned = _reasoned(turn)
         if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
-            return None  # as the template shows it
+            return None  # rendered again, as the template shows the history
     end_id, sampled = chat.end_id(tools), turn.completion.token_ids
     assert end_id is not None, "only a template with an end-of-turn token has bridges"
     if sampled and sampled[-1] == end_id:

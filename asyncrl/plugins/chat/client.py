@@ -200,7 +200,7 @@ class EpisodeClient:
         if request.policy and request.policy != self._name:
             return await self.policy(request.policy).generate(request)
         request = replace(request, policy=self._name)
-        if request.score_from is not None:  # nothing is generated, so nothing is recorded
+        if request.score_from is not None:  # scoring generates nothing, so nothing is recorded
             return await self._policy.generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
         parent = self._recorder.find_ids(request.input_ids, request.pictures)
@@ -301,7 +301,7 @@ class EpisodeClient:
         own = self._recorder.samples(reward)
         if self._group:
             own = [replace(sample, group=self._group) for sample in own]
-        if self._group != self._name:  # it is one conversation
+        if self._group != self._name:  # the samples are one conversation's
             return own
         others = [client for (policy, group), client in self._clients.items() if policy == self._name and group]
         return own + [sample for client in others for sample in client.samples(reward)]
@@ -331,7 +331,7 @@ class EpisodeClient:
         self._counts["drift_checks"] += 1
         try:
             anew = chat.begin(with_reasoning(context.parent, messages), tools)
-        except ChatError:  # extending by ids does what the template cannot: several calls in one message of Llama 3
+        except ChatError:  # a template may fail on what ids can extend, as several calls in one message of Llama 3
             self._counts["drift_refused"] += 1
             return
         drift = compare(ids, anew.ids, chat.tokenizer.decode_all)
@@ -369,7 +369,8 @@ class EpisodeClient:
 
 
 def _read(message: Message) -> Message:
-    """A message whose content is text, or text and pictures (`asyncrl.plugins.datasets.templates.picture_parts`).
+    """Return a message whose content is text, or text and pictures
+    (`asyncrl.plugins.datasets.templates.picture_parts`).
 
     Raises:
         ChatError: it has a part that is neither, or a picture cannot be used.
@@ -387,7 +388,7 @@ def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence
     """Check that a request or a sample that begins with the prompt's tokens also has the prompt's pictures.
 
     Raises:
-        ValueError: it lacks them; the model would read their placeholders as words.
+        ValueError: it lacks pictures, so the model would read their placeholders as words.
     """
     if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
         return

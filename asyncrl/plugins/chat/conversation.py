@@ -76,7 +76,7 @@ class Turn:
 
 
 def pictures_of_path(path: Sequence[Turn]) -> tuple[PlacedPicture, ...]:
-    """The pictures of a branch, at positions from its beginning."""
+    """Return the pictures of a branch, at positions from its beginning."""
     found: list[PlacedPicture] = []
     length = 0
     for turn in path:
@@ -86,7 +86,7 @@ def pictures_of_path(path: Sequence[Turn]) -> tuple[PlacedPicture, ...]:
 
 
 def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """The branches of recorded `turns`, in the order of their first own turns' recording."""
+    """Yield the branches of recorded `turns`, in the order in which their first own turns were recorded."""
     inner = {turn.parent for turn in turns}
     order = {turn: number for number, turn in enumerate(turns)}
     leaves = [turn.path for turn in turns if turn not in inner]

@@ -16,9 +16,8 @@ class DriftError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The first difference. `text` is True if the texts differ, so the template rewrites history. Otherwise only the
-    tokens
-    differ: the tokenizer splits the same text in another way than the policy did.
+    """The first difference. `text` is True if the texts differ: the template rewrites history. Otherwise only the
+    tokens differ: the tokenizer splits the same text in another way than the policy did.
     """
 
     position: int

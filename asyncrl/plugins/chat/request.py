@@ -4,7 +4,7 @@
                           |                       |
                           +--> completed <--------+        any but the ends --failed--> failed
                                   |
-                                  +--begin--> running      where it met no limit: another message came
+                                  +--begin--> running      for another message, unless a limit was reached
 
 A `ChatRequest` is immutable, and every step returns the next one, so a conversation that forks needs no copy. A step
 that the phase does not allow raises `IllegalStep`: an error of the program, not of the model.

@@ -12,8 +12,7 @@ assistant's last message differently from one in the history (Qwen3).
 
 This works for some templates only. So it is tested at the start for each kind of continuation, on another conversation
 than the one that gave the bridge: the whole rendering must end with the bridge, as text and as ids. If a kind fails,
-    its
-conversations are never extended: each call renders them again, as a new branch, and a remark at the start gives the
+its conversations are never extended: each call renders them again, as a new branch, and a remark at the start gives the
 reason.
 """
 
@@ -114,7 +113,7 @@ class ChatFormat:
         self.parser, self._without_calls = reader, parser("none")
         self.tokenizer = prompts.tokenizer
         self._control_ids = frozenset(self.tokenizer.control_tokens.values())
-        # With and without tools there may be two templates, of which each is tried.
+        # There may be separate templates with and without tools; both are tried.
         self._offers: tuple[Sequence[ToolSchema], ...] = ((), (_TOOL,)) if self._template.differs_with_tools else ((),)
         self._end = self._end_of_turn(())
         self._end_with_tools = self._end_of_turn(self._offers[-1])
@@ -138,7 +137,7 @@ class ChatFormat:
         return tuple(dict.fromkeys(end for end in ends if end is not None))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered:
-        """Token ids and pictures of a whole conversation, up to where the assistant's answer begins.
+        """Return token ids and pictures of a whole conversation, up to where the assistant's answer begins.
 
         Raises:
             ChatError: the messages are not a conversation, or the template refuses them.
@@ -149,7 +148,7 @@ class ChatFormat:
             return self._prompts.conversation(self._template.messages(messages), tools)
         except ChatError:
             raise
-        except ValueError as error:  # a character that an alphabet of few does not have, pictures that do not show
+        except ValueError as error:  # an unknown character, or pictures that do not show
             raise ChatError(str(error)) from None
 
     def shown(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered:
@@ -205,8 +204,8 @@ class ChatFormat:
         return any(sentinel not in text for sentinel in sentinels.values())
 
     def answer_text(self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, ended: bool) -> str:
-        """The text of a sampled answer for its parser: without the control token that ended it, and with the beginning
-        of its reasoning where the generation prompt opens it.
+        """Return the text of a sampled answer for its parser. The control token that ended the answer is left out. If
+        the generation prompt opens the reasoning, that opening is added.
         """
         kept = token_ids[:-1] if ended and token_ids and token_ids[-1] in self._control_ids else token_ids
         return self._opened_reasoning(prompt_ids) + self.tokenizer.decode_all(kept)
@@ -283,7 +282,7 @@ class ChatFormat:
         encode, before = self.tokenizer.encode, whole[: len(whole) - len(bridge)]
         try:
             apart = encode(before) + encode(bridge)
-        except ValueError as error:  # an alphabet of few characters
+        except ValueError as error:  # a character that the tokenizer does not know
             return str(error)
         return None if encode(whole) == apart else f"the tokenizer joins {end!r} with what follows it"
 
@@ -314,7 +313,7 @@ def _answer(calls: int) -> dict[str, Any]:
 
 
 def _answers(reply: Message) -> Iterator[Message]:
-    """`reply`, then with its first call alone, for templates that take one."""
+    """Yield `reply`, then `reply` with only its first call, for templates that accept a single call."""
     yield reply
     if len(calls := reply.get("tool_calls") or ()) > 1:
         yield {**reply, "tool_calls": calls[:1]}
@@ -336,6 +335,6 @@ def _dummies(reply: Message, new: Sequence[Message], sentinel: str) -> Iterator[
 
 
 def _absent(*values: Any) -> str:
-    """Letters and digits that occur nowhere in `values`."""
+    """Return letters and digits that occur nowhere in `values`."""
     text = repr(values)
     return next(each for each in map("CutHere{}x".format, itertools.count()) if each not in text)

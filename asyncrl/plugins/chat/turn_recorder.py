@@ -32,7 +32,7 @@ class TurnRecorder:
     def add(self, turn: Turn, tools: Sequence[ToolSchema] = ()) -> None:
         """Record an answer to a conversation with these `tools`.
 
-        Of two equal conversations later calls continue the newer.
+        If two recorded conversations are equal, later calls continue the newer one.
         """
         self.turns.append(turn)
         if turn.reply is not None:
@@ -94,7 +94,9 @@ class TurnRecorder:
 
 
 def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes]]:
-    """For each assistant's message: how many messages there are up to it, and a digest of them and the tools."""
+    """Return, for each assistant's message, the number of messages up to it, and a digest of these messages and the
+    tools.
+    """
     digest = hashlib.blake2b(_canonical(list(tools)), digest_size=16)
     found = []
     for count, message in enumerate(messages, start=1):
@@ -115,7 +117,7 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # then it is compared as it is
+        with contextlib.suppress(ValueError):  # arguments that are not JSON are compared as they are
             arguments = json.loads(arguments)
     return [call.get("id"), function.get("name"), arguments]
 
@@ -133,6 +135,6 @@ def _ids_key(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
 
 
 def bytes_of_ids(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
-    """Bytes that are equal for equal ids with the same pictures at the same spans."""
+    """Return bytes that are equal for equal ids with the same pictures at the same spans."""
     shown = "".join(f"{placed.position} {placed.length} {placed.picture.sha256};" for placed in pictures)
     return b"".join(token.to_bytes(4, "little", signed=True) for token in ids) + shown.encode()

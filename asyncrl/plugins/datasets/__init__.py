@@ -19,12 +19,12 @@ class Dataset(Protocol):
     """Interface of classes that `dataset.path` names; the constructor takes `split`, `seed` and `dataset.args`."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         ...
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Row `index`: `prompt` (text, or messages) and whatever the reward needs. The same on every call and in every
-        process.
+        """Return row `index`: `prompt` (text, or messages) and any fields that the reward needs. The result is the same
+        on every call and in every process.
         """
         ...
 
@@ -47,7 +47,7 @@ class Placed(Protocol):
     def __len__(self) -> int: ...
 
     def place(self, index: int) -> str:
-        """File and line of row `index`."""
+        """Return file and line of row `index`."""
         ...
 
     def sums(self) -> NDArray[np.uint32]:
@@ -69,10 +69,10 @@ class TorchStyle:
         return self._length
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Row `index`.
+        """Return row `index`.
 
         Raises:
-            TypeError: the item is no mapping.
+            TypeError: the item is not a mapping.
         """
         item = self._dataset[index]
         if not isinstance(item, Mapping):
@@ -81,7 +81,7 @@ class TorchStyle:
 
 
 def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> Dataset:
-    """The dataset that a `dataset.path` setting names, one split of it.
+    """Return one split of the dataset that a `dataset.path` setting names.
 
     Args:
         path: a file ending in `.jsonl` or `.parquet`, a folder, or the import path `package.module:Class` or
@@ -92,8 +92,8 @@ def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> D
         seed: seed of the dataset's own randomness.
 
     Raises:
-        PluginError: `path` names nothing, the class is no `Dataset` or refuses its arguments, a file cannot be read, or
-            the first row has no prompt. The message begins with `path`.
+        PluginError: `path` names nothing, the class is not a `Dataset` or rejects its arguments, a file cannot be read,
+            or the first row has no prompt. The message begins with `path`.
     """
     arguments = {"split": split, "seed": seed, **args}
     given = f"{path!r} with args {dict(args)}" if args else repr(path)

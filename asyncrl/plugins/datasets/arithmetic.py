@@ -3,14 +3,14 @@
     prompt   37+5+81+9=
     answer   37+5=42;42+81=123;123+9=132#132
 
-Rows are computed, not stored: row `index` of a split depends on (seed, split, index) alone, so that every process sees
-the same dataset without a file. The split of a *problem* depends on nothing but its numbers: a hash of them, in
-ascending order, assigns one problem in `HELD_OUT_SHARE` to the held-out split, and a row is drawn again until it falls
-in its own. So two orders of one sum are always on the same side, under every seed. No held-out problem can occur in
-training, neither of the base model nor in RL.
+Rows are computed, not stored: row `index` of a split depends on (seed, split, index) alone, so every process has the
+same dataset without a file. The split of a *problem* depends only on its numbers. A hash of the sorted numbers assigns
+one problem in `HELD_OUT_SHARE` to the held-out split. A row is drawn again until its problem belongs to the row's
+split. So two orders of one sum are in the same split under every seed, and no held-out problem can occur in training,
+neither of the base model nor in RL.
 
-Demonstrations with `forget_carry` above 0 are careless: a base model trained on them knows the right and the wrong way,
-so that RL has something to select.
+Demonstrations with `forget_carry` above 0 contain errors. A base model trained on them produces right and wrong steps,
+so RL has something to select.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_without_carry(left: int, right: int) -> int:
 
 
 def written_out(numbers: Sequence[int], *, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """The answer to a problem, with each step; each carrying step forgets its carries with probability `forget`."""
+    """Return the answer to a problem with all steps. A carrying step forgets its carries with probability `forget`."""
     total, steps = numbers[0], []
     for number in numbers[1:]:
         result, careless = total + number, add_without_carry(total, number)
@@ -93,7 +93,7 @@ class ArithmeticDataset:
         return self.num_rows
 
     def numbers(self, index: int) -> list[int]:
-        """The numbers of problem `index`.
+        """Return the numbers of problem `index`.
 
         Raises:
             IndexError: `index` is not within the dataset.
@@ -113,6 +113,8 @@ class ArithmeticDataset:
         return {"prompt": "+".join(map(str, numbers)) + "=", "answer": str(sum(numbers)), "index": index}
 
     def demonstration(self, row: Mapping[str, Any]) -> str:
-        """The answer that supervised training imitates: right, or careless with probability `forget_carry` per step."""
+        """Return the answer that supervised training imitates: right, or careless with probability `forget_carry` per
+        step.
+        """
         numbers = [int(number) for number in row["prompt"].rstrip("=").split("+")]
         return written_out(numbers, forget=self.forget_carry, rng=random.Random(f"{self.seed}/forget/{row['index']}"))

@@ -20,7 +20,9 @@ def check(data: DatasetConfig) -> Iterator[str]:
 
 
 def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with `<group>.path` and `<group>.args` of a dataset, as far as that is known unloaded."""
+    """Yield an error message for each problem with `<group>.path` and `<group>.args` that shows without loading the
+    dataset.
+    """
     if is_data_path(path):
         if not Path(path).expanduser().exists():
             yield f"{group}.path={path!r}: no such file; give a data file, or a dataset class as package.module:Name"
@@ -36,7 +38,7 @@ def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
 
 
 def _paths(data: DatasetConfig) -> Iterator[str]:
-    """Yield what is wrong with the path or the sources of `dataset`, and their fields."""
+    """Yield an error message for each problem with the path or the sources of `dataset`, and with their fields."""
     curriculum = data.curriculum
     if curriculum.path:
         yield from signatures.problems("dataset.curriculum", curriculum.path, curriculum.args)
@@ -91,7 +93,7 @@ def _chat(data: DatasetConfig) -> Iterator[str]:
 
 
 def held_out_problems(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]:
-    """Yield a message if evaluation would take rows of the training file that are trained on."""
+    """Yield an error message if evaluation would use rows of the training file that are trained on."""
     args = evaluation.args
     yield from source_problems("eval", data.path, {**data.args, **args}) if args else ()
     if not is_data_path(data.path) or "path" in args:

@@ -98,7 +98,7 @@ class PromptFormat:
             )
 
     def encode(self, row: Mapping[str, Any]) -> list[int]:
-        """Token ids of the prompt of `row`; raises as `fitted` does."""
+        """Return the token ids of the prompt of `row`. Raises the errors of `fitted`."""
         return self.fitted(row)[1].ids
 
     def fitted(self, row: Mapping[str, Any]) -> tuple[str | Sequence[Message], Rendered]:
@@ -151,7 +151,7 @@ class PromptFormat:
         return f", {count} of them what the template says of the tools" if count else ""
 
     def _read(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
-        """The prompt of `row`, its pictures read."""
+        """Return the prompt of `row`, with its pictures loaded."""
         given: str | Sequence[Message] = row["prompt"]
         if not isinstance(given, str) and not (
             isinstance(given, list | tuple) and all(isinstance(turn, Mapping) for turn in given)
@@ -178,17 +178,17 @@ class PromptFormat:
             return self.conversation(self.chat.messages(prompt), self.tools)
         except ChatError as error:
             raise InvalidPrompt(str(error)) from None
-        except ValueError as error:  # a character that an alphabet of few does not have
+        except ValueError as error:  # a character that the tokenizer does not know
             raise InvalidPrompt(str(error)) from None
 
     def conversation(
         self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True
     ) -> Rendered:
-        """Token ids of messages through the chat template; names of control tokens within them stay text.
+        """Return token ids of messages through the chat template; names of control tokens within them stay text.
 
         Args:
-            turns: the messages, pictures read.
-            tools: what the template shows of tools.
+            turns: the messages, with their pictures loaded.
+            tools: tools that the template describes.
             to_answer: True adds the generation prompt.
 
         Raises:
@@ -203,10 +203,10 @@ class PromptFormat:
         return self.encoded(places, text, [*pictures_of(turns)])
 
     def encoded(self, places: StandIns, text: str, pictures: Sequence[Picture]) -> Rendered:
-        """Token ids of what the template made of messages with `pictures`.
+        """Return the token ids of the text that the template made from messages with `pictures`.
 
         Raises:
-            ValueError: as of `conversation`.
+            ValueError: as for `conversation`.
         """
         ids = places.encode(expanded(text, pictures, self.pictures))
         return Rendered(ids, placed(ids, pictures, self.pictures))
@@ -245,7 +245,7 @@ def load_chat_template(folder: Path, data: ChatSettings) -> ChatTemplate | None:
         return None
     try:
         template = ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
-        with contextlib.suppress(ChatError):  # other conversations than this may be what it is for
+        with contextlib.suppress(ChatError):  # the template may be made for other conversations than this one
             template.render("x")
     except (ChatError, TemplateLimit) as error:
         raise ConfigError(f"dataset.chat_template={data.chat_template!r} (tokenizer in {folder}): {error}") from None
@@ -260,18 +260,18 @@ def make_prompt(
     sampling: SamplingParams,
     run_seed: int,
 ) -> Prompt:
-    """The prompt at `ref`, tokenised, with its own sampling seed and the tokenizer's end token as stop token.
+    """Return the prompt at `ref`, tokenised, with its own sampling seed and the tokenizer's end token as stop token.
 
     Raises:
         KeyError: the dataset's row has no `prompt`.
-        InvalidPrompt: it makes no prompt.
+        InvalidPrompt: the row has no valid prompt.
     """
     row = dataset.row(ref.row)
     try:
         prompt, rendered = prompt_format.fitted(row)
     except InvalidPrompt as error:
         raise type(error)(f"row {ref.row} of the dataset: {error}") from None
-    if prompt is not row["prompt"]:  # agents that converse in messages take it from the row
+    if prompt is not row["prompt"]:  # agents that use messages read the prompt from the row
         row = {key: value for key, value in row.items() if key not in IMAGE_FIELDS or not rendered.pictures}
         row["prompt"] = prompt
     seeded = replace(
@@ -283,7 +283,9 @@ def make_prompt(
 
 
 def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], str | list[Message]]]:
-    """The text of `prompt` that may be shortened, and the prompt with another one in its place."""
+    """Return the text of `prompt` that may be shortened, and a function that returns the prompt with another text in
+    its place.
+    """
     if isinstance(prompt, str):
         return prompt, str
     users = [number for number, turn in enumerate(prompt) if turn["role"] == "user" and turn.get("content")]
@@ -303,7 +305,7 @@ def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], st
 
 
 def _cut(text: str, kept: int, side: Overlong) -> str:
-    """`kept` characters of `text`, without those of one `side`."""
+    """Shorten `text` to `kept` characters by removing characters on one `side`."""
     if side is Overlong.left:
         return text[len(text) - kept :]
     if side is Overlong.right:

@@ -27,7 +27,7 @@ class PromptStats:
         longest_used: tokens of the longest prompt that is used, after shortening.
         bad: rows without a valid prompt for another reason than length, and rows before the first used prompt that are
             too long even when shortened.
-        first_bad: why the first of these has no valid prompt.
+        first_bad: reason why the first of these rows has no valid prompt.
         first: the first used prompt, its text and its number of tokens.
         tools: tokens of each prompt that describe the tools.
         mcp: True if tools of MCP servers, which are not known yet, will add to that.
@@ -110,7 +110,7 @@ def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | 
 
 
 def shown(text: str) -> str:
-    """`text`, without the middle of a long one."""
+    """Return `text`; a long text without its middle."""
     if len(text) <= SHOWN_CHARACTERS:
         return text
     half = SHOWN_CHARACTERS // 2

@@ -2,8 +2,8 @@
 
 The demo's `CharTokenizer` needs the standard library alone, so that a RolloutWorker starts in about a second. It is
 saved as an equivalent Hugging Face tokenizer, which `transformers.AutoTokenizer` and inference servers read too; a key
-of `tokenizer_config.json` tells `load_tokenizer` that the light one does. Every other directory is opened by
-`AutoTokenizer`, imported on that path only.
+of `tokenizer_config.json` tells `load_tokenizer` to use the light class. Other directories are opened by the
+`tokenizers` library or, if it cannot read them, by `AutoTokenizer`, which is imported only then.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, special tokens included."""
         ...
 
 
@@ -81,7 +81,7 @@ class CharTokenizer:
         return len(self._text_of)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`'s characters.
+        """Return ids of `text`'s characters.
 
         Raises:
             ValueError: a character outside the alphabet (a silent `<unk>` would train on garbage).
@@ -96,7 +96,7 @@ class CharTokenizer:
             ) from None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`; specials are left out."""
+        """Return the text of `token_ids`; specials are left out."""
         text_of = self._text_of
         return "".join([text_of[token] for token in token_ids])
 
@@ -106,11 +106,11 @@ class CharTokenizer:
         return {text: index for index, text in enumerate(SPECIAL_TOKENS)}
 
     def encode_plain(self, text: str) -> list[int]:
-        """As `encode`, which knows no special tokens."""
+        """Same as `encode`, which adds no special tokens."""
         return self.encode(text)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, specials included."""
+        """Return the text of `token_ids`, specials included."""
         count = len(SPECIAL_TOKENS)
         return "".join([SPECIAL_TOKENS[token] if token < count else self._text_of[token] for token in token_ids])
 
@@ -129,11 +129,11 @@ class CharTokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> CharTokenizer:
-        """The tokenizer that `save` wrote."""
+        """Return the tokenizer that `save` wrote."""
         return cls(json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[SYMBOLS_KEY])
 
     def _fast_tokenizer(self) -> dict[str, Any]:
-        """The `tokenizers` library's description of this codec: split into characters, look each one up."""
+        """Return the `tokenizers` library's description of this codec: split into characters, look each one up."""
         specials = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {
@@ -174,11 +174,11 @@ class HuggingFaceTokenizer:
         return int(self.wrapped.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, no special tokens added."""
+        """Return token ids of `text`, no special tokens added."""
         return list(self.wrapped.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+        """Return the text of `token_ids`, special tokens left out."""
         return str(self.wrapped.decode(list(token_ids), skip_special_tokens=True))
 
     @property
@@ -187,11 +187,11 @@ class HuggingFaceTokenizer:
         return dict(zip(self.wrapped.all_special_tokens, self.wrapped.all_special_ids, strict=True))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text`, none of a control token."""
+        """Return token ids of `text`, none of a control token."""
         return list(self.wrapped.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, special tokens included."""
         return str(self.wrapped.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def save(self, directory: Path) -> None:
@@ -225,19 +225,19 @@ class FastTokenizer:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, no special tokens added."""
+        """Return token ids of `text`, no special tokens added."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+        """Return the text of `token_ids`, special tokens left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text`, none of a control token."""
+        """Return token ids of `text`, none of a control token."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, special tokens included."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
@@ -255,7 +255,7 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files of the tokenizer in `folder` name: `bos_token`, `eos_token` and so on."""
+    """Return the special tokens in the tokenizer files of `folder`: `bos_token`, `eos_token` and so on."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG_FILE):
         file = folder / name
@@ -269,13 +269,13 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def load_tokenizer(path: str | Path) -> ChatTokenizer:
-    """The tokenizer of the model folder `path`.
+    """Return the tokenizer of the model folder `path`.
 
-    With a `tokenizer.json` that has all tokens its config names, the `tokenizers` library reads it; else transformers
-    does, which takes seconds and imports torch.
+    If its `tokenizer.json` has all tokens that its config names, the `tokenizers` library reads it. Otherwise
+    transformers reads it, which takes seconds and imports torch.
 
     Raises:
-        ValueError: its files are not there, or it has no end-of-sequence token.
+        ValueError: its files are missing, or it has no end-of-sequence token.
         Exception: its files cannot be read.
     """
     folder = Path(path)
@@ -289,7 +289,9 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path))
-    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes of a folder without its files
+    if not tokenizer.encode(
+        "a", add_special_tokens=False
+    ):  # transformers returns such a tokenizer if the files are missing
         raise ValueError(f"tokenizer of {str(path)!r} has no vocabulary: its files are not there")
     return HuggingFaceTokenizer(tokenizer)
 

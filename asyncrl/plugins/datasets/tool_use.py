@@ -1,13 +1,13 @@
-"""The tool demo's task: arithmetic that a small model cannot do in its head, and a calculator that it may call.
+"""The tool demo's task: arithmetic that a small model cannot do without tools, and a calculator that it may call.
 
     user        What is 347*29+58?
     assistant   <tool_call>{"name": "calculator", "arguments": {"expression": "347*29+58"}}</tool_call>
     tool        10121
     assistant   It is 10121.
 
-`CalculatorQuestions` are the questions for RL. `CalculatorDemonstrations` train a base model that mostly answers in its
-head (wrongly), sometimes calls the calculator, and then often miswrites the call, so that RL has something to select.
-As in `arithmetic`, rows are computed, and the split of a problem depends on the problem alone.
+`CalculatorQuestions` are the questions for RL. `CalculatorDemonstrations` train a base model that mostly answers
+without a call (wrongly), sometimes calls the calculator, and then often miswrites the call. So RL has something to
+select. As in `arithmetic`, rows are computed, and the split of a problem depends on the problem alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNATURE = "calculator(expression)"
 
 
 def problem(rng: random.Random) -> str:
-    """An expression of two or three numbers with a product in it."""
+    """Return an expression of two or three numbers with a product in it."""
     product = f"{rng.randint(12, 999)}*{rng.randint(12, 99)}"
     form = rng.randrange(3)
     if form == 0:
@@ -71,7 +71,7 @@ class CalculatorQuestions:
         return self.num_rows
 
     def expression(self, index: int) -> str:
-        """The problem of row `index`.
+        """Return the problem of row `index`.
 
         Raises:
             IndexError: `index` is not within the dataset.
@@ -131,7 +131,7 @@ class CalculatorDemonstrations(CalculatorQuestions):
         return {"prompt": prompt, "answer": str(value_of(expression)), "index": index, "imitate": imitate}
 
     def demonstration(self, row: Mapping[str, Any]) -> str:
-        """The answer that supervised training imitates."""
+        """Return the answer that supervised training imitates."""
         return str(row["imitate"])
 
 
@@ -144,7 +144,7 @@ def conversation(expression: str) -> str:
 
 
 def call_text(expression: str) -> str:
-    """A call of the calculator, as the model writes it."""
+    """Return a call of the calculator in the model's format."""
     return f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
 

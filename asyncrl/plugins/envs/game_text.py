@@ -118,7 +118,7 @@ def _has_text(space: Space[Any]) -> bool:
 
 
 def text_of(space: Space[Any], observation: Any) -> str:
-    """An observation in words: numbers of an array by rows, parts of a tuple or mapping one by one."""
+    """Return an observation in words: numbers of an array by rows, parts of a tuple or mapping one by one."""
     if isinstance(space, spaces.Dict):
         return "\n".join(f"{name}: {text_of(each, observation[name])}" for name, each in space.spaces.items())
     if isinstance(space, spaces.Tuple):

@@ -45,7 +45,7 @@ class GymnasiumEnv(Environment):
     def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Content, Mapping[str, Any]]:
-        """Begin a game; it gets all `options` but `data`."""
+        """Begin a game, with all `options` except `data`."""
         observation, info = self._env.reset(seed=seed, options=own_options(options))
         self._seen = self._words(observation)
         return self._seen, info

@@ -57,7 +57,7 @@ class VectorGames:
         self._members = 0
 
     def member(self) -> Environment:
-        """The environment of the next member; there are `size` of them."""
+        """Return the environment of the next member; there are `size` of them."""
         if self._members == self._size:
             raise RuntimeError(
                 f"a group of {self._size} has no environment more; make_env is called once for each member"
@@ -111,7 +111,7 @@ class VectorGames:
             results = await self._call(self._games.step if self._games.has_begun else self._games.begin, given)
         except BaseException as error:
             self._broken = True
-            cancelled = not isinstance(error, Exception)  # the member that steps for all of them
+            cancelled = not isinstance(error, Exception)  # the cancelled member was stepping for all members
             reason = RuntimeError("another game of the vector was cancelled in its step") if cancelled else error
             for _, future in said.values():
                 if not future.done():
@@ -196,7 +196,7 @@ class TextVector:
             given: by number of the game, the action; games that have ended have none.
         """
         vector, space = self._vector, self._vector.single_action_space
-        idle = next(iter(given.values()))  # for games that have ended: nothing reads their results
+        idle = next(iter(given.values()))  # a dummy action for ended games, whose results are not read
         actions = [given.get(member, idle) for member in range(self._size)]
         room: Any = create_empty_array(space, self._size)
         joined = concatenate(space, actions, room)
@@ -213,7 +213,7 @@ class TextVector:
             broken: a step failed, so their processes may be gone or hang, and are killed.
         """
         vector = self._vector
-        if broken and isinstance(vector, AsyncVectorEnv):  # its own end would wait for those that are gone
+        if broken and isinstance(vector, AsyncVectorEnv):  # its own `close` would wait for dead processes
             for process in vector.processes:
                 process.kill()
             for process in vector.processes:

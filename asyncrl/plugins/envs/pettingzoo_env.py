@@ -65,7 +65,7 @@ class PettingZooEnv(Environment):
     def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Content, Mapping[str, Any]]:
-        """Begin a game; it gets all `options` but `data`."""
+        """Begin a game, with all `options` except `data`."""
         self._env.reset(seed=seed, options=own_options(options))
         return self._seen(), {"player": self._env.agent_selection, "players": list(self._seats)}
 
@@ -81,7 +81,7 @@ class PettingZooEnv(Environment):
         rewards = {name: float(reward) for name, reward in self._env.rewards.items()}
         is_cut_off = any(self._env.truncations.values())
         while self._env.agents and self._is_out(self._env.agent_selection):
-            self._env.step(None)  # as PettingZoo requires of a player that is out of the game
+            self._env.step(None)  # required by PettingZoo for a player that is out of the game
         is_over = not self._env.agents
         info = {"rewards": rewards} | ({} if is_over else {"player": self._env.agent_selection})
         seen = "" if is_over else self._seen()

@@ -40,7 +40,7 @@ class EnvConfig(PluginConfig):
 
 
 GYMNASIUM = "gymnasium:"
-"""Beginning of `env.path` for a registered environment; its name follows, or module:name."""
+"""Prefix of `env.path` for a registered environment, followed by its name or module:name."""
 
 
 GYMNASIUM_ENV = "asyncrl.plugins.envs.gymnasium_env:GymnasiumEnv"

@@ -34,14 +34,14 @@ class CodeTestsReward:
 
     Args:
         all_or_nothing: 1 if every test passes, else 0.
-        timeout_s: limit on the CPU time of one test; its wall-clock limit is three times as long. `reward.timeout_s`
-            must allow for all tests of a row and for waiting: only as many programs as cores run at a time.
+        timeout_s: limit on the CPU time of one test; the wall-clock limit is three times as long. `reward.timeout_s`
+            must allow for all tests of a row and for waiting, because only one program per core runs at a time.
         memory_mb, processes: limits of one test, see `asyncrl.plugins.sandbox.Limits`.
         packages: packages of this Python that programs may import, such as `[numpy]`; else the standard library alone.
 
     Raises:
         SandboxUnavailable: this machine cannot make a sandbox.
-        ValueError: no program could keep a limit, or a package is not installed or needs more memory.
+        ValueError: a limit is too low for any program, or a package is not installed or needs more memory.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CodeTestsReward:
             verdict(self)
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> float:
-        """The reward of the program in `completion`.
+        """Return the reward of the program in `completion`.
 
         Raises:
             ValueError: the row has neither kind of tests, or cases of another form.
@@ -99,7 +99,7 @@ class CodeTestsReward:
         return 1.0 if _passed(ended) and ended.stdout.rstrip().endswith(came_to_its_end) else 0.0
 
     def _run(self, program: str, stdin: str = "") -> Ended:
-        """Run `program`. Log once for each missing package that programs fail because of it."""
+        """Run `program`. If it fails because a package is missing, log that once per package."""
         ended = self._sandbox.run({"program.py": program}, ["program.py"], stdin)
         for package in set(_NOT_FOUND.findall(ended.stderr)) - self._missing:
             self._missing.add(package)
@@ -124,7 +124,7 @@ def _listed(cases: Any) -> Sequence[Any]:
 
 
 def _case(case: Any) -> tuple[str, str]:
-    """Input and output of a test, as texts."""
+    """Return input and output of a test, as texts."""
     sides = [case.get(side) for side in ("input", "output")] if isinstance(case, Mapping) else [None]
     if not all(isinstance(side, str | int | float) for side in sides):
         raise ValueError(f"a test among the row's {_CASES!r} is {str(case)[:80]!r}: give {_CASE_FORM}, both text")

@@ -137,7 +137,8 @@ def answers_agree(given: str, expected: str) -> bool:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of a plain number, a fraction or a mixed number, its unit and percent sign left aside; else None.
+    """Return the exact value of a plain number, a fraction or a mixed number, its unit and percent sign left aside;
+    else None.
 
     None too for one longer than `MAX_ANSWER_CHARS`.
     """
@@ -167,7 +168,7 @@ def _halves(parts: list[str | None]) -> tuple[tuple[str | None, ...], tuple[str 
 def _bare(text: str) -> str:
     text = _DECORATION.sub("", _CURRENCY.sub("", text)).replace("{,}", ",")
     text = _GROUP_SPACE.sub(",", text).strip("*` \u00a0").removesuffix(".").strip()
-    text = f"-{text[1:]}" if text[:1] in ("\u2013", "\u2212") else text  # what typesetting makes of a minus
+    text = f"-{text[1:]}" if text[:1] in ("\u2013", "\u2212") else text  # a typeset minus sign
     return _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace(_SLASH, '/')}", text).strip()
 
 
@@ -196,12 +197,14 @@ def _verified(given: str, expected: str) -> bool:
 
 @cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Load math-verify's `parse` and `verify`, and use them once: that takes a second, which no answer should pay
-    for.
+    """Load math-verify's `parse` and `verify`, and use them once. The first use takes a second, which must not count
+    towards an answer's limit.
     """
-    import math_verify  # with sympy; only the processes of the pool pay for it
+    import math_verify  # imports sympy; only processes of the pool do this
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # each answer it cannot read would be a traceback
+    logging.getLogger("math_verify").setLevel(
+        logging.CRITICAL
+    )  # it logs a traceback for each answer that it cannot parse
     one = math_verify.parse("$\\frac{1}{2}$", parsing_timeout=None)
     math_verify.verify(one, one, timeout_seconds=None)
     return math_verify.parse, math_verify.verify
@@ -215,8 +218,8 @@ class _OutOfTimeError(BaseException):
 def _at_most(seconds: float) -> Iterator[None]:
     """Raise `_OutOfTimeError` in a block that takes more CPU time. A wall-clock limit would fail on a busy machine.
 
-    It is raised again until the block ends: Python drops what is raised in a `__del__` or in a callback of the garbage
-    collector.
+    The error is raised repeatedly until the block ends, because Python ignores errors raised in a `__del__` or in a
+    callback of the garbage collector.
     """
 
     def stop(number: int, frame: object) -> None:

@@ -85,7 +85,8 @@ PRESETS = {"nearest": NEAREST, "siirl": SIIRL}
 
 
 def dbscan(points_ED: Floats, eps: float, min_samples: int) -> NDArray[np.int64]:
-    """`[E]`: DBSCAN's cluster of each point by Euclidean distance, from 0 on; -1: of none (Ester et al., KDD 1996).
+    """Return DBSCAN's cluster of each point by Euclidean distance, `[E]`, from 0 on; -1: no cluster (Ester et al., KDD
+    1996).
 
     Points are visited in order, as scikit-learn's are, so that the numbers of the clusters are the same too.
     """
@@ -107,7 +108,7 @@ def dbscan(points_ED: Floats, eps: float, min_samples: int) -> NDArray[np.int64]
 
 
 def centres_of(successes_ED: Floats, settings: ProgressSettings) -> Floats:
-    """`[C, D]`: the points that distances are measured to, of at least one success."""
+    """Return the points to which distances are measured, `[C, D]`, for at least one success."""
     if settings.centres == Centres.nearest:
         return successes_ED
     scale_D = successes_ED.std(0)
@@ -119,7 +120,7 @@ def centres_of(successes_ED: Floats, settings: ProgressSettings) -> Floats:
 
 
 def distances(embeddings_ND: Floats, centres_CD: Floats) -> Floats:
-    """`[N]`: distance of each embedding to the nearest centre."""
+    """Return the distance of each embedding to the nearest centre, `[N]`."""
     return np.array([np.linalg.norm(centres_CD - embedding, axis=1).min() for embedding in embeddings_ND])
 
 
@@ -241,7 +242,7 @@ class References:
         return [each for each in kept if version - self._max_staleness <= each.version <= version]
 
     def _forget(self, version: int) -> None:
-        """Drop what is older than `version`."""
+        """Drop episodes that are older than `version`."""
         for key, kept in list(self._of_task.items()):
             del kept[: bisect.bisect_left(kept, version, key=lambda each: each.version)]
             if not kept:

@@ -52,7 +52,7 @@ class _Server:
         self._http = JsonHttp(None, key=os.environ[api_key_env] if api_key_env is not None else None)
 
     async def ask(self, body: dict[str, Any], reply: type[Any]) -> Any:
-        """The reply to `body`.
+        """Return the reply to `body`.
 
         Raises:
             HttpError: refused, or failed `ATTEMPTS` times.
@@ -141,7 +141,7 @@ class JudgeReward:
         self._asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 
     async def __call__(self, data: Mapping[str, Any], completion: str) -> float:
-        """The judge's score, from 0 to 1.
+        """Return the judge's score, from 0 to 1.
 
         Raises:
             HttpError: the judge gave no answer.
@@ -158,7 +158,7 @@ class JudgeReward:
 
 
 def _filled(template: str, fields: Mapping[str, Any]) -> str:
-    """`template` with each `{name}` of `fields` replaced once: braces in an answer stay what they are."""
+    """Return `template` with each `{name}` of `fields` replaced once, so braces in an answer stay unchanged."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in fields:

@@ -36,7 +36,9 @@ PIXELS = 32
 
 
 def pixels(clips: Sequence[Clip]) -> Floats:
-    """The pixels of all frames at 32 x 32, 0 to 1, as an embedding: a baseline, and an encoder that needs no model."""
+    """Return the pixels of all frames at 32 x 32, 0 to 1, as an embedding: a baseline, and an encoder that needs no
+    model.
+    """
     return np.array([np.concatenate([_small(frame) for frame in clip]) for clip in clips])
 
 

@@ -34,7 +34,7 @@ def right_answers(data: Mapping[str, Any]) -> list[str]:
 @verdict
 @run_in("loop")
 def exact_match(data: Mapping[str, Any], completion: str, *, ignore_case: bool = False) -> float:
-    """1 if the answer is `data["answer"]` (of a list: one of them), blanks at both ends left aside, else 0."""
+    """Return 1 if the answer equals `data["answer"]` (or one of a list), ignoring blanks at both ends, else 0."""
     given = completion.strip()
     wanted = [text.strip() for text in right_answers(data)]
     if ignore_case:
@@ -45,7 +45,7 @@ def exact_match(data: Mapping[str, Any], completion: str, *, ignore_case: bool =
 @verdict
 @run_in("loop")
 def numeric_match(data: Mapping[str, Any], completion: str, *, tolerance: float = 0.0) -> float:
-    """1 if the answer's last number is that of `data["answer"]` within `tolerance` (absolute), else 0.
+    """Return 1 if the answer's last number is that of `data["answer"]` within `tolerance` (absolute), else 0.
 
     Commas count between groups of three digits only. Without a number in either the reward is 0.
     """

@@ -30,8 +30,8 @@ class VJEPA2Encoder:
 
     Args:
         folder: a model that transformers loads as `VJEPA2Model`.
-        device: where it computes, `cpu` or `cuda:1`.
-        dtype: of its weights, `float32` or `bfloat16`.
+        device: device of the model, such as `cpu` or `cuda:1`.
+        dtype: type of its weights, such as `float32` or `bfloat16`.
         batch: clips that are computed together.
 
     Raises:

@@ -31,7 +31,7 @@ def main() -> None:
     """Build the sandbox of the specification, and replace this process by its program."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         spec = json.load(file)
-    os.umask(0o022)  # the program is another user, and the process that asks for it may keep all from others
+    os.umask(0o022)  # the program is another user, and the parent's umask may deny access to others
     _build(spec)
     os.chroot(_ROOT)
     os.chdir("/work")
@@ -71,7 +71,7 @@ def _build(spec: dict[str, object]) -> None:
     assert isinstance(readable, dict)
     sources = {
         place: os.open(path, os.O_PATH) for path, place in readable.items()
-    }  # what lies below _ROOT is out of sight soon
+    }  # content below _ROOT will be hidden
     _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for path in ("/bin", "/lib", "/lib64", "/sbin"):
         if os.path.islink(path):
@@ -82,7 +82,7 @@ def _build(spec: dict[str, object]) -> None:
     for name in ("null", "zero", "urandom", "random"):
         _show(f"/dev/{name}", f"{_ROOT}/dev/{name}", folder=False)
     os.mkdir(f"{_ROOT}/proc")
-    with contextlib.suppress(OSError):  # refused where the outer /proc is masked, as in some containers
+    with contextlib.suppress(OSError):  # refused if the outer /proc is masked, as in some containers
         _mount("proc", f"{_ROOT}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     os.mkdir(f"{_ROOT}/work")
     _mount("tmpfs", f"{_ROOT}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"{spec['work']},mode=777")
@@ -104,7 +104,7 @@ def _show(source: str, target: str, *, folder: bool) -> None:
 def _give_up_rights(uid: int | None) -> None:
     """Drop all capabilities for good, and become the user `uid` if given."""
     for capability in range(_LAST_CAPABILITY + 1):
-        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # numbers beyond the kernel's last are refused
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # the kernel refuses numbers beyond its last capability
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
     if uid is not None:

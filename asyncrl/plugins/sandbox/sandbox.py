@@ -149,7 +149,7 @@ class Sandbox:
                 "RLIMIT_AS": limits.memory_mb << 20,
                 "RLIMIT_FSIZE": limits.work_mb << 20,
                 "RLIMIT_NOFILE": 128,
-                "RLIMIT_CORE": 1,  # 0 would still start the host's handler of crashes, where it has one
+                "RLIMIT_CORE": 1,  # 0 would still start the host's crash handler, if it has one
                 "RLIMIT_NPROC": limits.processes,
                 "RLIMIT_SIGPENDING": 256,
             },
@@ -171,7 +171,7 @@ class Sandbox:
             return _followed(process, stdin.encode(errors="replace"), limits)
 
     def _packages(self) -> dict[str, str]:
-        """The places of the folders of packages within the sandbox."""
+        """Return the places of the folders of packages within the sandbox."""
         return {folder: f"/packages/{number}" for number, folder in enumerate(self._installed_in)}
 
     def _with_packages(self) -> list[str]:
@@ -179,7 +179,7 @@ class Sandbox:
 
 
 def _folder_of(package: str) -> str:
-    """The folder in which a package, or module, is installed.
+    """Return the folder in which a package, or module, is installed.
 
     Raises:
         ValueError: it is not installed.
@@ -192,7 +192,7 @@ def _folder_of(package: str) -> str:
 
 
 def _followed(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Ended:
-    """Feed and read `process` until it ends, or a limit does."""
+    """Write to and read from `process` until it ends or reaches a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -229,7 +229,7 @@ def _followed(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) ->
     except subprocess.TimeoutExpired:
         stopped = stopped or "time"
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # `unshare`, and with it the namespace's first process, and all others
+        os.killpg(process.pid, signal.SIGKILL)  # ends `unshare`, and so the namespace's first process and all others
     exit_code = process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):
         stream.close()

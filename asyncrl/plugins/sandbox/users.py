@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 _LOCKS: Final = Path("/run/asyncrl-sandbox-users")
-"""Folder of locks, since boot; writable by root alone."""
+"""Lock file, removed at boot; writable only by root."""
 _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
-"""Ids that no distribution and no container gives to anyone (systemd's table of users and groups)."""
+"""Ids that no distribution and no container assigns (systemd's table of users and groups)."""
 _IN_A_CONTAINER: Final = range(20_000, 60_000)
 """Ids to use in a container that has 65,536 ids."""
 _TRIES: Final = 1000
@@ -70,7 +70,7 @@ def lent_user() -> Iterator[User]:
 
 
 def _lendable(uid_map: str) -> range:
-    """The ids to lend of those in `/proc/self/uid_map`."""
+    """Return the ids in `/proc/self/uid_map` that programs may use."""
     mapped = [(int(first), int(first) + int(count)) for first, _, count in map(str.split, uid_map.splitlines())]
     for ids in (_UNASSIGNED, _IN_A_CONTAINER):
         if any(first <= ids.start and ids.stop <= end for first, end in mapped):

@@ -40,7 +40,9 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _arguments(group: str, tool: ToolConfig) -> Iterator[str]:
-    """Yield what is wrong with a tool's path and args: settings give a function's parameters after `*`."""
+    """Yield an error message for each problem with a tool's path and args. Settings give a function's parameters after
+    `*`.
+    """
     try:
         taken = signatures.function_arguments(tool.path)
     except PluginError as error:

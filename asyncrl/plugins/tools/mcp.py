@@ -1,8 +1,8 @@
 """Tools of an MCP server (Model Context Protocol), over stdio or streamable HTTP, by the official `mcp` package (extra
 `mcp`).
 
-One task owns a connection from start to end, as the package demands; callers of a tool only pass it their call. All
-samples of a worker share the connection. Life of a connection:
+One task owns a connection from start to end, as the package requires. Callers of a tool only pass their call to this
+task. All samples of a worker share the connection. Life of a connection:
 
     starting -> open -> broken (a call found it closed) -> starting -> ... -> closed
 
@@ -81,10 +81,10 @@ class McpServer:
         return [McpTool(self, self.config.prefix, by_name[name]) for name in wanted]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """The result of the server's tool `name`.
+        """Return the result of the server's tool `name`.
 
         Raises:
-            McpError: the server is not there, closed the connection, or did not answer in time.
+            McpError: the server is not running, closed the connection, or did not answer in time.
         """
         client = await self._open(self.config.timeout_s)
         broken = self._broken
@@ -117,8 +117,9 @@ class McpServer:
     async def close(self, limit_s: float) -> None:
         """End the connection, and the program that was started for it.
 
-        A program that takes longer than `limit_s` seconds is left to its end: it ends with this process at the latest.
-        Half of the time is for the connection's own end, the other half for that of its task once it is cancelled.
+        A program that takes longer than `limit_s` seconds is no longer waited for; it ends with this process at the
+        latest. Half of the time is for the connection's own end, the other half for that of its task once it is
+        cancelled.
         """
         self._closing = True
         self._broken.set()
@@ -129,7 +130,7 @@ class McpServer:
             await asyncio.wait({self._owner}, timeout=limit_s / 2)
 
     async def _open(self, limit_s: float) -> Any:
-        """The client, once there is one."""
+        """Wait for a connection, and return its client."""
         try:
             async with asyncio.timeout(limit_s):
                 return await asyncio.shield(self._opened)
@@ -152,7 +153,7 @@ class McpServer:
                         break
                     await self._broken.wait()
                     self._opened = asyncio.get_running_loop().create_future()
-            except Exception as error:  # the package raises groups of whatever its transports raise
+            except Exception as error:  # the package raises groups of any errors of its transports
                 if self._closing:
                     break
                 if self._opened.done():
@@ -175,7 +176,7 @@ class McpServer:
             return
 
     async def _client(self, stack: AsyncExitStack) -> Any:
-        """A client whose session is open, ended by `stack`."""
+        """Return a client whose session is open, ended by `stack`."""
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
@@ -266,7 +267,7 @@ def _is_closed(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """The first cause of an error that may be a group, in a line."""
+    """Return the first cause of an error that may be a group, in a line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError) and not str(error):

@@ -64,7 +64,7 @@ class SearchTool(Tool):
         }
 
     def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:  # type: ignore[override]
-        """The passages that fit `arguments["query"]` best, the best first; in a thread."""
+        """Return the passages that fit `arguments["query"]` best, the best first; in a thread."""
         query = str(arguments["query"])[:MAX_QUERY_CHARS]
         tokens = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
         if not tokens[0]:

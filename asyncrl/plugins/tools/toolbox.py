@@ -85,7 +85,7 @@ class RowArguments:
 
 
 def row_arguments(data: Mapping[str, Any], tools: Collection[str]) -> dict[str, RowArguments]:
-    """A row's arguments by tool.
+    """Return a row's arguments by tool.
 
     Two forms: `tool_args`, `{name: {...}}`, for `create`; and verl's `tools_kwargs`, in the row or in its `extra_info`,
     `{name: {"create_kwargs": {...}, "execute_kwargs": {...}, "calc_reward_kwargs": {...}, "release_kwargs": {...}}}`.
@@ -101,7 +101,7 @@ def row_arguments(data: Mapping[str, Any], tools: Collection[str]) -> dict[str, 
         ("extra_info.tools_kwargs", extra.get("tools_kwargs") if isinstance(extra, Mapping) else None),
     ):
         for name, arguments in _mapping(place, given).items():
-            if arguments is None:  # Parquet gives each row the fields of all
+            if arguments is None:  # Parquet gives each row the fields of all rows
                 continue
             if name not in tools:
                 there_are = ", ".join(tools) or "none"
@@ -186,7 +186,7 @@ class Toolbox:
         return self._schemas[name]
 
     def session(self, data: Mapping[str, Any]) -> ToolSession:
-        """The tools for one sample of the row `data`, which may have arguments for them (`row_arguments`).
+        """Return the tools for one sample of the row `data`, which may have arguments for them (`row_arguments`).
 
         Raises:
             RuntimeError: the toolbox is not complete yet.
@@ -243,7 +243,7 @@ class ToolSession:
         return self._counts
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """The result of `call`; see the module's docstring."""
+        """Return the result of `call`; see the module's docstring."""
         hosted = self._toolbox.tools.get(call.name)
         name, begun = UNKNOWN if hosted is None else call.name, time.monotonic()
         self._counts[f"tool/{name}/calls"] += 1

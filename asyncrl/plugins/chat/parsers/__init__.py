@@ -41,7 +41,7 @@ _FOREIGN = {
 
 
 def parser(name: str) -> Parser:
-    """The parser of the format `name`.
+    """Return the parser of the format `name`.
 
     Raises:
         ValueError: there is no such format.
@@ -82,5 +82,5 @@ def _is_token(tokenizer: Tokenizer | None, text: str) -> bool:
         return False
     try:
         return len(tokenizer.encode(text)) == 1
-    except ValueError:  # an alphabet of few characters
+    except ValueError:  # a character that the tokenizer does not know
         return False

@@ -14,7 +14,7 @@ from asyncrl.api.chat import ToolCall, ToolSchema
 _THINK = re.compile(r"<think>|</think>")
 _BLANKS = re.compile(r"\s*")
 MAX_CHARS = 4_000_000
-"""Longer texts are not parsed: no answer is so long, and parsing it would block the event loop."""
+"""Longest text that is parsed, in characters. No answer is longer, and parsing it would block the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Parser:
         return Parsed(content, thoughts if walk.reasoning else None, calls, walk.malformed)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """`calls` as a model of this format writes them: `parse` reads the same calls from it.
+        """Write `calls` as a model of this format does; `parse` reads the same calls from the text.
 
         Raises:
             ValueError: the format has no calls.
@@ -142,7 +142,7 @@ class _Walk:
                 at = self._call(begin)
             elif mark is not None and mark[0] == "<think>":
                 at = self._think(mark.end())
-            elif mark is not None and not self.reasoning:  # its beginning was in the prompt: all so far was thought
+            elif mark is not None and not self.reasoning:  # the prompt opened it: all text so far is reasoning
                 self.reasoning.append(text[: mark.start()])
                 self._reset()
                 at = mark.end()
@@ -237,11 +237,11 @@ def call_of(value: Any, *keys: str, arguments_needed: bool = False) -> RawCall |
 
 
 def after_blanks(text: str, at: int) -> int:
-    """The position of the first character from `at` on that is no blank."""
+    """Return the position of the first non-blank character from `at` on."""
     blanks = _BLANKS.match(text, at)
     return blanks.end() if blanks else at
 
 
 def as_json(call: RawCall | ToolCall, arguments_key: str) -> str:
-    """The call as a JSON object."""
+    """Return the call as a JSON object."""
     return json.dumps({"name": call.name, arguments_key: dict(call.arguments)}, ensure_ascii=False)

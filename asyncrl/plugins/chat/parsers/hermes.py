@@ -13,9 +13,9 @@ _CLOSING = "</tool_call>"
 
 
 class HermesFormat(CallFormat):
-    """The JSON is read to its own end, so that strings in it may hold anything, the closing mark too.
+    """The JSON value is parsed to its end, so strings in it may contain anything, even the closing mark.
 
-    A whole object at the end of the text needs no closing mark: a stop string may have taken it.
+    A complete object at the end of the text needs no closing mark, because a stop string may have removed the mark.
     """
 
     opening = re.compile(r"<tool_call>")

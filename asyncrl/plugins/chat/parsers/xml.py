@@ -48,7 +48,7 @@ class XmlFormat(CallFormat):
         closing = _END.match(text, at)
         if closing is not None:
             return Found(closing.end(), (RawCall(name, arguments),))
-        at_end = arguments and after_blanks(text, at) == len(text)  # a stop string may have taken the closing mark
+        at_end = arguments and after_blanks(text, at) == len(text)  # a stop string may have removed the closing mark
         return Found(len(text), (RawCall(name, arguments),)) if at_end else None
 
     def render(self, calls: Sequence[RawCall | ToolCall]) -> str:
@@ -71,7 +71,7 @@ def _typed(raw: str, schema: Any) -> Any:
     if not kinds - {"string"}:
         return raw
     text = raw.strip()
-    if "boolean" in kinds and text in ("True", "False"):  # as Python writes them, which the models were trained on
+    if "boolean" in kinds and text in ("True", "False"):  # Python's spelling, which the models were trained on
         return text == "True"
     if "null" in kinds and text == "None" and "string" not in kinds:
         return None
@@ -84,7 +84,7 @@ def _typed(raw: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> Iterator[str]:
-    """The types that a schema allows."""
+    """Yield the types that a schema allows."""
     if not isinstance(schema, Mapping):
         return
     for option in schema.get("anyOf", ()):

@@ -56,7 +56,7 @@ class Curriculum:
         An older epoch's value does not replace a newer one's.
         """
         parsed = parse_prompt_id(prompt_id)
-        if parsed is None:  # of a stream of the user's own, whose rows have no epochs
+        if parsed is None:  # a user's own stream, whose rows have no epochs
             return
         epoch, row = parsed
         if row not in self._newest or self._newest[row][0] <= epoch:
@@ -74,12 +74,12 @@ class Curriculum:
         return outside or _draw(*parsed) >= 1 - (1 - self._least) * (2 * success - 1) ** 2
 
     def state(self) -> Any:
-        """Row, epoch and success of the newest measurements, for JSON."""
+        """Return row, epoch and success of the newest measurements, for JSON."""
         return [(row, epoch, success) for row, (epoch, success) in sorted(self._newest.items())]
 
 
 def _draw(epoch: int, row: int) -> float:
-    """A number from 0 to below 1 for a row in an epoch, the same in every process."""
+    """Return a number from 0 to below 1 for a row in an epoch, the same in every process."""
     return seed_from("curriculum", epoch, row) / 2**31
 
 
@@ -112,7 +112,7 @@ class OwnCurriculum(Curriculum):
         return {"path": self._path, "state": plain_state(self._own.state())}
 
     def restore(self, state: Any) -> None:
-        """Continue from what `state` of one of the same class returned."""
+        """Continue from a result of `state` of the same class."""
         self._own.restore(state)
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ class OwnCurriculum(Curriculum):
 
 
 def make_curriculum(settings: CurriculumConfig, state: Any = ()) -> Curriculum:
-    """The curriculum of the settings; it continues from `state`, unless that is of another one.
+    """Build the curriculum of the settings; it continues from `state`, unless that belongs to another curriculum.
 
     Raises:
         ConfigError: the user's class cannot be made.

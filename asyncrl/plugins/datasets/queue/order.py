@@ -22,20 +22,22 @@ CACHED_EPOCHS = 4
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool = True) -> NDArray[np.int64]:
-    """The permutation of `num_rows` rows in which epoch `epoch` visits them; shape `[num_rows]`."""
+    """Return the permutation of `num_rows` rows in which epoch `epoch` visits them; shape `[num_rows]`."""
     if not shuffle:
         return np.arange(num_rows)
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 def epoch_of(prompt_id: str) -> int:
-    """The epoch, from 0, of the prompt `e<epoch>-<row>`; 0 for names of another form."""
+    """Return the epoch, from 0, of the prompt `e<epoch>-<row>`; 0 for names of another form."""
     number = prompt_id[1:].partition("-")[0]
     return int(number) if number.isdecimal() else 0
 
 
 def prompt_seed(run_seed: int, order: int, attempt: int = 0) -> int:
-    """Base sampling seed of an attempt at the prompt at `order`; sample i of its group derives its own from it."""
+    """Return the base sampling seed of an attempt at the prompt at `order`. Each sample of the group derives its seed
+    from it.
+    """
     return seed_from("prompt", run_seed, order, *([attempt] if attempt else []))
 
 
@@ -62,16 +64,16 @@ class DataOrder:
         self._positions: dict[int, NDArray[np.int64]] = {}
 
     def ref(self, order: int) -> PromptRef:
-        """The prompt at `order`, as its first attempt."""
+        """Return the prompt at `order`, as its first attempt."""
         epoch, position = divmod(order, self.num_rows)
         row = int(self._permutation(epoch)[position])
         return PromptRef(f"e{epoch}-{row}", order, row)
 
     def order_of(self, prompt_id: str) -> int:
-        """The order of `prompt_id`.
+        """Return the order of `prompt_id`.
 
         Raises:
-            ValueError: it names no prompt of this dataset.
+            ValueError: the id is not a prompt of this dataset.
         """
         epoch_text, separator, row_text = prompt_id[1:].partition("-")
         well_formed = prompt_id[:1] == "e" and separator and epoch_text.isdecimal() and row_text.isdecimal()
@@ -82,7 +84,7 @@ class DataOrder:
         return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
 
     def orders_of(self, used: UsedPrompts) -> NDArray[np.int64]:
-        """The orders of `used` prompts, ascending."""
+        """Return the orders of `used` prompts, ascending."""
         found = [np.empty(0, np.int64)]
         for epoch in used.epochs:
             rows = np.zeros(self.num_rows, bool)

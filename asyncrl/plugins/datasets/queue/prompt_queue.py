@@ -1,21 +1,18 @@
 """The waiting prompts: those of the data order that are neither used nor live.
 
 A prompt is *used* once it was trained or dropped for good, and *live* while a rollout of it runs or waits to be
-trained.
-No process decides that a prompt returns: when its last live rollout leaves and it is not used, it waits.
+trained. No process decides that a prompt returns: when its last live rollout leaves and it is not used, it waits.
 
 The prompt with the lowest place comes next. A first attempt has the place of its order in the data. A later attempt,
-with
-other random numbers, has its place at the end of its epoch or of a later one: under the same weights it would only fail
-again. So the place follows from order and attempt alone. The time at which rollouts end does not change a place, so it
-does not change a batch. Places need not be stored to hand out the same prompts again.
+with other random numbers, has its place at the end of its epoch or of a later one: under the same weights it would only
+fail again. So the place follows from order and attempt alone. The time at which rollouts end does not change a place,
+so it does not change a batch. Places need not be stored to hand out the same prompts again.
 
     place(order, attempt) = (order, 1)                                     attempt 0
                             ((order // rows + attempt) * rows, 0)          later attempts
 
 Below a cursor every prompt is used, live, or *back* (waiting for another attempt). So only two kinds of used prompts
-must
-be remembered: those above the cursor, and those that are still live.
+must be stored: those above the cursor, and those that are still live.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class PromptQueue:
                         return turn
                     passed_over.append(heapq.heappop(self._heap))
                 else:
-                    heapq.heappop(self._heap)  # used or live by now, or waits as another attempt
+                    heapq.heappop(self._heap)  # used or live by now, or replaced by another attempt
             return NextTry(self._cursor)
         finally:
             for entry in passed_over:
@@ -142,7 +139,7 @@ class PromptQueue:
     def _wait(self, turn: NextTry) -> None:
         untried = not turn.attempt and not turn.failures
         if turn.order in self._used or (turn.order >= self._cursor and untried):
-            return  # the cursor comes to it
+            return  # the cursor will reach it
         self._put_back(turn)
 
     def _put_back(self, turn: NextTry) -> None:

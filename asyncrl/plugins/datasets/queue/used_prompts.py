@@ -24,7 +24,7 @@ class UsedPrompts:
 
     def __init__(self, prompt_ids: Iterable[str] = ()) -> None:
         self._rows: dict[int, bytearray] = {}
-        self._packed: dict[int, str] = {}  # of epochs as they are, so that only those that grew are packed again
+        self._packed: dict[int, str] = {}  # of unchanged epochs, so that only changed ones are packed again
         self._others: set[str] = set()
         self._count = 0
         for prompt_id in prompt_ids:
@@ -64,7 +64,7 @@ class UsedPrompts:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        """The ids by epoch and row, then those of another form."""
+        """Yield the ids by epoch and row, then those of another form."""
         for epoch in sorted(self._rows):
             for byte, bits in enumerate(self._rows[epoch]):
                 yield from (f"e{epoch}-{byte * 8 + bit}" for bit in range(8) if bits >> bit & 1)
@@ -76,11 +76,11 @@ class UsedPrompts:
         return sorted(self._rows)
 
     def rows(self, epoch: int) -> NDArray[np.int64]:
-        """The rows that are used in `epoch`, ascending."""
+        """Return the rows that are used in `epoch`, ascending."""
         return np.flatnonzero(np.unpackbits(np.frombuffer(self._rows[epoch], np.uint8), bitorder="little"))
 
     def to_json(self) -> dict[str, Any]:
-        """The set as JSON values; `from_json` reads it back."""
+        """Return the set as JSON values; `from_json` reads it back."""
         for epoch in self._rows.keys() - self._packed.keys():
             bitmap = bytes(self._rows[epoch]).rstrip(b"\0")
             self._packed[epoch] = base64.b64encode(zlib.compress(bitmap)).decode()
@@ -89,7 +89,7 @@ class UsedPrompts:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> UsedPrompts:
-        """The set that `to_json` wrote.
+        """Return the set that `to_json` wrote.
 
         Raises:
             ValueError: the value is malformed, or its number of ids is not the one it states.
@@ -108,7 +108,7 @@ class UsedPrompts:
 
 
 def parse_prompt_id(prompt_id: str) -> tuple[int, int] | None:
-    """Epoch and row of the prompt id `e<epoch>-<row>`; None if it is of another form."""
+    """Return the epoch and row of the prompt id `e<epoch>-<row>`; None if it is of another form."""
     match = _PROMPT_ID.fullmatch(prompt_id)
     if match is None or int(match[2]) >= _MAX_ROW:
         return None

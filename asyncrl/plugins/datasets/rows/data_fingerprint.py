@@ -1,4 +1,5 @@
-"""Record of a trial's training data at its start, by which a launch that continues the trial detects other data.
+"""Record of a trial's training data at its start. A launch that continues the trial uses the record to detect changed
+data.
 
 A prompt id contains a row's number. If rows are removed, added or moved, the ids of used prompts name other rows: some
 would silently be trained twice and some never. So the first launch records the number of rows and, for files, a
@@ -56,14 +57,14 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, dataset: Dataset) -> DataRecord:
-        """The record of `dataset`."""
+        """Return the record of `dataset`."""
         if not isinstance(dataset, Placed):
             return cls(len(dataset))
         return cls(len(dataset), base64.b64encode(dataset.sums().astype("<u4").tobytes()).decode())
 
     @classmethod
     def read(cls, file: Path) -> DataRecord:
-        """The record that `write` left in `file`."""
+        """Return the record that `write` left in `file`."""
         return decode_json(file.read_bytes(), cls)
 
     def write(self, file: Path) -> None:

@@ -32,18 +32,20 @@ class FileDataset:
 
     Args:
         path: the file or folder.
-        split: `train` or `held_out`. With `held_out_share` 0 the split is the whole file (give evaluation a file of its
-            own); above 0 a hash of the prompt puts that share of the prompts in `held_out` and the rest in `train`.
+        split: `train` or `held_out`. With `held_out_share` 0 either split is the whole file, so evaluation needs a
+            separate file. Above 0 a hash of the prompt puts that share of the prompts in `held_out` and the rest in
+            `train`.
         held_out_share: share of the prompts held out, 0 to 1.
         prompt_template: text around a prompt that is text, as in `"{prompt}\\nThink step by step."`; `{field}` of any
             field.
-        limit: rows kept, from the top; 0: all.
+        limit: number of first rows that are kept; 0: all.
         files: glob pattern of the files of a folder, as in `"main/train-*"`; empty: all of them.
-        fields: columns under another name: what asyncrl and the reward call it, and the column. A column within a
-            column is named with a dot: `answer: reward_model.ground_truth`.
+        fields: renamed columns, by the name that asyncrl and the reward use. A nested column is named with a dot:
+            `answer: reward_model.ground_truth`.
         demonstrations: for supervised training: messages may end with the assistant's.
-        pairs: for preference training: the prompt of a row without one is what `chosen` and `rejected` begin with.
-        seed: unused, a file has one order; the run's seed orders the epochs.
+        pairs: for preference training: a row without a prompt gets the common beginning of `chosen` and `rejected` as
+            its prompt.
+        seed: unused, because a file has one order; the run's seed orders the epochs.
 
     Raises:
         ValueError: the file cannot be read, a row is no object, has no prompt or not a column that `fields` names, or
@@ -101,7 +103,7 @@ class FileDataset:
         return self._sums
 
     def demonstration(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """The completion that supervised training imitates: text, or messages.
+        """Return the completion that supervised training imitates: text, or messages.
 
         Raises:
             ValueError: the row has none of `COMPLETION_FIELDS`, or nothing in it.
@@ -151,7 +153,7 @@ class FileDataset:
     def _with_pictures(
         self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, place: str
     ) -> list[dict[str, Any]] | None:
-        """The row's messages with its pictures; None if it has none."""
+        """Return the row's messages with its pictures; None if it has none."""
         if isinstance(prompt, str) and not any(name in fields for name in IMAGE_FIELDS):
             return None
         if isinstance(prompt, str):
@@ -195,7 +197,7 @@ CHOSEN, REJECTED = "chosen", "rejected"
 
 
 def with_common_prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` of a pair without a prompt, with what both answers begin with as their `prompt`.
+    """Return the `fields` of a pair without a prompt, with the common beginning of both answers as `prompt`.
 
     Text is cut where the answers first differ, before a space there, as TRL's `extract_prompt` does it.
     """
@@ -211,13 +213,13 @@ def with_common_prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Number of elements that both begin with."""
+    """Return the number of elements that both begin with."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def without_none(turn: Any) -> Any:
-    """Return a message without what it leaves open: a table's column has a value in each row."""
+    """Return a message without its empty fields: each row of a table has a value for every column."""
     return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else turn
 
 

@@ -1,12 +1,12 @@
 """Several datasets as one, mixed by weight. Deterministic: a row number always means the same row.
 
-Of the mixture's N rows source i has n_i, in proportion to its weight. N is the smallest number for which every row of
-every source comes at least once: the source that is largest relative to its weight decides, and the others repeat from
-their top until their share is full. The k-th row of a source is at (k + 1/2) / n_i of the way. So every stretch of the
-mixture has the same proportions as the whole, also the beginning that an evaluation may take. The run's data order
-(`order.py`) permutes these rows like those of any dataset, so each epoch has the exact shares.
+Source i has n_i of the mixture's N rows, in proportion to its weight. N is the smallest number for which every row of
+every source occurs at least once. So the source that is largest relative to its weight determines N, and the others
+repeat from their first row until their share is full. The k-th row of a source is at (k + 1/2) / n_i of the way. So
+every stretch of the mixture has the same proportions as the whole, also the beginning that an evaluation may take. The
+run's data order (`order.py`) permutes these rows like those of any dataset, so each epoch has the exact shares.
 
-Example: sources of 4 and 1 rows, each of weight 1: N = 8, and the second source's row comes 4 times.
+Example: sources of 4 and 1 rows, each of weight 1: N = 8, and the second source's row occurs 4 times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ROWS = 1 << 27
 
 
 class Mixture:
-    """The rows of `sources`, in proportion to `weights`. A row that has no `source` is given its source's name.
+    """The rows of `sources`, in proportion to `weights`. A row without a field `source` gets its source's name there.
 
     Raises:
         ValueError: a weight is not above 0, or the weights would repeat a source so often that `MAX_ROWS` is exceeded.
@@ -55,7 +55,7 @@ class Mixture:
         return len(self._source_of)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Row `index` of the mixture, with the name of its source under `source`."""
+        """Return row `index` of the mixture, with the name of its source under `source`."""
         source, row = self._at(index)
         return {"source": self._names[source], **self._sources[source].row(row)}
 

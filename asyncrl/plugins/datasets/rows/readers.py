@@ -1,7 +1,7 @@
 """Readers of data files: JSON lines, Parquet, folders of them, and what Hugging Face `datasets` saves to disk.
 
-Each gives `Record`s in the order in which they stand in the files, files of a folder in the order of their names.
-Parquet and Arrow are read by pyarrow, of the extra `data`; columns become plain Python values.
+Each yields `Record`s in the order of the files' content, and the files of a folder in the order of their names. Parquet
+and Arrow are read by pyarrow, of the extra `data`; columns become plain Python values.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def is_data_path(path: str) -> bool:
 
 
 def files_of(path: Path, files: str = "") -> list[Path]:
-    """The files that `read` reads: of a folder that `datasets` saved, also the one that names the others.
+    """Return the files that `read` reads. For a folder that `datasets` saved, that includes the file that lists the
+    others.
 
     Raises:
-        ValueError: as of `read`.
+        ValueError: as for `read`.
     """
     if path.suffix in (JSONL, PARQUET) or not path.is_dir():
         return [path]
@@ -53,7 +54,8 @@ def files_of(path: Path, files: str = "") -> list[Path]:
 
 
 def read(path: Path, files: str = "") -> list[Record]:
-    """The records of a file, or of a folder: those that `files`, a glob pattern, names; by default all data files.
+    """Return the records of a file, or of a folder: those that `files`, a glob pattern, names; by default all data
+    files.
 
     Raises:
         ValueError: it cannot be read, or has another format. The message names the place and the fix.
@@ -66,7 +68,7 @@ def read(path: Path, files: str = "") -> list[Record]:
 
 
 def _files_of(folder: Path, pattern: str) -> list[Path]:
-    """The data files of `folder`, sorted."""
+    """Return the data files of `folder`, sorted."""
     if not pattern and (folder / _SPLITS).is_file():
         splits = _saved(folder / _SPLITS, "splits")["splits"]
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}: give the folder of one, {folder / splits[0]}")

@@ -33,7 +33,7 @@ class RowFormat(Protocol):
         ...
 
     def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
-        """The sequences of `row`.
+        """Return the sequences of `row`.
 
         Raises:
             BadDemonstration: the row cannot be used.
@@ -74,7 +74,7 @@ class EncodedRows:
 
     @classmethod
     def of(cls, dataset: DemonstrationDataset, form: RowFormat, max_tokens: int) -> EncodedRows:
-        """Encode all rows of `dataset`; those with a sequence of more than `max_tokens` tokens are left out.
+        """Encode all rows of `dataset`; rows with a sequence of more than `max_tokens` tokens are left out.
 
         Raises:
             BadDemonstration: there is nothing to imitate in a row, or all are too long; names file and line.
@@ -96,7 +96,7 @@ class EncodedRows:
             learnt += sum(each.answer_length for each in encoded)
             tokens += sum(len(each.token_ids) for each in encoded)
             shown += len(encoded[-1].pictures)
-            if not shown:  # rows with pictures are read again when they are trained on
+            if not shown:  # rows with pictures are loaded again when they are used
                 kept.append(encoded)
         too_long = len(dataset) - len(numbers)
         if not numbers:
@@ -116,13 +116,13 @@ class EncodedRows:
 def load_demonstrations(
     path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int, *, judged: bool = False
 ) -> DemonstrationDataset:
-    """The dataset of a `dataset.path` of supervised training, one split of it.
+    """Return one split of the dataset that a `dataset.path` of supervised training names.
 
     Args:
         judged: its rows have judged answers (`preferences`) in place of demonstrations.
 
     Raises:
-        PluginError: as of `load_dataset`, or it is a class without a `demonstration` method.
+        PluginError: as for `load_dataset`, or the class has no `demonstration` method.
     """
     if is_data_path(path):
         args = {**args, "demonstrations": True, "pairs": judged, **({"fields": dict(fields)} if fields else {})}
@@ -156,9 +156,9 @@ def demonstration_batches(
 
 
 def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices 0 to `len(lengths)` - 1 in runs of similar length, each padded to at most `max_tokens` tokens.
+    """Yield indices 0 to `len(lengths)` - 1 in runs of similar length, each padded to at most `max_tokens` tokens.
 
-    A sequence longer than that goes alone. Where losses are sums over a common normaliser the cut changes no result.
+    A longer sequence is a run by itself. The cut changes no result if losses are sums over a common normaliser.
     """
     run: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):

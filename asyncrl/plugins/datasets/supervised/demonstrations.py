@@ -3,9 +3,9 @@
 Without a chat template a row is its prompt, the answer and the end token; the answer and the end token carry loss.
 
 With a chat template a row is a conversation. The tokens that the model would have to write carry loss: in an
-assistant's turn everything after the generation prompt, up to and including the control token that ends the turn. They
-are found by rendering, never by searching for words: for turn i the template renders the messages before it with a
-generation prompt (P), and the messages up to it without one (W). W begins with P, and the rest of W is the turn.
+assistant's turn everything after the generation prompt, up to and including the control token that ends the turn. These
+tokens are found by rendering, never by searching for words: for turn i the template renders the messages before it with
+a generation prompt (P), and the messages up to it without one (W). W begins with P, and the rest of W is the turn.
 
     P  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
     W  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
@@ -111,7 +111,7 @@ class DemonstrationFormat:
         pictures, whole = [*pictures_of(shown)], self.prompts.chat.messages(without_pictures(shown))
         places = StandIns(self.prompts.tokenizer, whole, tools)
         turns, offered = places.put(whole), places.put(tools)
-        first += len(turns) - len(messages)  # a system message may have come before them
+        first += len(turns) - len(messages)  # a system message may have been added at the front
         answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant" and number >= first]
         found: list[_Sequence] = []
         try:
@@ -124,11 +124,11 @@ class DemonstrationFormat:
             return [each.demonstration() for each in found]
         except ChatError as error:
             raise BadDemonstration(str(error)) from None
-        except ValueError as error:  # a character that an alphabet of few does not have, or a picture
+        except ValueError as error:  # an unknown character, or a picture
             raise BadDemonstration(str(error)) from None
 
     def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
-        """`messages` with their pictures read.
+        """Return `messages` with their pictures loaded.
 
         Raises:
             BadDemonstration: the model takes no pictures, one cannot be used, or a turn of the assistant has one.
@@ -181,7 +181,7 @@ class _Sequence:
         self.loss_mask: list[bool] = []
 
     def demonstration(self) -> Demonstration:
-        """The sequence so far."""
+        """Return the sequence so far."""
         own = placed(self.token_ids, self._pictures[: self._shown], self._rules)
         return Demonstration(self.token_ids, self.loss_mask, own)
 

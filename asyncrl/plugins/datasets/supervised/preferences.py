@@ -76,10 +76,10 @@ class PreferenceFormat:
         return 2
 
     def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
-        """The chosen and the rejected answer of `row`, or its one labelled answer.
+        """Return the chosen and the rejected answer of `row`, or its one labelled answer.
 
         Raises:
-            BadDemonstration: it has none, or they cannot be rendered; names the field.
+            BadDemonstration: the row has no answer, or an answer cannot be rendered; the message names the field.
         """
         if _has_pictures(row):
             raise BadDemonstration("it has pictures, which judged answers do not support yet: leave the row out")
@@ -96,7 +96,7 @@ class PreferenceFormat:
         return answers
 
     def _encode(self, judged: JudgedText, tools: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Tokens and loss mask of an answer, up to its last token that carries loss."""
+        """Return tokens and loss mask of an answer, up to its last token that carries loss."""
         if self.prompts.chat is None:
             return self._plain(judged)
         prompt = _as_messages("user", judged.prompt)
@@ -125,10 +125,10 @@ class PreferenceFormat:
 
 
 def judged_answers(row: Mapping[str, Any], *, labelled: bool) -> list[JudgedText]:
-    """The answers of `row`: chosen and rejected, or the labelled one.
+    """Return the answers of `row`: chosen and rejected, or the labelled one.
 
     Raises:
-        BadDemonstration: a field is missing or is of the wrong kind; names it.
+        BadDemonstration: a field is missing or of the wrong kind; the message names the field.
     """
     if CHOSEN in row or REJECTED in row or not labelled:
         return _pair(row)
@@ -156,7 +156,9 @@ def _pair(row: Mapping[str, Any]) -> list[JudgedText]:
 
 
 def _answer(row: Mapping[str, Any], field: str) -> str | Sequence[Any]:
-    """The answer under `field`; of a conversation that repeats the row's prompt, what comes after it."""
+    """Return the answer under `field`. If it is a conversation that repeats the row's prompt, return the part after the
+    prompt.
+    """
     answer = row.get(field)
     if not isinstance(answer, str | list | tuple) or not answer:
         raise BadDemonstration(f"its {field!r} is {answer!r}: give an answer, as text or as messages")

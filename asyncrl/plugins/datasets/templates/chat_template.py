@@ -68,7 +68,9 @@ class ChatTemplate:
         self._takes_parts_alone = not self._shows_text() and self._shows_text(in_parts=True)
 
     def _shows_text(self, *, in_parts: bool = False) -> bool:
-        """True if the text of a message is in what the template makes; some of models with pictures want parts."""
+        """True if the template's output contains the text of a message. Some templates of models with pictures need
+        parts.
+        """
         turn: dict[str, Any] = {"role": "user", "content": "ShownText"}
         variables = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": True}
         try:
@@ -80,7 +82,7 @@ class ChatTemplate:
         return "ShownText" in text and "'ShownText'" not in text
 
     def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
-        """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
+        """Return the conversation of a prompt: text is the user's turn; the system prompt comes first."""
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
         if self._system_prompt and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": self._system_prompt})
@@ -99,7 +101,7 @@ class ChatTemplate:
         """Like `render`, without adding the system prompt; with `to_answer=False` also without the generation prompt.
 
         Raises:
-            ChatError, TemplateLimit: as of `render`.
+            ChatError, TemplateLimit: as for `render`.
         """
         filled = {"tools": None, "documents": None, **self._variables}
         if tools:
@@ -145,7 +147,7 @@ def _with_arguments_read(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:  # what the model wrote need not be JSON; templates that can show it as it is
+    except ValueError:  # the model's text need not be JSON; some templates can show it unchanged
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

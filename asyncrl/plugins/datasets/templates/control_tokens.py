@@ -37,7 +37,7 @@ class StandIns:
         self._stand_in = re.compile("|".join(self._meant) or r"(?!)")
 
     def put(self, value: Any) -> Any:
-        """`value`, of text, lists and mappings, with stand-ins for the names of control tokens."""
+        """Return `value` (text, lists and mappings) with stand-ins for the names of control tokens."""
         if not self._meant:
             return value
         place_of = {name: place for place, name in self._meant.items()}
@@ -54,7 +54,7 @@ class StandIns:
         return replaced(value)
 
     def text(self, rendered: str) -> str:
-        """`rendered` with the names back in their places."""
+        """Return `rendered` with the original names in place of the stand-ins."""
         return self._stand_in.sub(lambda match: self._meant[match[0]], rendered)
 
     def encode(self, rendered: str) -> list[int]:

@@ -72,7 +72,7 @@ class PictureSource:
     value: Any
 
     def picture(self) -> Picture:
-        """Read it.
+        """Load the picture.
 
         Raises:
             PictureError: it cannot be used.
@@ -88,7 +88,7 @@ class PictureSource:
 
 
 def content_of(content: Any) -> Content:
-    """The content of a message in this module's form; None is no text.
+    """Return the content of a message in this module's form; None is no text.
 
     Raises:
         PictureError: a part is neither text nor a picture, a picture cannot be used, or there are too many.
@@ -113,10 +113,10 @@ def content_of(content: Any) -> Content:
 
 
 def with_content(message: Message) -> dict[str, Any]:
-    """`message` with its content in this module's form.
+    """Return `message` with its content in this module's form.
 
     Raises:
-        PictureError: as of `content_of`.
+        PictureError: as for `content_of`.
     """
     if message.get("content") is None and message.get("role") != "assistant":
         return dict(message)
@@ -154,7 +154,7 @@ def _value(part: Mapping[str, Any]) -> Any:
         in_base64 = isinstance(value, str) and value is part.get("base64")
         return Picture.from_base64(str(value)) if in_base64 else value
     data = value.get("data")
-    if "sha256" in value and isinstance(data, bytes):  # a Picture that crossed between processes
+    if "sha256" in value and isinstance(data, bytes):  # a Picture that another process sent
         return Picture.received(data, value["sha256"])
     if value.get("type") == "base64" and isinstance(data, str):
         return Picture.from_base64(data)
@@ -168,8 +168,8 @@ def _unknown(value: Mapping[str, Any]) -> Any:
 
 
 def is_picture(value: Any) -> bool:
-    """True if `value` is meant as a picture: uint8 `[height, width, 3]`, a PIL image, a `Picture`, here or as it
-    crossed from another process.
+    """True if `value` is meant as a picture: uint8 `[height, width, 3]`, a PIL image, or a `Picture`, possibly in the
+    form that another process sent.
     """
     if isinstance(value, np.ndarray):
         return value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
@@ -192,14 +192,14 @@ def observed(value: Any) -> Content:
 
 
 def joined(*contents: Content) -> Content:
-    """Contents one after the other."""
+    """Concatenate contents."""
     return content_of(
         [part for each in contents for part in ([{"type": "text", "text": each}] if isinstance(each, str) else each)]
     )
 
 
 def pictures_of(messages: Sequence[Message]) -> Iterator[Any]:
-    """The pictures of messages in this module's form, in order."""
+    """Yield the pictures of messages in this module's form, in order."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             yield from (part["image"] for part in content if part.get("type") == "image")
@@ -251,7 +251,7 @@ def expanded(text: str, pictures: Sequence[Picture], rules: PictureRules | None)
 
 
 def placed(ids: Sequence[int], pictures: Sequence[Picture], rules: PictureRules | None) -> tuple[PlacedPicture, ...]:
-    """The spans of `pictures` in `ids`, which a tokenizer made of an expanded text.
+    """Return the spans of `pictures` in `ids`, the tokens of an expanded text.
 
     Raises:
         PictureError: there are more or fewer placeholders than the pictures have rows.

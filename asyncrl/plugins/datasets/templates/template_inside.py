@@ -43,7 +43,7 @@ class TemplateRequest(msgspec.Struct, frozen=True):
 
 def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
     """Answer requests until the input ends."""
-    for interrupt in (signal.SIGINT, signal.SIGTERM):  # the process that asks ends this one
+    for interrupt in (signal.SIGINT, signal.SIGTERM):  # the parent process ends this one
         signal.signal(interrupt, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -59,7 +59,7 @@ def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
 
 
 def _answer(request: TemplateRequest, text_chars: int) -> tuple[bytes, bytes]:
-    """Kind and text of the answer to `request`."""
+    """Return the kind and text of the answer to `request`."""
     try:
         try:
             template = _compiled(request.source)
@@ -103,7 +103,9 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the type itself reaches further
+    environment.globals["dict"] = lambda *args, **kwargs: dict(
+        *args, **kwargs
+    )  # the type itself would give access to more of Python
     return environment.from_string(source)
 
 
@@ -114,7 +116,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As JSON; Jinja's own filter escapes HTML."""
+    """Convert a value to JSON without escaping HTML, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

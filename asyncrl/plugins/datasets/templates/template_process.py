@@ -103,13 +103,13 @@ class TemplateProcess:
         return kind, text.decode("utf-8", errors="surrogatepass")
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: leave the process to the parent, which ends it by closing its input."""
+        """Release the process in a forked child. The parent ends the process by closing its input."""
         self._lock = threading.Lock()
         process, self._process = self._process, None
         if process is not None:
             _pipe(process.stdin).close()
             _pipe(process.stdout).close()
-            process.returncode = 0  # nothing of this process's to wait for
+            process.returncode = 0  # the process is not a child of this one
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -150,5 +150,5 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 _encoder = msgspec.msgpack.Encoder()
 RENDERING: Final = TemplateProcess()
-"""This process's."""
+"""The template process of this Python process."""
 atexit.register(RENDERING.close)
