@@ -93,7 +93,9 @@ def _embedded_on_gpus(config: ExperimentConfig) -> bool:
 
 
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each setting that does not go with servers whose numbers differ by quantisation."""
+    """Yield an error message for each setting that cannot be combined with servers whose results differ by
+    quantisation.
+    """
     generation, algorithm = config.generation, config.algorithm
     if generation.backend == GenerationBackend.sglang and generation.quantization != Quantization.none:
         yield (
@@ -141,7 +143,7 @@ def _positions(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[str]:
-    """Servers share too few GPUs in turn, but one server cannot be split over more than there are."""
+    """Yield an error message if one server needs more GPUs than exist. Several servers may share too few GPUs."""
     generation = config.generation
     try:
         shape = server_shape(generation)
@@ -162,7 +164,7 @@ def _gpus(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for what servers of `policies` that somebody else runs may not understand."""
+    """Yield an error message for each setting that servers of `policies` may not support if the run did not start them."""
     model, allowed = config.model, config.rollout.sampling.allowed_token_ids
     for policy in config.policies:
         if policy.url is None:
@@ -194,7 +196,7 @@ def _addresses(setting: str, urls: list[str], system: SystemConfig) -> Iterator[
         try:
             parts = urlsplit(url)
             whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
-        except ValueError:  # the port is no number of a port
+        except ValueError:  # the port is not a valid number
             whole = False
         if not whole:
             yield f"{setting}={url!r}: not the address of a server; give http://host:port"

@@ -1,6 +1,6 @@
-"""Client of one generation server: SGLang's native HTTP API, which the embedded engine speaks too.
+"""Client of one generation server, over SGLang's native HTTP API. The embedded engine has the same API.
 
-It takes care of these, so that no caller has to:
+The client handles the following, so that callers need not:
 
 - **Request ids.** `abort_request` matches by prefix: aborting "a-1" would abort "a-10" as well. `wire_rid` ends every
   part of an id with a delimiter, so an id is a prefix of its own samples only.
@@ -182,7 +182,7 @@ class GenerationServerClient:
         http: the connections, shared among servers.
         url: of the server.
         sender: sends pictures, shared among servers; None: this client has its own.
-        frozen: somebody else runs the server, and its model stays as it is: version 0, whatever label it has.
+        frozen: the server is not the run's and its model never changes: its version is 0, whatever its label.
     """
 
     def __init__(self, http: JsonHttp, url: str, sender: PictureSender | None = None, *, frozen: bool = False) -> None:
@@ -200,8 +200,8 @@ class GenerationServerClient:
     ) -> list[Completion]:
         """Generate for all `items` in one call. Pictures that the server lacks are sent first.
 
-        A server searches for stop strings by a rule of its own, and only in what this call generated. An answer that
-        it ends at a stop string has the finish `length`, so that the caller searches itself.
+        A server searches for stop strings by its own rule, and only in the tokens of this call. If the server ends an
+        answer at a stop string, the finish is `length`, so that the caller searches again.
 
         Args:
             sampling: sampling parameters; length and seed are each item's own.
@@ -286,7 +286,7 @@ class GenerationServerClient:
             logprobs = [float(logprob) for logprob, *_ in entries[1:]]  # the first entry's is null from SGLang
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
-        if len(entries) != len(token_ids) - start:  # not by their ids: SGLang gives the vocabulary's last token as 0
+        if len(entries) != len(token_ids) - start:  # not by ids: SGLang reports the vocabulary's last token as 0
             raise MalformedReply(f"/generate scored {len(entries)} tokens, asked for {len(token_ids) - start}")
         return logprobs
 
@@ -302,7 +302,9 @@ class GenerationServerClient:
         return not (isinstance(info, dict) and info.get("disable_radix_cache"))
 
     async def pause(self, mode: PauseMode = PauseMode.abort, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Stop generating; with `abort` running requests are answered with what they have. Later requests are held."""
+        """Stop generating. With `abort`, running requests are answered with their tokens so far. Later requests are
+        held.
+        """
         await self._http.call("POST", f"{self.url}/pause_generation", PauseRequest(mode), timeout_s=timeout_s)
 
     async def resume(self) -> None:
@@ -327,7 +329,7 @@ class GenerationServerClient:
         """Load the weights in `path` and serve them as `version`.
 
         Args:
-            keep_cache: requests that are paused in place continue with what is cached for them.
+            keep_cache: requests that are paused in place continue with their cached keys and values.
             abort_all: abort running requests first. Otherwise a server that is not paused finishes them first.
 
         Raises:

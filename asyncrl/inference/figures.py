@@ -29,9 +29,9 @@ _SUMS = {
     "num_aborted_reqs_total": "aborted_total",
     "busy_seconds_total": "busy_s",
 }
-"""Our name of each figure; of several schedulers their sum is taken."""
+"""Name of each figure in `observed/`, by SGLang's name. Values of several schedulers are added."""
 _LARGEST = {"token_usage": "kv_share"}
-"""Shares, of which the largest is taken."""
+"""Shares; the largest of several schedulers is taken."""
 
 
 def engine_figures(text: str) -> dict[str, float]:

@@ -20,11 +20,11 @@ class PauseMode(StrEnum):
     """Effect of a pause on running requests."""
 
     abort = auto()
-    """They are answered with what they have."""
+    """They are answered with their tokens so far."""
     retract = auto()
     """They go back to the queue, to be prefilled again under the weights in force then."""
     in_place = auto()
-    """They are frozen and keep what is cached for them."""
+    """They are frozen and keep their cached keys and values."""
 
 
 class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
@@ -51,7 +51,7 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     `inline_picture`.
     """
     stream: bool = False
-    # fields that the embedded engine knows only to refuse them, where they ask for something
+    # fields that the embedded engine only checks, to refuse values that are not neutral
     top_logprobs_num: Any = None
     token_ids_logprob: Any = None
     input_embeds: Any = None
@@ -61,7 +61,7 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
 
 
 def inline_picture(ref: PictureRef, data: bytes | None) -> str:
-    """Return a picture as text: SGLang takes texts alone for pictures, and hands them to the processor as they are.
+    """Return a picture as text: SGLang accepts only texts as pictures, and passes them to the processor unchanged.
 
     Args:
         ref: the picture's span and hash.

@@ -226,7 +226,7 @@ class PolicyServer(GenerationServer):
 
     It begins with the folder `path`, or with the run's initial model. The GserverManager drains a server of older
     versions before each update, so an answer is of one version. A server of a trained policy is updated like the run's
-    own. One at `url` is somebody else's: nothing is loaded there, and it counts as version 0.
+    own. A server at `url` is not the run's: nothing is loaded there, and it counts as version 0.
     """
 
     _scratch = "policy"
@@ -239,7 +239,7 @@ class PolicyServer(GenerationServer):
         self.config.moe.replay_routing = False  # its tokens are not trained
         self._trained, self._url = policy.trained, policy.url
         if policy.url is not None:
-            self.config.generation.backend = GenerationBackend.sglang  # its API; whatever the run's own servers are
+            self.config.generation.backend = GenerationBackend.sglang  # the API of servers at a URL
 
     _is_guest = False
 

@@ -89,7 +89,8 @@ def parse_completion(
 
 
 def check_prompt_tokens(reply: object, sent: int) -> None:
-    """Check that the server read as many prompt tokens as it was sent; one that reads text anew may find others.
+    """Check that the server read as many prompt tokens as it was sent. A server that tokenises text again may get
+    others.
 
     A reply without their number passes: SGLang leaves it out for a request that was aborted in the queue.
 

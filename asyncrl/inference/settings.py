@@ -188,8 +188,8 @@ def guests_of(generation: GenerationConfig) -> range:
 
 
 def quantised(generation: GenerationConfig) -> str:
-    """Return how the servers quantise the weights that they get, in the words of their setting; empty: they do not, or
-    were started by somebody else.
+    """Return the setting by which the servers quantise their weights; empty if they do not quantise, or were not
+    started by the run.
     """
     if generation.backend == GenerationBackend.embedded:
         chosen = generation.quantization
@@ -199,7 +199,7 @@ def quantised(generation: GenerationConfig) -> str:
 
 
 def adopts(generation: GenerationConfig) -> bool:
-    """Return True if the servers are SGLang's and were started by somebody else."""
+    """Return True if the servers are SGLang's and were not started by the run."""
     return generation.backend == GenerationBackend.sglang and bool(generation.sglang.urls)
 
 

@@ -124,7 +124,7 @@ class GenerationEngine:
         forward = PrefixForward(runner)
         check_parity(forward, longest)
         if pictures is not None:
-            pictures.tower.encoded = 0  # without those of the check
+            pictures.tower.encoded = 0  # not counting the pictures of the check
         self.limits = EngineLimits(
             runner.vocab_size,
             max_running_requests,
@@ -141,7 +141,7 @@ class GenerationEngine:
         self._memory = EngineMemory(runner, weights, may_release=saves_memory)
         self._updates = WeightUpdates(self._batch, weights)
         self._mailbox = Mailbox()
-        threads = torch.get_num_threads()  # a new thread would have its own number
+        threads = torch.get_num_threads()  # a new thread would have its own thread count
         self._thread = threading.Thread(target=self._run, args=(threads,), name="engine", daemon=True)
         self._paused: PauseMode | None = None
         self._statistics = Statistics(self._batch, self._jobs, self.limits, pictures)
@@ -157,7 +157,7 @@ class GenerationEngine:
             TimeoutError: a step takes longer than `timeout_s`.
         """
         self._mailbox.close()
-        if self._thread.ident is None:  # it was never started
+        if self._thread.ident is None:  # the thread was never started
             self._fail_all(EngineStoppedError("the engine was closed"))
             return
         self._thread.join(timeout_s)
@@ -190,7 +190,7 @@ class GenerationEngine:
         return self._pictures is not None
 
     def stats(self) -> EngineStats:
-        """The latest snapshot, at most `statistics.INTERVAL_S` old while the engine works."""
+        """Return the latest snapshot, at most `statistics.INTERVAL_S` old while the engine works."""
         return self._statistics.latest
 
     def prepare(self, job: Job) -> None:

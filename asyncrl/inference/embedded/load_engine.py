@@ -27,8 +27,9 @@ from asyncrl.trainer.settings import VisionMode
 
 logger = logging.getLogger(__name__)
 _THREAD_SWITCH_S = 5e-4
-"""Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it, about
-a decode step of a small model."""
+"""Longest time, in s, that the HTTP thread keeps the interpreter from the engine's thread. Python's default is ten
+times as long, about a decode step of a small model.
+"""
 
 
 def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTrainedModel:

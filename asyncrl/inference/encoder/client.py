@@ -1,7 +1,7 @@
 """Client of the EncoderServers, for a RolloutWorker.
 
-A clip always goes to the same server while the same servers are registered, so each is cached once. While a server
-restarts its clips go to the others. Without any, the call waits for one, up to its time limit.
+A clip always goes to the same server while the same servers are registered, so each clip is cached once. While a server
+restarts, its clips go to the others. Without servers, the call waits for one, up to its time limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, EmbedR
 BODY_BYTES = 16 << 20
 """Frames of several clips share a request up to this size, in bytes."""
 _MOST_FRAME_BYTES = MAX_BODY_BYTES // 4 * 3 - (1 << 20)
-"""Most bytes of the frames of one clip: base64 makes them a third longer, and their names need some."""
+"""Largest size of one clip's frames, in bytes: base64 makes them a third longer, and their names take some space."""
 _BACKOFF = Backoff(0.1, 2.0)
 Vector = Sequence[float]
 Clip = Sequence[Picture]

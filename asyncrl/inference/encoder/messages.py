@@ -32,5 +32,5 @@ class EmbedReply(Struct, frozen=True):
 
 
 def clip_key(frames: Sequence[str]) -> str:
-    """The name of a clip: the hash of its frames' hashes."""
+    """Return the name of a clip: the hash of its frames' hashes."""
     return hashlib.sha256("".join(frames).encode()).hexdigest()

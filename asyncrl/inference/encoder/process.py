@@ -1,6 +1,6 @@
 """EncoderServer: one frozen encoder of episodes' frames behind HTTP, found by name resolution.
 
-It is stateless but for a cache, so it restarts alone: RolloutWorkers wait for its new address.
+Its only state is a cache, so it restarts alone: RolloutWorkers wait for its new address.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def loaded(config: EncoderConfig) -> Encode:
     """Return the encoder that the settings name.
 
     Raises:
-        ConfigError: the path leads to nothing that can be called, or the class refuses its arguments.
+        ConfigError: the path does not name a callable, or the class rejects its arguments.
     """
     try:
         named: Any = load_plugin(config.path)

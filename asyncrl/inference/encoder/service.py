@@ -110,7 +110,7 @@ class EncoderService:
         known = await asyncio.to_thread(_pictures, asked.pictures)
         found = [self._wanted(clip, known) for clip in asked.clips]
         coming = [each for each in found if isinstance(each, asyncio.Future)]
-        try:  # a caller that goes away does not cancel what others wait for
+        try:  # a disconnecting caller must not cancel embeddings that others wait for
             await asyncio.gather(*map(asyncio.shield, coming))
         except EncoderFailed as error:
             raise Refused(500, {"error": str(error)}, "encoder_failed") from error
@@ -148,7 +148,7 @@ class EncoderService:
             for key in keys:
                 coming = self._waiting.pop(key)[1]
                 coming.set_exception(error)
-                coming.exception()  # its callers may be gone
+                coming.exception()  # marks the error as retrieved: its callers may be gone
             return
         self.encoded += len(keys)
         made = dict(zip(keys, vectors, strict=True))

@@ -78,7 +78,9 @@ class Api(Protocol):
         ...
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return an error within a stream that has begun, as clients take a stream that just ends for an answer."""
+        """Return an error within a stream that has begun. Without it, clients would take the end of the stream for the
+        end of the answer.
+        """
         ...
 
 

@@ -209,7 +209,7 @@ def _prompt_ids(body: Body, replies: Sequence[ChatReply]) -> Json:
 
 def _usage(replies: Sequence[ChatReply]) -> Json:
     prompt, made = len(replies[0].prompt_ids), sum(len(reply.completion.token_ids) for reply in replies)
-    cached = min(reply.completion.cached_tokens for reply in replies)  # the prompt counts once: computed for the first
+    cached = min(reply.completion.cached_tokens for reply in replies)  # the prompt counts once
     return {
         "prompt_tokens": prompt,
         "prompt_tokens_details": {"cached_tokens": cached},

@@ -1,8 +1,8 @@
 """The HTTP server in front of `Session`s: paths, keys, limits, streams, and callers that disconnect.
 
 A RolloutWorker has one, by default on the loopback interface; it starts with the first session. Each episode has a
-session with its own path and key: so the requests of an agent in any framework are known to belong to it. Clients would
-drop additional fields of an answer.
+session with its own path and key: so the requests of an agent in any framework are known to belong to it. An id in the
+answers would not work, because clients drop unknown fields.
 
 A caller without the session's key is refused before its body is read. A body, and the time that it may take, are
 limited. If a caller disconnects its generation is cancelled. All errors have `x-should-retry: false`, as the policy's
@@ -71,7 +71,7 @@ class Endpoint:
         }
 
     def __len__(self) -> int:
-        """Number of open sessions."""
+        """Return the number of open sessions."""
         return len(self._sessions)
 
     async def open(self, client: RecordingClient, sampling: SamplingParams) -> Session:
@@ -208,7 +208,7 @@ class Endpoint:
         messages, tools, to_answer = token_calls.read_tokenize(await self._body(request))
         client = session.client
         ids = _ids(client.prompt_ids if to_answer else client.shown_ids, messages, tools)
-        limit = client.max_context or sys.maxsize  # clients want a number
+        limit = client.max_context or sys.maxsize  # clients need a number
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     async def _count(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:

@@ -2,8 +2,8 @@
 
 Only delivered answers are recorded. The session's client records an answer when the policy gives it. If the answer then
 cannot be sent (the agent has disconnected, or reached its own time limit), the record is removed: no branch remains
-that the agent never saw. One case is invisible to the server: an answer that was sent just as the agent gave
-up. The agent's repeated request, marked by the client's `x-stainless-retry-count`, gets the same answer again.
+that the agent never saw. One case is invisible to the server: an answer that was sent just when the agent stopped
+waiting. The agent's repeated request, marked by the client's `x-stainless-retry-count`, gets the same answer again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PolicyCalls:
                 raise
             failure: Exception = RuntimeError("the policy's answer was cancelled from within")
             failure.__cause__ = error
-        except Exception as error:  # whatever keeps the policy from answering
+        except Exception as error:  # any failure of the policy
             failure = error
         self.failure = failure
         raise ApiError(500, f"the policy cannot answer: {failure}", code="policy_failed") from failure

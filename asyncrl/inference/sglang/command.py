@@ -1,9 +1,10 @@
 """The command line and environment of an SGLang server, from the config.
 
-Nothing is read but the model's folder, and this process's PYTHONPATH for a server that reads pictures in.
+Besides the config only the model's folder is read, and this process's PYTHONPATH for a server that takes pictures.
 
-What is set here is what asyncrl depends on, and on a CPU what makes SGLang start at all. `generation.sglang.args` and
-`generation.sglang.env` win over it, except for the few flags that the process around the server owns.
+This module sets the flags that asyncrl depends on, and on a CPU those that SGLang needs to start.
+`generation.sglang.args` and `generation.sglang.env` override them, except for the few flags that the process around the
+server owns.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def build_command(
     scratch: Path,
     guest: bool = False,
 ) -> ServerCommand:
-    """The command of one server.
+    """Return the command of one server.
 
     Args:
         config: the experiment; `generation`, `dataset`, `rollout.sampling` and `system.host` are used.
@@ -123,15 +124,15 @@ def build_command(
         "sleep_on_idle": True,
     }
     if config.manager.update_mode == UpdateMode.in_place:
-        flags["disable_radix_cache"] = True  # it is never emptied then, and hands out keys of ever older weights
-        flags["disable_overlap_schedule"] = True  # a step under way would be told as one of the new weights
+        flags["disable_radix_cache"] = True  # it would never be emptied, and return keys of ever older weights
+        flags["disable_overlap_schedule"] = True  # a running step would be reported as one of the new weights
     if guest and device == Device.cuda:
         flags["enable_memory_saver"] = True
     if device == Device.cpu:
         flags |= _cpu_flags(config)
     pictures = pictures_served(config, model_config)
     if pictures and model_config["model_type"] == "qwen3_vl":
-        flags["enable_precise_embedding_interpolation"] = True  # else some paths place patches otherwise than training
+        flags["enable_precise_embedding_interpolation"] = True  # else some paths place patches differently
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
     if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
         flags["dist_init_addr"] = f"{config.system.host}:{ports.rendezvous}"
@@ -151,14 +152,16 @@ def build_command(
 
 
 def _served_context(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:
-    """The context with room for what SGLang keeps for itself, where the model has positions for it."""
+    """Return the context length, plus the positions that SGLang reserves for itself if the model has them."""
     text_config = model_config.get("text_config", model_config)
     context = context_length(config, model_config)
     return min(context + _INPUT_MARGIN, int(text_config.get("max_position_embeddings", context + _INPUT_MARGIN)))
 
 
 def render_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as argv: true is the bare flag, false and null leave it out, a list is several values, a mapping JSON."""
+    """Convert flags to argv: true gives the bare flag, false and null omit the flag, a list gives several values, a
+    mapping gives JSON.
+    """
     argv: list[str] = []
     for key, value in flags.items():
         if value is None or value is False:
@@ -197,7 +200,7 @@ def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # /health would otherwise generate a token, which takes a second and fails while generation is paused
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # log-probabilities would be those at temperature 1, whatever the request's, and no ratio 1 on policy
+        # log-probabilities would be at temperature 1, whatever the request's, so ratios on policy would not be 1
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         # idle connections are closed after 5 s by default, at times just as a client sends on one
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
@@ -230,13 +233,13 @@ def missing_for_pictures(model_config: Mapping[str, Any]) -> str:
 
 
 def _pictures_environment(config: ExperimentConfig) -> dict[str, str]:
-    """The processor of pictures, and what makes its answers right."""
+    """Return environment variables that select the processor of pictures, and those that its correctness depends on."""
     env = {
         "PYTHONPATH": str(_PLUGIN),
         "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "asyncrl_pictures",
         "ASYNCRL_PICTURE_BYTES": str(int(config.generation.picture_memory * 2**30)),
     }
     if config.model.vision == VisionMode.train:
-        # SGLang keeps what the vision tower made of a picture, by content, through weight updates and flushes
+        # SGLang keeps the vision tower's results, by a picture's content, through weight updates and flushes
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     return env

@@ -13,7 +13,7 @@ from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 MEMORY_SHARE = "mem_fraction_static"
-"""SGLang's flag: the part of the memory that is free at its start which it takes for weights and KV cache."""
+"""SGLang's flag: the share of the memory that is free at its start, used for weights and KV cache."""
 
 
 def problems(config: ExperimentConfig) -> Iterator[str]:

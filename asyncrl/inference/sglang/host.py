@@ -28,7 +28,9 @@ from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree
 from asyncrl.runtime.process.starting import LONGEST_STARTS, Effort
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
-"""Slower and slower, so that what answers the question is no progress."""
+"""First and last interval of the readiness check, in s. It grows, so that answering the check does not count as
+progress.
+"""
 _REQUEST_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 0.5
 _BIND_ATTEMPTS = 3
@@ -48,7 +50,7 @@ _NO_ROOM_FOR_THE_CACHE = (
 
 
 class SGLangHost:
-    """A server started as a child process. See `asyncrl.inference.sglang.process` for what that promises.
+    """A server started as a child process. See `asyncrl.inference.sglang.process` for its guarantees.
 
     Args:
         config: the experiment, `model.path` resolved.
@@ -198,7 +200,7 @@ class AdoptedHost:
         return ServedEngine(self._url, None)
 
     async def failed(self) -> str:
-        """Never return: the GserverManager watches its health, and takes it back when it answers again."""
+        """Never return. The GserverManager watches the server's health, and uses the server again once it answers."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
 
@@ -215,8 +217,8 @@ async def wait_ready(
         grew: returns True if it has made progress since the last call.
 
     Raises:
-        EngineStartError: it did not within `timeout_s` seconds after its last progress, or `LONGEST_STARTS` times as
-            long; with what the last attempt gave.
+        EngineStartError: it was not ready within `timeout_s` seconds after its last progress, or within
+            `LONGEST_STARTS` times as long in all; the message has the result of the last attempt.
     """
     last, pause_s, now = "no reply", _READY_POLL_S, asyncio.get_running_loop().time
     longest = now() + LONGEST_STARTS * timeout_s
@@ -241,7 +243,7 @@ def _make_scratch(preferred: Path) -> Path:
     """Return an empty folder for Unix sockets: in the run's folder if its path is short enough for them."""
     if len(str(preferred)) > _MAX_SOCKET_FOLDER:
         return Path(tempfile.mkdtemp(prefix="asyncrl-"))
-    shutil.rmtree(preferred, ignore_errors=True)  # of a server that was killed
+    shutil.rmtree(preferred, ignore_errors=True)  # left by a server that was killed
     preferred.mkdir(parents=True, mode=0o700)
     return preferred
 

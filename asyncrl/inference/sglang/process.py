@@ -24,11 +24,11 @@ import psutil
 
 from asyncrl.inference.sglang import reaper
 
-LAST_LINES: Final = 60  # of two schedulers that fail at once, each with a traceback
+LAST_LINES: Final = 60  # enough for two schedulers that fail at once, each with a traceback
 _ERROR: Final = re.compile(r"\b\w*Error\b")
 _MAX_LINE_BYTES: Final = 1 << 20  # SGLang logs its 500 settings as one line
 _LOG_DRAIN_S: Final = 0.5
-_STOP_MARGIN_S: Final = 8.0  # what the reaper may take beyond the grace that it gives
+_STOP_MARGIN_S: Final = 8.0  # extra time for the reaper after the command's grace period
 
 
 class ForwardedOutput:
@@ -104,7 +104,7 @@ class ProcessTree:
 
     @property
     def root_pid(self) -> int:
-        """Process id of what the command runs below."""
+        """Process id of the reaper, below which the command runs."""
         assert self._process is not None, "not started"
         return self._process.pid
 
@@ -123,7 +123,9 @@ class ProcessTree:
         raise ProcessLookupError("the command has ended")
 
     def watch(self, title_prefix: str) -> int:
-        """Count the death of a descendant whose title begins so as the tree's; return the number of them."""
+        """Count the death of any descendant whose title begins with `title_prefix` as the tree's death; return their
+        number.
+        """
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self.output.first_error = ""

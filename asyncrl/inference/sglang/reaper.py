@@ -53,7 +53,8 @@ def main() -> int:
 
 
 def await_either_end(server: subprocess.Popen[bytes]) -> set[Path]:
-    """Wait until standard input ends or the server does; returns the shared memory of this time and of the input.
+    """Wait until standard input or the server ends. Return the shared memory segments that were seen meanwhile or named
+    in the input.
 
     A line of standard input is a segment that the GenerationServer has seen: a dead process cannot be asked for it.
     """
@@ -64,7 +65,7 @@ def await_either_end(server: subprocess.Popen[bytes]) -> set[Path]:
             readable, _, _ = select.select([stdin, pidfd], [], [])
             piece = os.read(stdin, 1 << 16) if stdin in readable else b""
             told += piece
-            if not piece:  # the input has ended, or the server has and all that was told before is read
+            if not piece:  # the input has ended, or the server has and all earlier input is read
                 return shared_memory(psutil.Process()) | {Path(os.fsdecode(line)) for line in told.splitlines()}
     finally:
         os.close(pidfd)
@@ -108,7 +109,7 @@ def reap_orphans() -> None:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """True for the process that unlinks semaphores after everybody who used them has ended."""
+    """True for the process that unlinks semaphores after all their users have ended."""
     try:
         return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
     except psutil.Error:
@@ -124,7 +125,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def shared_memory(root: psutil.Process) -> set[Path]:
-    """Segments of shared memory that processes below `root` have mapped and that still have a name."""
+    """Return segments of shared memory that processes below `root` have mapped and that still have a name."""
     segments: set[Path] = set()
     for process in root.children(recursive=True):
         with contextlib.suppress(OSError):

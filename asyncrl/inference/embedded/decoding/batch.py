@@ -129,7 +129,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, then continue every running sample by one token."""
+        """Admit the samples that fit, then continue every running sample by one token."""
         if self._reorganisation_due():
             self._reorganise()
         self.long_prompts.advance()
@@ -181,7 +181,7 @@ class DecodeBatch:
         )
 
     def _reorganise(self) -> None:
-        """Admit samples into the holes and behind the last row; if more left than come, pack first.
+        """Admit samples into the holes and after the last row; if more samples left than join, pack first.
 
         Either way no hole remains when the cache is resized, so its extent is the one that the admission rule assumed.
         """

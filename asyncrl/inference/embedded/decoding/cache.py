@@ -4,10 +4,10 @@ recurrent states (`states`) of models that have them.
 Row r of the decode batch is slot r, so a step reads the first R slots as a view and never gathers. A sample that leaves
 makes a hole. The engine fills it with a new sample, or moves the last row into it (`move`).
 
-Attention always reads the slots' whole length, and masks what a row does not have. A decode step on a CPU is bound by
-memory, and a contiguous block is read four times as fast as a somewhat smaller one with a gap behind every head, at
-which the prefetcher stops. So the length is kept tight: it follows the longest running sample in small steps, up and
-down. Each time the slots are laid out again in a spare buffer that all layers share.
+Attention always reads the slots' whole length, and masks positions that a row does not use. A decode step on a CPU is
+bound by memory, and a contiguous block is read four times as fast as a somewhat smaller one with a gap behind every
+head, at which the prefetcher stops. So the length is kept tight: it follows the longest running sample in small steps,
+up and down. Each time the slots are laid out again in a spare buffer that all layers share.
 
 Memory: `rows x length <= max_total_tokens` positions, by the admission rule, plus one layer's keys for the spare
 buffer, and its values if they have another size. Old contents of a buffer stay in it: old keys are finite and masked,
@@ -30,7 +30,7 @@ from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerM
 
 BUFFER_GROWTH = 1.25
 SHRINK = 2
-"""Buffers are given back only where they have so many times what is needed."""
+"""Buffers are released only if they have at least this many times the needed size."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -256,7 +256,7 @@ class SlotCache(Cache):
             states: recurrent states before the part, in the form of `read_states`; empty if there are none.
         """
         if not self.layout.length:
-            self.reserve(1, 1, 0, 0)  # the forward shows the layers' shapes
+            self.reserve(1, 1, 0, 0)  # the forward reveals the layers' shapes
         known, left = iter(rows), iter(states)
         layers = [layer for layer in self._slot_layers if layer.keys is not None] if rows else []
         self.plan = PartPlan({layer: (next(known)[None], next(known)[None]) for layer in layers})

@@ -199,7 +199,7 @@ class RowTable:
         return next(iter(made.values()))[None] if len(made) == 1 else torch.stack([made[ids] for ids in allowed])
 
     def positions(self, rows: int) -> Tensor:
-        """Positions `[R]` of the tokens being decoded."""
+        """Return positions `[R]` of the tokens being decoded."""
         return self._ints[POSITION, :rows]
 
     def deltas(self, rows: int) -> Tensor:
@@ -207,7 +207,7 @@ class RowTable:
         return self._ints[DELTA, :rows]
 
     def inputs(self, rows: int) -> Tensor:
-        """Tokens `[R]` being decoded."""
+        """Return tokens `[R]` being decoded."""
         return self._ints[TOKEN, :rows]
 
     def advance(self, logits_RV: Tensor, rows: int) -> Tensor:

@@ -212,7 +212,7 @@ class PrefixCache:
             self.states += 1
             return True
         fits = self._make_room(len(tokens) - at, states is not None)
-        self._roots[epoch] = root  # which may have been emptied by that
+        self._roots[epoch] = root  # making room may have removed an empty tree
         if not fits:
             self._prune(epoch)
             return False

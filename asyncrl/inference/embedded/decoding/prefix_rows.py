@@ -1,26 +1,26 @@
 """Rows of prefixes that are prefilled together: prefixes with a common beginning form one row, in which every distinct
 prefix is one token.
 
-When samples come back to be prefilled, those of a group have their prompt in common, and often much of their answers.
-What a causal model computes at a token depends on the tokens up to it alone. So several prefixes can be one row that
-has what they share once, as the branches of a trie: each begins with what it shares with the one before it in
-lexicographic order (the longest common prefix), and the rest of it is new. A token's position is its depth, it sees its
-own ancestors only, and a sample's keys are those along its path.
+When samples are prefilled again, the samples of a group share their prompt, and often much of their answers. A causal
+model's result at a token depends only on the tokens up to it. So several prefixes can form one row, as the branches of
+a trie, in which shared tokens occur once. Each prefix begins with the tokens that it shares with the previous one in
+lexicographic order (the longest common prefix), and only its other tokens are new. A token's position is its depth, a
+token sees only its own ancestors, and a sample's keys are those along its path.
 
     prefixes          row (depths)         paths
     a b c d           a b c d  x  y z      0 1 2 3
     a b x             0 1 2 3  2  1 2      0 1 4
     a y z                                  0 5 6
 
-A token sees those before it whose subtree it is in: in the trie's pre-order a subtree is a range, so that where it ends
-is all that a mask needs (`RowTensors.ends_BU`).
+A token sees the earlier tokens whose subtree contains it. In the trie's pre-order a subtree is a range, so a mask needs
+only the end of each subtree (`RowTensors.ends_BU`).
 
-A prefix may go on from what its slot has already (its base): then the row has the rest alone, each token of which sees
-the base too. Prefixes of one row have the same base.
+A prefix may extend tokens that its slot already has (its base). Then the row has only the other tokens, and each of
+them sees the base too. Prefixes of one row have the same base.
 
-What sharing saves is a token's work in everything but attention; what it costs is a mask over the whole row, where a
-prefix alone needs half of its own square. So a prefix joins the row before it if it saves more than that
-(`rows_of`): those with nothing but a first token in common stay apart.
+Sharing saves a token's work in everything except attention. Its cost is a mask over the whole row, whereas a single
+prefix needs half of its own square. So a prefix joins the previous row if that saves more than it costs (`rows_of`).
+Prefixes that share only their first token stay apart.
 
 Shapes: B = rows, U = tokens of the longest, N = slots to fill, M = positions that are written to them.
 """
@@ -91,7 +91,7 @@ def rows_of(
 
     Args:
         prefixes: each longer than its base.
-        pairs: see `PrefixRow.pays`; None gives each prefix a row of its own.
+        pairs: see `PrefixRow.pays`; None gives each prefix a separate row.
         bases: by prefix, length of its base; 0 for missing ones.
     """
     rows: list[PrefixRow] = []

@@ -2,9 +2,9 @@
 
 The samples of a group begin with one prompt, and often continue alike for a while. The model's results for a sample
 depend on its tokens alone. So as long as several samples have the same tokens, one row of the model serves them all;
-each samples with its own random numbers. Once their tokens differ, those that differ get slots of their own, with a
-copy of the old one. So the model decodes distinct sequences only, and every sample has the tokens that it would have
-without sharing.
+each samples with its own random numbers. Samples whose tokens differ from then on get separate slots, each a copy of
+the old one. So the model decodes distinct sequences only, and every sample has the tokens that it would have without
+sharing.
 
 Slots are numbered without gaps, so a decode step reads the first ones as a view. A slot whose samples have all left is
 a hole until it is taken again or `pack` closes it. Pure; no tensors.
@@ -51,7 +51,7 @@ class Slots:
         sequence.slot = -1
 
     def part(self, differing: Iterable[tuple[Sequence, int]]) -> dict[int, int]:
-        """Give samples whose last token differs from that of their slot's first sample slots of their own.
+        """Give separate slots to samples whose last token differs from that of their slot's first sample.
 
         Returns:
             By new slot, the slot whose content it has to copy.
@@ -65,7 +65,7 @@ class Slots:
         return {self.enter(sequences): slot for (slot, _), sequences in ways.items()}
 
     def pack(self) -> dict[int, int]:
-        """Close the holes by moving the last slots into them; return by slot the one whose content it gets."""
+        """Close the holes by moving the last slots into them; return, by new slot, the slot to copy."""
         moved: dict[int, int] = {}
         targets = sorted(self.holes, reverse=True)
         while targets:

@@ -94,7 +94,7 @@ def check_parity(forward: PrefixForward, longest: int) -> None:
     model, subject, sharing = forward.runner.model, _Subject(forward), forward.pairs_per_token
     own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
     fault, hint = "", ""
-    # An attention may go by places in a row, not by positions, as MPT's does; a scan may begin afresh at every prefill.
+    # Attention may use places in a row instead of positions, as in MPT; a scan may restart at every prefill.
     for pairs_per_token, goes_on in dict.fromkeys(product((sharing, None), (True, False))):
         reach = longest if pairs_per_token is None else max(longest, forward.most_tokens)
         short = subject.with_short_lengths(reach)
@@ -114,7 +114,7 @@ def check_parity(forward: PrefixForward, longest: int) -> None:
 
 
 class _Subject:
-    """A model that the engine has to compute right, and the results of transformers' plain forward for it.
+    """A model that the engine has to compute correctly, and the results of transformers' plain forward for it.
 
     Args:
         forward: computes the model.
@@ -139,7 +139,7 @@ class _Subject:
             forward.runner.find_states()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+        except Exception as error:  # any error of the model's code is the reason for refusing it
             dtype = str(model.dtype).removeprefix("torch.")
             raise _refusal(model, f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
 
@@ -213,9 +213,9 @@ def _sequences(model: PreTrainedModel) -> list[list[int]]:
     probes = probe_for(model)
     forked = forks(probes)
     first = [*probes[:2], *forked[:2]]  # they join as branches of one row
-    held = first[-1][: len(first[-1]) - 1 - STEPS + _LATE]  # by its slot when the others join, one of them as its copy
-    empty = probes[0][: STEPS + 1]  # of which nothing is prefilled
-    later = [[*held, *more, *empty] for more in (probes[2][:2], probes[0][:2], probes[0][:3])]  # that go on from it
+    held = first[-1][: len(first[-1]) - 1 - STEPS + _LATE]  # in its slot when others join, one by a copy
+    empty = probes[0][: STEPS + 1]  # a single token, so nothing is prefilled
+    later = [[*held, *more, *empty] for more in (probes[2][:2], probes[0][:2], probes[0][:3])]  # continue from `held`
     return [*first, *probes[2:], *forked[2:], [*held, *empty], *later, empty]
 
 

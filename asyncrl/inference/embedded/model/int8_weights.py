@@ -27,9 +27,9 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 class Int8Weights:
-    """Rounds the linear layers of `model` at once, and what is staged for them later.
+    """Rounds the linear layers of `model` at construction, and weights that are staged for them later.
 
-    A staged tensor may be a part of a layer's weight: all rows of one have a scale of their own.
+    A staged tensor may be a part of a layer's weight, because each row has a separate scale.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

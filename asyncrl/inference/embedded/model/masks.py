@@ -1,4 +1,5 @@
-"""The masks of attention that the engine passes to the model, and what it knows of the model's attention to draw them.
+"""The attention masks that the engine passes to the model, and the properties of the model's attention that they depend
+on.
 
 Shapes: B = rows of a prefill, U = tokens of such a row, R = rows of a decode step.
 """
@@ -21,7 +22,7 @@ from asyncrl.models.transformers_internals import (
 )
 
 MaskArgument: TypeAlias = "Tensor | dict[str, Tensor | None] | None"
-"""What a model takes as `attention_mask`: one mask, or one by layer type; None: plainly causal."""
+"""A model's argument `attention_mask`: one mask, or one by layer type; None: plainly causal."""
 
 
 class Reach(NamedTuple):
@@ -76,7 +77,7 @@ class AttentionMasks:
     def argument(self) -> MaskArgument:
         """Return the model's argument `attention_mask`."""
         if self.mixed:
-            nothing = dict.fromkeys(RECURRENT_LAYERS)  # these mask padding, and there is none
+            nothing = dict.fromkeys(RECURRENT_LAYERS)  # these layers mask only padding, and there is none
             windowed = dict.fromkeys(("sliding_attention", "chunked_attention"), self.windowed)  # models have one
             return {**nothing, "full_attention": self.full, **windowed}
         return self.full if self.windowed is None else self.windowed
@@ -128,8 +129,9 @@ class MaskMaker:
     def of_prompts(self, ids_BU: Tensor) -> MaskArgument:
         """Return the mask of rows that are one prompt each, or None if the attention can be plainly causal.
 
-        Sliding layers need their window drawn, pictures that are seen in both directions need their blocks, and a model
-        with an attention of its own would draw a mask for the whole slots.
+        A mask is needed for the window of sliding layers and for the blocks of pictures that are seen in both
+        directions. It is also needed by models with their own attention, which would otherwise draw a mask for the
+        whole slots.
         """
         window, length = self._pattern.window, ids_BU.shape[1]
         blocks_BU = self._blocks(ids_BU, torch.arange(length, device=ids_BU.device).expand_as(ids_BU))

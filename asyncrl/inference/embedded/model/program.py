@@ -1,8 +1,8 @@
 """The decode step, recorded once as a TorchScript program, which saves Python's share of a small model's forward.
 
-A decode forward of a small model is some hundred short operations, and Python takes more time between them than they
-take themselves. At 32 rows of a 0.2 M-parameter model the recorded program needs a third of the time, at 256 rows four
-fifths.
+A decode forward of a small model is some hundred short operations, and Python's time between the operations is longer
+than the operations. At 32 rows of a 0.2 M-parameter model the recorded program needs a third of the time, at 256 rows
+four fifths.
 
 The recording (`torch.jit.trace`) is valid for every number of rows and keys, as long as the model's control flow does
 not depend on data. That is checked: a tracer warning (data turned into a Python value) refuses the recording, and the
@@ -193,7 +193,7 @@ class DecodeProgram:
                     _DecodeStep(self._model, step.masks, self._weights),
                     step.flat(),
                     check_trace=False,
-                    _store_inputs=False,  # it would keep the packed weights and slots of now for good
+                    _store_inputs=False,  # it would keep the current packed weights and slots in memory
                 )
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
             self._give_up(f"recording failed: {error!r:.300}")

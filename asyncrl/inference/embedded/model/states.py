@@ -89,7 +89,7 @@ class SlotStates(ABC):
 
     def _buffer(self, name: Hashable, states: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
-        if buffer is None:  # the first forward of all, which tells the shape
+        if buffer is None:  # the very first forward, which gives the shape
             buffer = self._buffers[name] = states.new_zeros(self._capacity, *states.shape[1:])
         return buffer
 

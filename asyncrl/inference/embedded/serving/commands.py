@@ -26,7 +26,9 @@ class Command(Generic[T]):
     future: Future[T] = field(default_factory=Future)
 
     def run(self) -> None:
-        """Run it. A refusal goes to the caller alone; any other exception is also raised here, and ends the engine."""
+        """Run the command. Only the caller gets a refusal; any other exception is also raised here, and ends the
+        engine.
+        """
         if not self.future.set_running_or_notify_cancel():
             return
         try:

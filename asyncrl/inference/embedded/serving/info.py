@@ -46,7 +46,7 @@ def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str
         "version": f"asyncrl-{__version__}",
         "tp_size": 1,
         "dp_size": 1,
-        "disable_radix_cache": True,  # older weights' rows serve the next turns of their samples alone
+        "disable_radix_cache": True,  # rows of older weights serve only later turns of their own samples
         "internal_states": [_load(engine)],
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from asyncrl.api.picture import Picture, PictureRef, PlacedPicture
 
 CACHE_BYTES = 512 << 20
-"""`max_bytes` of a server that is no part of a run."""
+"""`max_bytes` of a server outside of a run."""
 
 
 class MissingPicture(LookupError):

@@ -38,9 +38,9 @@ NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {
     "watermark": (None, False),
     "choice": (None, []),
 }
-"""Sampling parameters of SGLang that the engine does not implement, with the values that ask for nothing."""
+"""Sampling parameters of SGLang that the engine does not implement, with their neutral values."""
 FREE_PARAMS = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
-"""Accepted whatever they say: they only touch the text's form."""
+"""Parameters that are accepted with any value, because they only affect the text's form."""
 
 
 class CustomParams(Struct, frozen=True):

@@ -238,7 +238,7 @@ class GenerationApp:
         if version is not None:
             message += f" Weight version updated to {version}."
         reply = {"success": True, "message": message, "num_paused_requests": frozen}
-        return json_response(reply | {"weight_version": self._engine.weight_version})  # SGLang has to be asked for it
+        return json_response(reply | {"weight_version": self._engine.weight_version})  # not in SGLang's reply
 
     async def _command(self, future: Any) -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(future), COMMAND_TIMEOUT_S)
@@ -260,7 +260,7 @@ class GenerationApp:
 
 
 def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]) -> Handler:
-    """`handler`, whose refusals are answered with SGLang's error bodies."""
+    """Wrap `handler` so that refusals are answered with SGLang's error bodies."""
 
     async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         try:

@@ -35,7 +35,7 @@ _LEAST_AGE_S = 60.0
 
 
 def _module_at(path: Path) -> ModuleType:
-    """The module in a file of asyncrl that imports nothing else of it."""
+    """Return the module in a file of asyncrl that imports nothing else of it."""
     spec = importlib.util.spec_from_file_location(f"asyncrl_pictures_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
