@@ -9,6 +9,7 @@ the reward and the metrics of its result are used.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -179,6 +180,10 @@ class _Host:
         except TimeoutError:
             process.kill()
             raise VerifiersError(f"{env!r} was not loaded within {START_LIMIT_S:g} s") from None
+        except ValueError as error:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise VerifiersError(f"{env!r} cannot be loaded: {error}") from None
         if ready is None or "error" in ready:
             raise VerifiersError(f"{env!r} cannot be loaded: {(ready or {}).get('error', 'its process ended')}")
         host._reading = asyncio.create_task(host._read_all())
@@ -244,16 +249,25 @@ class _Host:
     async def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
-        reply: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
+        try:
+            reply: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            raise ValueError(f"its process printed what is not a reply: {line[:80]!r}") from None
         return reply
 
     async def _read_all(self) -> None:
-        while (told := await self._read()) is not None:
-            if (answer := self._waiting.get(told["id"])) is not None and not answer.done():
-                answer.set_result(told)
+        error = self._gone()
+        try:
+            while (told := await self._read()) is not None:
+                if (answer := self._waiting.get(told["id"])) is not None and not answer.done():
+                    answer.set_result(told)
+        except (ValueError, TypeError, KeyError) as wrong:  # not a reply, or longer than `LINE_LIMIT`
+            error = VerifiersError(f"{self._env!r}: {wrong}")
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self._gone())
+                answer.set_exception(error)
 
     def _gone(self) -> VerifiersError:
         return VerifiersError(f"the process that runs {self._env!r} ended; see the worker's log")

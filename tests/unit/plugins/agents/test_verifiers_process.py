@@ -1,0 +1,41 @@
+"""The process that runs a `verifiers` environment answers with something that is not a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl.plugins.agents.verifiers_env import VerifiersError, _Host
+
+
+def program(folder: Path, *replies: str) -> str:
+    """A program in place of the interpreter: prints a reply for each line that it reads, then waits for its end."""
+    script = folder / "python"
+    lines = "".join(f"read -r line\necho '{reply}'\n" for reply in replies)
+    script.write_text(f"#!/bin/sh\n{lines}exec cat > /dev/null\n")
+    os.chmod(script, 0o700)
+    return str(script)
+
+
+def test_a_line_that_is_not_a_reply_fails_the_rollouts_that_wait(tmp_path: Path) -> None:
+    async def play() -> None:
+        host = await _Host.start(program(tmp_path, '{"ready": true}', "not a reply"), "env", None)
+        async with asyncio.timeout(10.0):
+            with pytest.raises(VerifiersError, match="not a reply"):
+                await host.run(0, "train", "http://127.0.0.1:1", "key")
+            assert host.has_ended
+            await host.close()
+
+    asyncio.run(play())
+
+
+def test_an_environment_whose_first_line_is_not_a_reply_is_not_loaded(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with asyncio.timeout(10.0):
+            with pytest.raises(VerifiersError, match=r"cannot be loaded.*not a reply"):
+                await _Host.start(program(tmp_path, "not a reply"), "env", None)
+
+    asyncio.run(play())
