@@ -164,7 +164,7 @@ def _gpus(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each setting that servers of `policies` may not support if the run did not start them."""
+    """Yield an error message for each setting that servers of `policies` at a URL may not support."""
     model, allowed = config.model, config.rollout.sampling.allowed_token_ids
     for policy in config.policies:
         if policy.url is None:

@@ -63,7 +63,7 @@ class EmbeddedHost:
         return "the embedded engine failed; its traceback is above"
 
     async def stop(self) -> None:
-        """Stop the engine, which fails unfinished jobs, and then the HTTP server, which has no open requests by then."""
+        """Stop the engine, which fails unfinished jobs, then the HTTP server, which has no open requests by then."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
             self._engine = None
