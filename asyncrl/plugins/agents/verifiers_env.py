@@ -183,6 +183,7 @@ class _Host:
         except ValueError as error:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            await host.close()
             raise VerifiersError(f"{env!r} cannot be loaded: {error}") from None
         if ready is None or "error" in ready:
             raise VerifiersError(f"{env!r} cannot be loaded: {(ready or {}).get('error', 'its process ended')}")
