@@ -30,7 +30,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.trainer.sizing.memory import MemoryNeed, Workload, need
+from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need
 from asyncrl.trainer.sizing.sized_model import count
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "long_context.md"

@@ -14,8 +14,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.base_model import with_model
 from asyncrl.launch.before_start.devices import check_guests_fit, device_lines
+from asyncrl.launch.before_start.initial_model import with_model
 from asyncrl.launch.before_start.prompt_checks import check_prompts, show_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
@@ -23,7 +23,7 @@ from asyncrl.launch.before_start.same_data import check_same_data, keep_data_rec
 from asyncrl.launch.before_start.space import space_line
 from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.launch.refusal import refuse
-from asyncrl.launch.run_end import show_end, show_summary
+from asyncrl.launch.show_end import show_end, show_summary
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.checks import check_place

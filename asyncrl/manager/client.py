@@ -1,7 +1,7 @@
 """Call the GserverManager over HTTP, as a RolloutWorker or the master.
 
-Calls are repeated, and carry what a worker has yet to report (`asyncrl.manager.session`). This module decides when it
-is sent.
+Calls are repeated, and carry a worker's unreported ends (`asyncrl.manager.worker_session`). This module decides when
+the ends are sent.
 
 The manager's cost on busy cores is the number of calls. So requests to schedule from one turn of the event loop travel
 in one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without one they are sent
@@ -22,7 +22,7 @@ from msgspec import structs
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager import messages as m
-from asyncrl.manager.session import NOT_INTRODUCED, ManagerConnection, ManagerGone, WorkerSession
+from asyncrl.manager.worker_session import NOT_INTRODUCED, ManagerConnection, ManagerGone, WorkerSession
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 __all__ = ["GateStatus", "ManagerClient", "ManagerGone", "NotIntroduced"]

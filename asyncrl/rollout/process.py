@@ -16,8 +16,8 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
+from asyncrl.rollout.generation.generation_servers import capabilities_of
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.generation.servers import capabilities_of
 from asyncrl.rollout.inputs.worker_inputs import WorkerInputs
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult

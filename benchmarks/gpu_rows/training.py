@@ -45,7 +45,7 @@ from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing.attention_shape import packed_shape
-from asyncrl.trainer.sizing.memory import Workload, need
+from asyncrl.trainer.sizing.memory_estimate import Workload, need
 from asyncrl.trainer.sizing.sized_model import count
 from gpu_rows.bench import GIB, Bench, Figure, grouped, tried
 from gpu_rows.machine import matmul_flops
@@ -207,7 +207,7 @@ def model_flops(config: Qwen2Config, tokens: int, pairs: int) -> float:
 
 
 def estimated(bench: Bench, variant: Variant, longest: int) -> int:
-    """Bytes that `trainer.sizing.memory` expects at the peak."""
+    """Bytes that `trainer.sizing.memory_estimate` expects at the peak."""
     work = Workload(
         variant.engine,
         bench.dtype,

@@ -27,8 +27,8 @@ from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
+from asyncrl.rollout.generation.generation_servers import ServerCapabilities
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.generation.servers import ServerCapabilities
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

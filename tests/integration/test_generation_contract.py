@@ -44,8 +44,8 @@ from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.models.weights.transports.from_memory import ServerConnection
 from asyncrl.models.weights.transports.tensor import SharedMemoryConnection
+from asyncrl.rollout.generation.generation_servers import FORK_SAVES, ServerCapabilities
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.generation.servers import FORK_SAVES, ServerCapabilities
 from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 

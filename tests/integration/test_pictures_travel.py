@@ -26,8 +26,8 @@ from asyncrl.inference.embedded.types import EngineStats, Finish, GenerationInpu
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.rollout.generation.generation_servers import ServerCapabilities
 from asyncrl.rollout.generation.rollout_client import GenerationFailed, RolloutClient
-from asyncrl.rollout.generation.servers import ServerCapabilities
 from tests.tiny_vlm import picture, render
 
 PICTURES = [

@@ -28,8 +28,8 @@ from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.rollout.generation.generation_servers import ServerCapabilities
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.generation.servers import ServerCapabilities
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.settings import TeacherConfig
 

@@ -24,11 +24,11 @@ from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
-from asyncrl.rollout.generation import servers as generation_servers
+from asyncrl.rollout.generation import generation_servers
+from asyncrl.rollout.generation.generation_servers import ServerCapabilities, prefix_request
 from asyncrl.rollout.generation.partial_answers import PartialAnswer
 from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, RolloutClient
 from asyncrl.rollout.generation.server_calls import ServerCalls
-from asyncrl.rollout.generation.servers import ServerCapabilities, prefix_request
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""

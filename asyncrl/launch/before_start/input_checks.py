@@ -10,7 +10,7 @@ from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.base_model import base_model_faults
+from asyncrl.launch.before_start.initial_model import base_model_faults
 from asyncrl.launch.before_start.same_data import not_found_elsewhere
 from asyncrl.launch.before_start.supervised_rows import wrong_rows
 from asyncrl.master.graph.builtin import load_graph

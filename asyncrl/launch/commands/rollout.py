@@ -19,8 +19,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.base_model import with_model
 from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.initial_model import with_model
 from asyncrl.launch.before_start.input_checks import resolve_length
 from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable

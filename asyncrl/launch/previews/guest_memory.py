@@ -18,7 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.trainer.sizing.memory import MemoryNeed
+from asyncrl.trainer.sizing.memory_estimate import MemoryNeed
 from asyncrl.trainer.sizing.sized_model import ModelSizes, SizedModel
 
 GIB = 1 << 30

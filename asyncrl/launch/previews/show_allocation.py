@@ -22,7 +22,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
 from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
-from asyncrl.launch.before_start.base_model import base_model_config
+from asyncrl.launch.before_start.initial_model import base_model_config
 from asyncrl.launch.previews.guest_memory import SharedDevice, problems, shared_devices
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
@@ -33,7 +33,7 @@ from asyncrl.trainer.parallel.placement import engine_of, model_of, placement
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing.attention_shape import packed_shape
-from asyncrl.trainer.sizing.memory import MemoryNeed, Workload, need, total
+from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need, total
 from asyncrl.trainer.sizing.sized_model import SizedModel, count
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig

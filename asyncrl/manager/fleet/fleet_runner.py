@@ -18,7 +18,7 @@ from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.inference.client import DamagedVersion
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.guests.residence import Residence
-from asyncrl.manager.fleet.health import HealthChecks, Log
+from asyncrl.manager.fleet.health_checks import HealthChecks, Log
 from asyncrl.manager.fleet.logprob_check import WeightsDiffer
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse

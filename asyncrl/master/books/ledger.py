@@ -39,7 +39,7 @@ from asyncrl.comm.typed import json_decoder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books.ledger_files import (
+from asyncrl.master.books.ledger_writer import (
     FILE_BYTES,
     LedgerFiles,
     cut_incomplete_step,

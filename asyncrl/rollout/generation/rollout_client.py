@@ -60,9 +60,9 @@ from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, wire_rid
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
+from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities
 from asyncrl.rollout.generation.partial_answers import PartialAnswer, Work
 from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
-from asyncrl.rollout.generation.servers import GenerationServers, ServerCapabilities
 
 SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""

@@ -25,9 +25,9 @@ from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
+from asyncrl.trainer.supervised.model_versions import ModelVersions
 from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.trainer.supervised.versions import ModelVersions
 
 
 class EngineLearner:

@@ -27,12 +27,12 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.verify.audit.attempts import Prompts
 from asyncrl.verify.audit.clocks import Clocks
 from asyncrl.verify.audit.data_order import DataOrder
 from asyncrl.verify.audit.ledger_files import Entry, Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine, StepTotals
 from asyncrl.verify.audit.policies import wrong_opponents, wrong_policies
-from asyncrl.verify.audit.prompts import Prompts
 from asyncrl.verify.audit.rollouts import (
     ABANDONED,
     DROPPED,

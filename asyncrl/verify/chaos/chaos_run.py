@@ -27,8 +27,8 @@ from asyncrl.verify.chaos.fault_costs import InjectedFault
 from asyncrl.verify.chaos.fault_injector import FaultInjector
 from asyncrl.verify.chaos.fault_plan import Fault, PlanClock
 from asyncrl.verify.chaos.links import Links
+from asyncrl.verify.chaos.process_targets import LOOK_S, RunProcesses
 from asyncrl.verify.chaos.run_launcher import RunLauncher
-from asyncrl.verify.chaos.run_processes import LOOK_S, RunProcesses
 
 LINK_LOOK_S = 0.01
 """Time between two checks of addresses: a process that reads one before its proxy is entered bypasses the proxy."""

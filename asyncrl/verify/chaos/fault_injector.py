@@ -16,8 +16,8 @@ from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault
 from asyncrl.verify.chaos.fault_plan import DELAY_S, Fault, FaultKind
 from asyncrl.verify.chaos.full_disk import Ballast
 from asyncrl.verify.chaos.links import Links
+from asyncrl.verify.chaos.process_targets import LOOK_S, RunProcesses
 from asyncrl.verify.chaos.run_launcher import RunLauncher
-from asyncrl.verify.chaos.run_processes import LOOK_S, RunProcesses
 
 
 class FaultInjector:

@@ -37,7 +37,7 @@ from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
-from asyncrl.trainer.sizing.memory import MemoryNeed
+from asyncrl.trainer.sizing.memory_estimate import MemoryNeed
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -52,7 +52,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, LedgerBo
 from asyncrl.comm.names import ACTOR
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.session import HeldRollouts
+from asyncrl.manager.worker_session import HeldRollouts
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Due, decide, received, run_report
 from asyncrl.master.books.run_files import check_books

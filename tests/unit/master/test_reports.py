@@ -144,7 +144,7 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`manager.rollout_lease_s` may be longer than the time for which calls to a silent manager are repeated."""
-    monkeypatch.setattr("asyncrl.manager.session._BACKOFF", Backoff(0.05, 0.05))
+    monkeypatch.setattr("asyncrl.manager.worker_session._BACKOFF", Backoff(0.05, 0.05))
     client = ManagerClient("http://manager", "master_worker/0", None, retry_s=0.2)
     statuses = [503] * 8
 

@@ -29,8 +29,8 @@ from asyncrl.trainer.batches.micro_batch import upload
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks
 from asyncrl.trainer.batches.prefix_tree import Branches, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_ranks
 from asyncrl.trainer.model import gradient_checkpointing
 from asyncrl.trainer.model.attention.packed_attention import PACKED, DeviceBlock
@@ -40,7 +40,7 @@ from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.sizing.attention_shape import AttentionShape, packed_shape
-from asyncrl.trainer.sizing.memory import MemoryNeed, Workload, layer_bytes_per_token, need, total
+from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, layer_bytes_per_token, need, total
 from asyncrl.trainer.sizing.sized_model import count, sized
 
 BASE = {

@@ -19,7 +19,7 @@ from asyncrl.api.columns import ColumnError
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.launch.before_start.base_model import with_model
+from asyncrl.launch.before_start.initial_model import with_model
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.score_ahead import frozen_calls
 from asyncrl.master.graph.builtin import load_graph

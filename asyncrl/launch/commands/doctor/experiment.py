@@ -18,10 +18,10 @@ from rich.text import Text
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.base_model import base_model_config
 from asyncrl.launch.before_start.checks import validate, warnings
 from asyncrl.launch.before_start.devices import device_lines
 from asyncrl.launch.before_start.hub import resolve_hub_names
+from asyncrl.launch.before_start.initial_model import base_model_config
 from asyncrl.launch.before_start.input_checks import check_data, check_graph, resolve_length
 from asyncrl.launch.before_start.prompt_checks import chat_notes, check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE
 from asyncrl.models.weights.checkpoints.distributed import StoredTensors
 from asyncrl.models.weights.checkpoints.folder import latest
-from asyncrl.models.weights.checkpoints.shards import Parts, all_tensors
+from asyncrl.models.weights.checkpoints.shard_copies import Parts, all_tensors
 from asyncrl.models.weights.checkpoints.writer import FORMAT
 from asyncrl.runtime.ranks import Ranks
 

@@ -32,7 +32,7 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.trainer.model.compiled import as_written, compile_layers

@@ -16,8 +16,8 @@ from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.decay_groups import embedding_names
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.load_models import (
     attention_kind,

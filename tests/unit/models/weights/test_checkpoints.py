@@ -18,7 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import versions_in
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.checkpoints import shards as checkpoint_shards
+from asyncrl.models.weights.checkpoints import shard_copies
 from asyncrl.models.weights.checkpoints import writer as checkpoint_writer
 from asyncrl.models.weights.checkpoints.folder import latest, prune, which_to_keep
 from asyncrl.models.weights.versions.manifest import (
@@ -318,7 +318,7 @@ def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_w
 ) -> None:
     rank = make_rank(config)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_shards, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(shard_copies, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         rank.save_checkpoint(SaveCheckpoint(str(tmp_path / "v1"), 1, {}))
         with pytest.raises(OSError, match="disk full"):
             rank.checkpoints.share(tmp_path / "v1").result(LIMIT_S)

@@ -20,8 +20,8 @@ from asyncrl.trainer.batches.micro_batch_layout import MAX_BLOCK_WASTE, Attentio
 from asyncrl.trainer.batches.prefix_tree import Branches, Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.model.attention import flex_attention
 from asyncrl.trainer.model.attention.flex_attention import FLEX, visible_blocks
 from asyncrl.trainer.model.attention.packed_attention import PACKED, packed_attention

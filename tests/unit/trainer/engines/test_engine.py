@@ -19,8 +19,8 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import role
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.model import gradient_checkpointing
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers

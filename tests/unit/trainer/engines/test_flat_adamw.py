@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.settings import OptimizerConfig
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2)

@@ -22,8 +22,8 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.model.flops import Attended, FlopCount, NotCounted, Work, model_flops
 from asyncrl.trainer.model.load_models import load_causal_lm
