@@ -89,6 +89,7 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
         told = step(config, rank, state["version"])
         world.everyone.together(lambda: None, "reading")
         left = [path.name for path in root.glob("v*")]
+        world.everyone.together(lambda: None, "listing")
         if world.worker == hosts.index("b"):
             shutil.rmtree(tmp_path / "b")
         world.everyone.together(lambda: None, "the loss of b's memory")
