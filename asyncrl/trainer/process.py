@@ -192,7 +192,13 @@ class ModelWorker(Worker):
         if self._world.publishes:
             self._open.callback(self._close_connections)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
-        puller = TrajectoryPuller(system.host, self.security, on_message=self._receiver.receive, remembered=remembered)
+        puller = TrajectoryPuller(
+            system.host,
+            self.security,
+            on_message=self._receiver.receive,
+            remembered=remembered,
+            accepted=self._receiver.restored,
+        )
         self._open.callback(puller.close)
         self._open.callback(self._receiver.inbox.close)  # before the puller: its thread may wait for room in the inbox
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()

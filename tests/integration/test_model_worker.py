@@ -31,6 +31,7 @@ from asyncrl.models.weights.versions.logprob_probe import read_probe
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     AttachMaster,
     CollectWeights,
@@ -369,3 +370,25 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         workers.master = 2
         assert (await workers.train(1))["ppo/loss_per_minibatch"]
         assert await workers.close() == [0]
+
+
+async def test_a_trajectory_of_the_process_before_is_taken_once_if_its_acknowledgement_was_lost(
+    start: StartWorkers, tmp_path: Path
+) -> None:
+    (tmp_path / "again").mkdir()
+    memory_checkpoint = MemoryCheckpoint(tmp_path / "again")
+    memory_checkpoint.begin()  # as the launcher does
+    try:
+        async with start(1, "again") as workers:
+            await workers.push(0)
+        async with start(1, "again") as workers:
+            (polled,) = await workers.all(PollBuffer(0, 0.0))
+            assert len(polled.rollouts) == GROUPS, "restored"
+            assignment = assign(list(polled.rollouts), 1, Dealing(MINIBATCHES, seed=1), version=0)
+            await workers.begin(assignment, 0, MINIBATCHES)
+            await workers.push(0)  # as senders do that got no acknowledgement
+            (after,) = await workers.all(PollBuffer(polled.cursor, 0.0))
+            assert after.rollouts == ()
+            assert await workers.close() == [0]
+    finally:
+        memory_checkpoint.remove()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket as os_socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,11 +56,16 @@ class Deliveries:
         on_message: the consumer, see `TrajectoryPuller`.
         max_bytes: limit of one message.
         remembered: number of ids that are kept to recognize duplicates.
+        accepted: ids that an earlier process accepted and this one still has.
     """
 
-    def __init__(self, on_message: Callable[[Trajectory], None], max_bytes: int, remembered: int) -> None:
+    def __init__(
+        self, on_message: Callable[[Trajectory], None], max_bytes: int, remembered: int, accepted: Iterable[str] = ()
+    ) -> None:
         self._on_message, self._max_bytes = on_message, max_bytes
         self._seen: RecentIds[bool] = RecentIds(remembered)
+        for rollout_id in accepted:
+            self._seen.put(rollout_id, True)
         self.counters = PullerCounters()
         self._log = SourceLog("trajectory")
 
@@ -142,6 +147,8 @@ class TrajectoryPuller:
         security: the run's keys, or None for plaintext.
         max_bytes: limit of one message; at least twice BATCH_BYTES, and above the pushers' `max_bytes`.
         remembered: how many ids are kept to recognize duplicates (`ids_remembered`).
+        accepted: ids that an earlier process accepted and this one still has. If the acknowledgement was lost with that
+            process, the sender repeats the trajectory.
     """
 
     def __init__(
@@ -152,12 +159,13 @@ class TrajectoryPuller:
         on_message: Callable[[Trajectory], None],
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
         remembered: int = AT_LEAST,
+        accepted: Iterable[str] = (),
     ) -> None:
         if max_bytes < 2 * messages.BATCH_BYTES:
             raise ValueError(
                 f"max_bytes={max_bytes} is less than a message of small ones: use at least {2 * messages.BATCH_BYTES}"
             )
-        self._deliveries = Deliveries(on_message, max_bytes, remembered)
+        self._deliveries = Deliveries(on_message, max_bytes, remembered, accepted)
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()
         self._context = Context()

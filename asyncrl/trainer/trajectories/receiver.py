@@ -39,6 +39,11 @@ class TrajectoryReceiver:
         memory_checkpoint: where `keep` stores trajectories.
         spilled: folder of trajectories that do not fit into memory; emptied at the start, removed by `remove_spilled`.
         shares_prefixes: see `Inbox`.
+
+    Attributes:
+        restored: ids of the trajectories that this rank's previous process accepted and `keep` restored. The puller has
+            to drop repetitions of them: one that is held again after its step began would keep its room, and a
+            `discard` of it would remove the file that the step still needs.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class TrajectoryReceiver:
         self._arrival: asyncio.Event | None = None
         self._kept: InboxStore | None = None
         self._in_step: list[str] = []
-        self._restored: set[str] = set()
+        self.restored: list[str] = []
 
     def keep(self, *, receives: bool) -> None:
         """Store trajectories from now on, and restore those that this rank's previous process stored.
@@ -90,7 +95,7 @@ class TrajectoryReceiver:
         try:
             for trajectory in kept.read():
                 self.inbox.restore(trajectory)
-                self._restored.add(trajectory.rollout_id)
+                self.restored.append(trajectory.rollout_id)
         except StoredTrajectoryDamaged:
             self._memory_checkpoint.invalidate()
             raise
@@ -103,16 +108,10 @@ class TrajectoryReceiver:
     def receive(self, trajectory: Trajectory) -> None:
         """Accept a trajectory, which may be acknowledged once this returns. For the puller's thread.
 
-        A restored trajectory is ignored: its sender missed the acknowledgement of this rank's previous process. Held
-        again after its step began, it would keep its room, and a `discard` of it would remove the file that the step
-        still needs.
-
         Raises:
             InboxFull: no room became free in time.
             Exception: `check` found that the trajectory cannot be trained.
         """
-        if trajectory.rollout_id in self._restored:
-            return
         self._check(trajectory)
         if (finished_at := trajectory.metrics.pop(FINISHED_AT, None)) is not None:
             trajectory.metrics["rollout/transport_s"] = max(0.0, time.time() - finished_at)  # clocks of hosts differ

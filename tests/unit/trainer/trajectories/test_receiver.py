@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
+from asyncrl.comm.push_pull import messages
+from asyncrl.comm.push_pull.puller import Deliveries
+from asyncrl.comm.sockets import Frame
+from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
@@ -64,15 +69,19 @@ def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_th
     assert held(intake(memory_checkpoint, tmp_path), names) == names[2:]
 
 
-def test_a_restored_trajectory_that_comes_again_is_ignored_even_after_its_step_began(
+def test_a_restored_trajectory_that_comes_again_is_acknowledged_and_dropped_even_after_its_step_began(
     tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
 ) -> None:
     (trajectory,) = make_trajectories(groups=1)
     names = [trajectory.rollout_id]
     intake(memory_checkpoint, tmp_path).receive(trajectory)
     restarted = intake(memory_checkpoint, tmp_path)
+    deliveries = Deliveries(restarted.receive, 1 << 20, 100, restarted.restored)
     restarted.left(names)
-    restarted.receive(trajectory)  # the acknowledgement of the first process was lost
+    replies: list[messages.Reply] = []
+    frames: list[Frame] = [messages.encode([7]), *encode_trajectories([trajectory])]
+    deliveries.take([zmq.Frame(bytes(frame)) for frame in frames], replies.append)  # its acknowledgement was lost
+    assert replies == [messages.Accepted([7])]
     assert held(restarted, names) == []
     assert held(intake(memory_checkpoint, tmp_path), names) == names, "its step may have to be trained again"
 
