@@ -107,23 +107,9 @@ class GserverManager(AsyncWorker):
         )
         servers += others
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
-        servers_http, updates = JsonHttp(self.http_security), self.config.manager
+        servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
-        self._fleet_runner = FleetRunner(
-            self._decisions,
-            ServersInUse(self._decisions, self._service, served_version=lambda: self._policies.served_version()),
-            ServerUpdater(
-                servers_http,
-                weight_transport(updates.weight_transport).manager_end(publisher),
-                timeout_s=updates.update_timeout_s,
-                checks=() if self._logprob_check is None else (self._logprob_check,),
-                inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
-            ),
-            servers_http,
-            health_interval_s=updates.health_interval_s,
-            log=self.log,
-            clock=self._clock,
-        )
+        self._fleet_runner = self._make_fleet_runner(servers_http, publisher)
         self._guests = Guests(self.resolver, self._decisions, self._fleet_runner, self._clock)
         known = (self.config, self._decisions, self._service)
         self._policies = PolicyFleets(*known, servers_http, self.log, self._clock)
@@ -173,6 +159,25 @@ class GserverManager(AsyncWorker):
             await http.close()
             await servers_http.close()
             publisher.close()
+
+    def _make_fleet_runner(self, http: JsonHttp, publisher: PublisherClient) -> FleetRunner:
+        updates = self.config.manager
+        updater = ServerUpdater(
+            http,
+            weight_transport(updates.weight_transport).manager_end(publisher),
+            timeout_s=updates.update_timeout_s,
+            checks=() if self._logprob_check is None else (self._logprob_check,),
+            inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
+        )
+        return FleetRunner(
+            self._decisions,
+            ServersInUse(self._decisions, self._service, served_version=lambda: self._policies.served_version()),
+            updater,
+            http,
+            health_interval_s=updates.health_interval_s,
+            log=self.log,
+            clock=self._clock,
+        )
 
     def _versions_in_use(self) -> set[int]:
         return self._decisions.versions_in_use() | self._policies.versions_in_use()
