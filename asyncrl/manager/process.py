@@ -34,7 +34,7 @@ from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.staging import Staging, staging_of
-from asyncrl.manager.fleet.targets import Targets
+from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
@@ -73,7 +73,7 @@ class GserverManager(AsyncWorker):
             updates.update_mode,
             updates.update_timeout_s,
             updates.update_fraction,
-            targets=Targets(staged=not config.system.shared_filesystem, initial=str(config.model.path)),
+            targets=ServerTargets(staged=not config.system.shared_filesystem, initial=str(config.model.path)),
             guests=GuestTurns(guests_of(config.generation)),
         )
         curriculum = config.dataset.curriculum

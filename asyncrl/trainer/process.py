@@ -42,7 +42,7 @@ from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.immediate_requests import ImmediateRequests
 from asyncrl.trainer.rank.measures import StepMeasures, gpu_memory
-from asyncrl.trainer.rank.model_calls import AheadScorer, ModelCalls
+from asyncrl.trainer.rank.model_calls import ModelCalls, RolloutScorer
 from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests
 from asyncrl.trainer.rank.roles import build_rank
@@ -130,7 +130,7 @@ class ModelWorker(Worker):
             memory_checkpoint=self._memory_checkpoint,
             step=CurrentStep(config, self._world, sample_logs, device),
             calls=calls,
-            scorer=AheadScorer(self._rank, calls, self._receiver.inbox, measures, config.columns, device),
+            scorer=RolloutScorer(self._rank, calls, self._receiver.inbox, measures, config.columns, device),
             measures=measures,
         )
         self._take_connections(head, queued)

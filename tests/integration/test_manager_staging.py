@@ -16,7 +16,7 @@ from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.manager.fleet.staging import Staging
-from asyncrl.manager.fleet.targets import Targets
+from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.weights.staging.messages import INPUTS, MODEL
 from asyncrl.models.weights.staging.service import StagingService
@@ -33,7 +33,7 @@ class Hosts:
         self.root, self.security = root, security
         self.services: dict[int, StagingService] = {}
         self.urls: dict[int, str] = {}
-        self.decisions = FleetDecisions(UpdateMode.interrupt, 10.0, targets=Targets(staged=True))
+        self.decisions = FleetDecisions(UpdateMode.interrupt, 10.0, targets=ServerTargets(staged=True))
         self.http = JsonHttp(security)
         self.has: dict[str, Target] = {}
         self._arrival = asyncio.Event()

@@ -19,7 +19,8 @@ States of a server::
 - At most `update_fraction` of all servers are out of service for an update at a time, at least one. The others serve
   the version before, and the gate stays at it until the last has left it. A server that failed serves nothing anyway
   and does not count, so it delays no other.
-- If hosts share no folder (`Targets`), a server is updated to the newest version that its host has, once there is one.
+- If hosts share no folder (`ServerTargets`), a server is updated to the newest version that its host has, once there is
+  one.
 - A server that found the files damaged before it changed its weights (the embedded engine verifies checksums as it
   reads) still has its old weights. It serves them again, and gets the next published version. If it was in quarantine,
   its weights are unknown, and it stays there.
@@ -61,7 +62,7 @@ from asyncrl.manager.fleet.servers import (
     ServerState,
     host_of,
 )
-from asyncrl.manager.fleet.targets import Targets
+from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {
@@ -118,10 +119,10 @@ class FleetDecisions:
         update_timeout_s: float,
         update_fraction: float = 1.0,
         *,
-        targets: Targets | None = None,
+        targets: ServerTargets | None = None,
         guests: GuestTurns | None = None,
     ) -> None:
-        self.targets = targets or Targets()
+        self.targets = targets or ServerTargets()
         self.guests = guests or GuestTurns()
         self._mode = mode
         self._fraction = update_fraction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.manager.fleet.servers import ServerLife, Target, host_of
 
 
-class Targets:
+class ServerTargets:
     """Weights that servers are to have, and those that they can have now.
 
     Args:

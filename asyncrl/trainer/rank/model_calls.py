@@ -49,7 +49,7 @@ class ModelCalls:
         return run_call(self._functions[call.function], context, batch)
 
 
-class AheadScorer:
+class RolloutScorer:
     """Scores rollouts by frozen models while they wait for their step.
 
     Args:

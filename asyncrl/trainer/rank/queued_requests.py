@@ -37,7 +37,7 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.measures import StepMeasures
-from asyncrl.trainer.rank.model_calls import AheadScorer, ModelCalls
+from asyncrl.trainer.rank.model_calls import ModelCalls, RolloutScorer
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
@@ -98,7 +98,7 @@ class QueuedRequests:
         memory_checkpoint: MemoryCheckpoint,
         step: CurrentStep,
         calls: ModelCalls,
-        scorer: AheadScorer,
+        scorer: RolloutScorer,
         measures: StepMeasures,
     ) -> None:
         self._rank, self._receiver, self._versions = rank, receiver, versions

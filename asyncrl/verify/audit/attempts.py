@@ -8,7 +8,7 @@ from collections.abc import Callable
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 
 
-class Prompts:
+class PromptAttempts:
     """Attempts at each prompt of a ledger's history, and how the prompt was used.
 
     Args:

@@ -15,7 +15,7 @@ LOST = (LOST_WORKER, LOST_WITH_MANAGER)
 
 
 @dataclass(slots=True)
-class Rollout:
+class AuditedRollout:
     """A rollout as of the current line.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rollouts:
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[str, Rollout] = {}
+        self.by_id: dict[str, AuditedRollout] = {}
         self.submitted = 0
         self.dropped: Counter[str] = Counter()
         self.unseen = 0
@@ -73,7 +73,7 @@ class Rollouts:
         self.submitted = self._counts[TRAINED] + self.dropped.total()
         return len(lost)
 
-    def move(self, rollout: Rollout, fate: str, reason: str = "") -> None:
+    def move(self, rollout: AuditedRollout, fate: str, reason: str = "") -> None:
         """Change the fate of `rollout`, and the counters with it; an empty fate is not counted."""
         if rollout.fate == DROPPED:
             self.dropped[rollout.reason] -= 1

@@ -27,7 +27,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Step,
     Trained,
 )
-from asyncrl.verify.audit.attempts import Prompts
+from asyncrl.verify.audit.attempts import PromptAttempts
 from asyncrl.verify.audit.clocks import Clocks
 from asyncrl.verify.audit.data_order import DataOrder
 from asyncrl.verify.audit.ledger_files import Entry, Report
@@ -42,7 +42,7 @@ from asyncrl.verify.audit.rollouts import (
     LOST_WORKER,
     RUNNING,
     TRAINED,
-    Rollout,
+    AuditedRollout,
     Rollouts,
 )
 
@@ -64,10 +64,10 @@ class Replay:
         self._place = ""
         self._clocks = Clocks()
         self._data_order = DataOrder(rows, self._report)
-        self._prompts = Prompts(self._report)
+        self._prompts = PromptAttempts(self._report)
         self._rollouts = Rollouts()
         self._lineage = 0
-        self._batch: list[Rollout] = []
+        self._batch: list[AuditedRollout] = []
         self._totals = StepTotals()
 
     def run(self, entries: Iterable[Entry]) -> Outcome:
@@ -151,7 +151,7 @@ class Replay:
         if before is not None:
             rollouts.unseen -= 1
             return
-        known = Rollout(line.prompt, line.order, line.version, self._place, line.attempt)
+        known = AuditedRollout(line.prompt, line.order, line.version, self._place, line.attempt)
         rollouts.by_id[line.rollout] = known
         rollouts.move(known, RUNNING)
 
@@ -198,7 +198,7 @@ class Replay:
         if line.prompt is PromptGoes.given_up:
             self._use(known.prompt, "dropped for good")
 
-    def _ending(self, rollout_id: str, how: str) -> Rollout | None:
+    def _ending(self, rollout_id: str, how: str) -> AuditedRollout | None:
         """Return the rollout that ends now, as `how` says; None if it is unknown or has ended before."""
         known = self._known(rollout_id)
         if known is None or known.late:
@@ -220,7 +220,7 @@ class Replay:
         self._data_order.check_prompt(line.prompt, line.order)
         if known is None:  # valid only if the gate could not be asked
             rollouts.unseen += 1
-            known = rollouts.by_id[line.rollout] = Rollout(line.prompt, line.order, 0, self._place, late=True)
+            known = rollouts.by_id[line.rollout] = AuditedRollout(line.prompt, line.order, 0, self._place, late=True)
         elif known.fate == TRAINED:
             self._report(f"rollout {line.rollout} was trained before")
             return
@@ -241,7 +241,7 @@ class Replay:
         settings = self.outcome.settings
         self._totals.add(line, known.tokens, settings.max_head_offpolicyness if settings else None)
 
-    def _check_ages(self, line: Trained, known: Rollout) -> None:
+    def _check_ages(self, line: Trained, known: AuditedRollout) -> None:
         name = f"rollout {line.rollout}"
         if not 1 <= line.episodes <= line.samples or any(count < 1 for count in line.versions.values()):
             self._report(f"{name} has {line.samples} samples and the tokens {line.versions}")
@@ -303,7 +303,7 @@ class Replay:
         if self.outcome.whole:
             self._data_order.check_none_passed_over()
 
-    def _known(self, rollout_id: str) -> Rollout | None:
+    def _known(self, rollout_id: str) -> AuditedRollout | None:
         known = self._rollouts.by_id.get(rollout_id)
         if known is None:
             self._report(f"rollout {rollout_id} was never admitted")

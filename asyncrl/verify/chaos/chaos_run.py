@@ -27,7 +27,7 @@ from asyncrl.verify.chaos.fault_costs import InjectedFault
 from asyncrl.verify.chaos.fault_injector import FaultInjector
 from asyncrl.verify.chaos.fault_plan import Fault, PlanClock
 from asyncrl.verify.chaos.links import Links
-from asyncrl.verify.chaos.process_targets import LOOK_S, RunProcesses
+from asyncrl.verify.chaos.process_targets import LOOK_S, ProcessTargets
 from asyncrl.verify.chaos.run_launcher import RunLauncher
 
 LINK_LOOK_S = 0.01
@@ -87,7 +87,7 @@ class ChaosRun:
         run_dir = run_dir_of(config)
         self._rows = _NewRows(run_dir / METRICS_FILE)
         self._launcher = RunLauncher(command, again, self._printed)
-        self._processes = RunProcesses(config, self._launcher)
+        self._processes = ProcessTargets(config, self._launcher)
         self._links = Links(config.system.host, config.system.lease_s, links)
         self._injector = FaultInjector(self._launcher, self._processes, self._links, run_dir, self._note)
 

@@ -16,7 +16,7 @@ from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault
 from asyncrl.verify.chaos.fault_plan import DELAY_S, Fault, FaultKind
 from asyncrl.verify.chaos.full_disk import Ballast
 from asyncrl.verify.chaos.links import Links
-from asyncrl.verify.chaos.process_targets import LOOK_S, RunProcesses
+from asyncrl.verify.chaos.process_targets import LOOK_S, ProcessTargets
 from asyncrl.verify.chaos.run_launcher import RunLauncher
 
 
@@ -32,7 +32,7 @@ class FaultInjector:
     def __init__(
         self,
         launcher: RunLauncher,
-        processes: RunProcesses,
+        processes: ProcessTargets,
         links: Links,
         run_dir: Path,
         note: Callable[[Fault, str, str], InjectedFault],

@@ -25,7 +25,7 @@ LOOK_S = 0.05
 _CALL_LIMIT_S = 2.0
 
 
-class RunProcesses:
+class ProcessTargets:
     """The workers of a run, and its name resolution once the run has begun."""
 
     def __init__(self, config: ExperimentConfig, launcher: RunLauncher) -> None:

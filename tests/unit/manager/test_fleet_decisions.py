@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncrl.manager.fleet.decisions import BACKOFF, DISAGREEMENTS_ALLOWED, FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, ServerState, Target
-from asyncrl.manager.fleet.targets import Targets
+from asyncrl.manager.fleet.targets import ServerTargets
 from tests.examples import examples
 
 LIMIT_S = 10.0
@@ -108,7 +108,7 @@ def test_a_quarantined_server_that_refuses_a_damaged_version_serves_nothing() ->
 
 def staged_fleet() -> FleetDecisions:
     """Servers 0 and 1 on two hosts that share no folder."""
-    fleet = FleetDecisions("interrupt", LIMIT_S, targets=Targets(staged=True))
+    fleet = FleetDecisions("interrupt", LIMIT_S, targets=ServerTargets(staged=True))
     for index in range(2):
         fleet.register(index, f"https://10.0.0.{index}:5000", 0, 0.0)
     return fleet

@@ -19,7 +19,7 @@ from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, ServerState, Target
-from asyncrl.manager.fleet.targets import Targets
+from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.settings import UpdateMode
 from tests.examples import examples
 
@@ -62,7 +62,7 @@ class World:
     def manager(self) -> None:
         """A manager begins, in the place of the one before."""
         self.fleet = FleetDecisions(
-            UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns(range(GUESTS))
+            UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns(range(GUESTS))
         )
         self.orders: dict[int, tuple[Order, bool]] = {}
         self.none_loading = False
@@ -284,7 +284,7 @@ def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: 
 
 def fleet_at(version: int, *, mode: UpdateMode = UpdateMode.interrupt) -> FleetDecisions:
     """Two guests that serve `version`."""
-    fleet = FleetDecisions(mode, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns(range(2)))
+    fleet = FleetDecisions(mode, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns(range(2)))
     fleet.guests.begin(TrainerTurn(1, training=False, version=0))
     for index in range(2):
         fleet.register(index, f"http://{index}", version, 0.0)
@@ -367,7 +367,9 @@ def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
 
 @pytest.mark.parametrize("released", [True, False])
 def test_another_manager_knows_who_rests(released: bool) -> None:
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns(range(1)))
+    fleet = FleetDecisions(
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns(range(1))
+    )
     fleet.guests.begin(TrainerTurn(4, training=True, version=0))
     fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory("http://0", released=released))
     assert (fleet.not_resting == []) == released
@@ -376,7 +378,9 @@ def test_another_manager_knows_who_rests(released: bool) -> None:
 
 def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> None:
     """Each step ends with an update of all servers: guests are not to take the devices for that alone."""
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns([1]))
+    fleet = FleetDecisions(
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns([1])
+    )
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))
@@ -388,7 +392,9 @@ def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> 
 
 
 def test_servers_elsewhere_serve_while_guests_rest() -> None:
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, targets=Targets(initial="/base"), guests=GuestTurns([1]))
+    fleet = FleetDecisions(
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns([1])
+    )
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))

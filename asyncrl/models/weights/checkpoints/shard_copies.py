@@ -48,7 +48,7 @@ Parts = Mapping[str, RoleState]
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class CopiedPart:
     """This rank's part of a checkpoint in host memory, and the copies into it.
 
     Attributes:
@@ -109,7 +109,7 @@ class ShardCopies:
             self._plan = SavePlan(all_tensors(self._parts), self._ranks, self._hosts)
         return self._plan
 
-    def begin(self, path: Path) -> Shard:
+    def begin(self, path: Path) -> CopiedPart:
         """Begin to copy this rank's part of the checkpoint `path`. Code that changes the tensors lets the copies end
         first.
 
@@ -130,14 +130,14 @@ class ShardCopies:
             shard.room((name, (0,)), value).copy_(value)
         return shard
 
-    def _new(self, folder: Path, plan: SavePlan, random_state: Mapping[str, Tensor]) -> Shard:
+    def _new(self, folder: Path, plan: SavePlan, random_state: Mapping[str, Tensor]) -> CopiedPart:
         """Return this rank's part of a checkpoint in `folder`, before anything is copied into it.
 
         Raises:
             OSError: there is no room for its file in memory.
         """
         if not self._map:
-            return Shard()
+            return CopiedPart()
         specs = plan.specs()
         for name, value in random_state.items():
             specs[name, (0,)] = TensorSpec(name, tuple(value.shape), value.dtype)
@@ -146,7 +146,7 @@ class ShardCopies:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._mapped = MappedFiles(folder / _MAPPED, name, list(specs.values()), metadata, pinned=on_gpu)
         file = self._mapped.take()
-        return Shard(file, {place: file.tensors[place[0]] for place in specs})
+        return CopiedPart(file, {place: file.tensors[place[0]] for place in specs})
 
     def close(self) -> None:
         """Release the files in memory."""
