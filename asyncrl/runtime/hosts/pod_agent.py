@@ -136,6 +136,7 @@ class _Incarnation:
     def __init__(self, secret: RunSecret) -> None:
         self.number = time.time_ns()
         self._processes: dict[str, _Process] = {}
+        self._starting = asyncio.Lock()
         http = secret.http()
         routes = {
             "/start": HttpRoute(self._start, "POST", _ENTRY_LIMIT_BYTES),
@@ -155,17 +156,9 @@ class _Incarnation:
 
     async def _start(self, _: web.BaseRequest, body: Body) -> web.Response:
         asked = _decoded(body, Start)
-        if asked.name not in self._processes:
-            process = await asyncio.create_subprocess_exec(
-                *(asked.python, "-I", "-S", supervisor.__file__),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-            assert process.stdin is not None, "a pipe"
-            process.stdin.write(asked.order.encode() + b"\n")
-            self._processes[asked.name] = _Process(process)
+        async with self._starting:  # a repeated request may arrive before the first one has started the process
+            if asked.name not in self._processes:
+                self._processes[asked.name] = await _supervised(asked)
         return json_response({})
 
     async def _tell(self, _: web.BaseRequest, body: Body) -> web.Response:
@@ -182,6 +175,19 @@ class _Incarnation:
         if process is None:
             raise Refused(410, {"error": f"this incarnation started no process {name[:100]}"}, "unknown_process")
         return process
+
+
+async def _supervised(asked: Start) -> _Process:
+    process = await asyncio.create_subprocess_exec(
+        *(asked.python, "-I", "-S", supervisor.__file__),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdin is not None, "a pipe"
+    process.stdin.write(asked.order.encode() + b"\n")
+    return _Process(process)
 
 
 T = TypeVar("T")

@@ -203,6 +203,22 @@ def test_a_caller_without_the_runs_token_or_certificate_starts_nothing(cluster: 
         asyncio.run(with_wrong_certificate())
 
 
+def test_repeated_requests_to_start_a_process_start_one(cluster: Cluster, tmp_path: Path) -> None:
+    """A carrier repeats a request whose answer did not come, also while the pod still works on the first."""
+    pod = cluster.pod()
+    order = supervisor.Order([sys.executable, "-c", "import time; time.sleep(600)"], {}, str(tmp_path), LIMIT_S)
+    body = {"name": "x", "python": sys.executable, "order": json.dumps(order._asdict())}
+
+    async def start() -> None:
+        http = JsonHttp(RunSecret.load(tmp_path / "secret").http())
+        calls = (http.call("POST", f"{cluster.url()}/start", body, timeout_s=LIMIT_S) for _ in range(8))
+        await asyncio.gather(*calls)
+        await http.close()
+
+    asyncio.run(start())
+    assert len(psutil.Process(pod.pid).children()) == 1
+
+
 def test_a_process_ends_with_its_launcher_and_passes_its_signals_on(cluster: Cluster) -> None:
     cluster.pod()
     asleep = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
