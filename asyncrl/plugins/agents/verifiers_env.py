@@ -178,17 +178,18 @@ class _Host:
                 host._send(_what(env, args))
                 ready = await host._read()
         except TimeoutError:
-            process.kill()
-            raise VerifiersError(f"{env!r} was not loaded within {START_LIMIT_S:g} s") from None
+            fault = f"was not loaded within {START_LIMIT_S:g} s"
         except ValueError as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await host.close()
-            raise VerifiersError(f"{env!r} cannot be loaded: {error}") from None
-        if ready is None or "error" in ready:
-            raise VerifiersError(f"{env!r} cannot be loaded: {(ready or {}).get('error', 'its process ended')}")
-        host._reading = asyncio.create_task(host._read_all())
-        return host
+            fault = f"cannot be loaded: {error}"
+        else:
+            if ready is not None and "error" not in ready:
+                host._reading = asyncio.create_task(host._read_all())
+                return host
+            fault = f"cannot be loaded: {(ready or {}).get('error', 'its process ended')}"
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await host.close()
+        raise VerifiersError(f"{env!r} {fault}")
 
     @property
     def has_ended(self) -> bool:
@@ -250,11 +251,12 @@ class _Host:
     async def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
-        try:
-            reply: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            raise ValueError(f"its process printed what is not a reply: {line[:80]!r}") from None
-        return reply
+        if not line.endswith(b"\n"):
+            return None
+        with contextlib.suppress(ValueError):
+            if isinstance(reply := json.loads(line), dict):
+                return reply
+        raise ValueError(f"its process printed what is not a reply: {line[:80]!r}")
 
     async def _read_all(self) -> None:
         error = self._gone()
@@ -262,7 +264,7 @@ class _Host:
             while (told := await self._read()) is not None:
                 if (answer := self._waiting.get(told["id"])) is not None and not answer.done():
                     answer.set_result(told)
-        except (ValueError, TypeError, KeyError) as wrong:  # not a reply, or longer than `LINE_LIMIT`
+        except (ValueError, KeyError) as wrong:  # not a reply, or longer than `LINE_LIMIT`
             error = VerifiersError(f"{self._env!r}: {wrong}")
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

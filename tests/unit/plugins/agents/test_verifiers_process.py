@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.plugins.agents.verifiers_env import VerifiersError, _Host
@@ -15,7 +16,7 @@ def program(folder: Path, *replies: str) -> str:
     """A program in place of the interpreter: prints a reply for each line that it reads, then waits for its end."""
     script = folder / "python"
     lines = "".join(f"read -r line\necho '{reply}'\n" for reply in replies)
-    script.write_text(f"#!/bin/sh\n{lines}exec cat > /dev/null\n")
+    script.write_text(f"#!/bin/sh\n{lines}cat > /dev/null\n")
     os.chmod(script, 0o700)
     return str(script)
 
@@ -32,10 +33,24 @@ def test_a_line_that_is_not_a_reply_fails_the_rollouts_that_wait(tmp_path: Path)
     asyncio.run(play())
 
 
-def test_an_environment_whose_first_line_is_not_a_reply_is_not_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("not a reply", "cannot be loaded.*not a reply"),
+        ("5", "cannot be loaded.*not a reply"),
+        ('{"error": "no such environment"}', "cannot be loaded: no such environment"),
+        (None, "was not loaded within"),
+    ],
+)
+def test_an_environment_that_does_not_load_leaves_no_process(
+    reply: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.plugins.agents.verifiers_env.START_LIMIT_S", 10.0 if reply else 0.1)
+
     async def play() -> None:
-        async with asyncio.timeout(10.0):
-            with pytest.raises(VerifiersError, match=r"cannot be loaded.*not a reply"):
-                await _Host.start(program(tmp_path, "not a reply"), "env", None)
+        async with asyncio.timeout(30.0):
+            with pytest.raises(VerifiersError, match=said):
+                await _Host.start(program(tmp_path, *([reply] if reply else [])), "env", None)
 
     asyncio.run(play())
+    assert all(str(tmp_path) not in " ".join(child.cmdline()) for child in psutil.Process().children())
