@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms import critic as value_functions
+from asyncrl.algorithms import critic_objective as value_functions
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats, values
 from asyncrl.algorithms.inputs import (
     AdvantageInputs,
@@ -74,8 +74,8 @@ from asyncrl.api.trajectory import SampleColumns, compared_episodes, policy_of, 
 from asyncrl.config.load import load_supervised
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.embedded.random_streams import derive_seed
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.plugins.datasets import Dataset

@@ -36,9 +36,9 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, shipped_dir
-from asyncrl.trainer.supervised.loop import SFTPhase, phases_of
 from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.supervised_loop import SFTPhase, phases_of
 
 ADAMW = SFTConfig(optimizer=SupervisedOptimizer.adamw, adamw_lr=3e-3)
 """The best rate found for AdamW alone."""

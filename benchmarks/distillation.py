@@ -28,8 +28,8 @@ from base_model import copy_shipped
 
 from asyncrl.config.load import experiments_dir, load_supervised
 from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, ensure_base_model
-from asyncrl.trainer.supervised.loop import phases_of
 from asyncrl.trainer.supervised.make_model import make_base_model
+from asyncrl.trainer.supervised.supervised_loop import phases_of
 
 TEACHER = experiments_dir() / "base_models" / "distill_teacher"
 TEACHER_STEPS = 1500

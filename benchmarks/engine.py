@@ -49,7 +49,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 from asyncrl.inference.sglang.host import SGLangHost, wait_ready
 from asyncrl.inference.sglang.ports import reserve_ports
 from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree

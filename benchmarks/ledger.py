@@ -26,7 +26,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, Rollout
 from asyncrl.config.load import load_supervised
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 

@@ -44,7 +44,7 @@ from asyncrl.config.load import load_supervised
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.decoding.sequence import Sequence as Running
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

@@ -41,7 +41,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.batches.step_batch import build_step_batch
-    from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
+    from asyncrl.trainer.functions.model_functions import CallContext, find_function, run_call
     from asyncrl.trainer.messages import SaveCheckpoint
     from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.rank_position import World

@@ -156,7 +156,7 @@ def _record(number: int, version: int) -> Any:
 
 def expire(quick: bool) -> float:
     """Milliseconds of `buffer.expire` after an arrival, with 60,000 live records of which none expires."""
-    from asyncrl.master.data.buffer import SampleBuffer
+    from asyncrl.master.data.sample_buffer import SampleBuffer
     from asyncrl.master.settings import OnStale
 
     live, arrivals = 60_000, 100 if quick else 400

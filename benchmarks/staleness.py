@@ -44,7 +44,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
-from asyncrl.trainer.functions.calls import objective_spec
+from asyncrl.trainer.functions.model_functions import objective_spec
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 VANILLA = ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave")

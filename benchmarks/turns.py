@@ -46,7 +46,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 
 AGENTS, AT_A_TIME, TURNS, TOOL_STEPS = 32, 16, 8, 4
 SYSTEM, QUESTION, ANSWER, OBSERVATION = 200, 20, 24, 40

@@ -25,7 +25,7 @@ from asyncrl.master.graph import POLICY_READS, Call, Graph, kl_in_reward, proxim
 
 if TYPE_CHECKING:
     from asyncrl.trainer.batches.step_batch import StepBatch
-    from asyncrl.trainer.functions.calls import CallContext, StatValues
+    from asyncrl.trainer.functions.model_functions import CallContext, StatValues
 
 
 def build_graph(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job
 
 
 def drain(engine: GenerationEngine) -> None:

@@ -12,7 +12,7 @@ from asyncrl.config.plugin_code import signatures
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
-from asyncrl.master.graph.types import GraphError
+from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.parallel.placement import placement, worker_grid

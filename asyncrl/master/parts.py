@@ -16,13 +16,13 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Reports, ReportState
 from asyncrl.master.data.batches import Batches
-from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.score_ahead import AheadScorer, frozen_calls
 from asyncrl.master.data.stall import LOOK_S, StallWatch
+from asyncrl.master.graph.call_graph import Graph
 from asyncrl.master.graph.executor import Executor, column_moves
-from asyncrl.master.graph.types import Graph
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.metrics.win_rates import WinRates
 from asyncrl.master.offline.replay import OfflineGate

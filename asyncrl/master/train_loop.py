@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row, buffered_s, of_ranks

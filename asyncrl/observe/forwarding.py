@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.run_dir import OBSERVED_DIR
 from asyncrl.observe.history.appended import Appended, ReadAgain
-from asyncrl.observe.history.processes import OLDER
+from asyncrl.observe.history.process_history import OLDER
 from asyncrl.observe.observer import append_line
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.plugins.chat.client import check_prompt_pictures
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code_pool.errors import named_failure
+from asyncrl.rollout.user_code_pool.user_code_errors import named_failure
 
 _log = logging.getLogger(__name__)
 

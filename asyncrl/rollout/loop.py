@@ -47,8 +47,8 @@ from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.generation.rollout_policy import RolloutPolicy
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.errors import group_failed_in
 from asyncrl.rollout.user_code_pool.timing import metered
+from asyncrl.rollout.user_code_pool.user_code_errors import group_failed_in
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.embeddings import embedder_at
-from asyncrl.rollout.user_code_pool.errors import failed_user_code
+from asyncrl.rollout.user_code_pool.user_code_errors import failed_user_code
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue

@@ -44,8 +44,8 @@ from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import GroupRules, RetryLimits
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.errors import UserCodeError, named_failure
 from asyncrl.rollout.user_code_pool.timing import metered
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, named_failure
 
 OUTCOME_FILE = "outcome.json"
 ROWS_TRIED = 1000

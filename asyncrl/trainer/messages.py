@@ -9,7 +9,7 @@ import msgspec
 
 from asyncrl.api.trajectory import policy_of
 from asyncrl.comm.request_reply.messages import Done, Reply, Request
-from asyncrl.master.graph.types import Call
+from asyncrl.master.graph.call_graph import Call
 from asyncrl.models.weights.versions.manifest import FileEntry
 
 
@@ -213,7 +213,7 @@ class CallStats(Reply, frozen=True):
 
 
 class RunCall(Request[CallStats], frozen=True):
-    """Run one call of the graph on the step's batch; the fields are those of `asyncrl.master.graph.types.Call`."""
+    """Run one call of the graph on the step's batch; the fields are those of `asyncrl.master.graph.call_graph.Call`."""
 
     name: str
     role: str

@@ -95,7 +95,7 @@ def measure_engine(model_path: Path) -> EngineModel:
     from asyncrl.inference.embedded.decoding.batch import CHANGE_SHARE
     from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS
     from asyncrl.inference.embedded.engine import GenerationEngine
-    from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+    from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.launch.commands.audit import audit
-from asyncrl.observe.history.processes import ProcessHistory
+from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.runtime.supervisor import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S

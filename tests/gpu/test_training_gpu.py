@@ -24,7 +24,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world

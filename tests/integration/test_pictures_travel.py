@@ -20,9 +20,16 @@ from asyncrl.api.picture import Picture, PictureError, PictureRef, PlacedPicture
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PictureSender
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import (
+    EngineStats,
+    Finish,
+    GenerationInput,
+    GenerationOutput,
+    Job,
+    VersionSpan,
+)
 from asyncrl.inference.embedded.serving import server as serving
 from asyncrl.inference.embedded.serving.pictures import PictureCache
-from asyncrl.inference.embedded.types import EngineStats, Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures.picture_rows import Pictures

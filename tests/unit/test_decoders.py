@@ -48,16 +48,16 @@ from asyncrl.comm.request_reply import messages as request_reply
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
 from asyncrl.comm.trajectory_codec.array_messages import CodecError
 from asyncrl.inference import messages as serving
+from asyncrl.inference.embedded.engine_io import RequestError
 from asyncrl.inference.embedded.serving import requests as embedded
-from asyncrl.inference.embedded.types import RequestError
 from asyncrl.inference.openai import anthropic, chat_completions, chat_messages, responses, token_calls
-from asyncrl.inference.openai.errors import ApiError
+from asyncrl.inference.openai.api_errors import ApiError
 from asyncrl.manager import messages as m
 from asyncrl.manager.http_server import answering
 from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser

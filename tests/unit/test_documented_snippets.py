@@ -29,7 +29,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.launch import __main__ as launch
 from asyncrl.launch.commands import COMMANDS
-from asyncrl.launch.commands.doctor import experiment
+from asyncrl.launch.commands.doctor import start_checks
 from asyncrl.launch.commands.init import write_project
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -241,7 +241,7 @@ def test_a_tutorials_experiment_passes_every_check_of_a_start(
     experiments = [block.partition("\n")[0] for block in blocks_of(page, "yaml")]
     assert experiments
     for name in experiments:
-        assert experiment.main([name.removeprefix("# ").removesuffix(".yaml"), "--config-dir", "."], "") == 0
+        assert start_checks.main([name.removeprefix("# ").removesuffix(".yaml"), "--config-dir", "."], "") == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from asyncrl.algorithms.preference_losses.inputs import ScoredPairs
+from asyncrl.algorithms.preference_losses.preference_inputs import ScoredPairs
 from asyncrl.algorithms.registry import reward_loss
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from asyncrl.algorithms.preference_losses.inputs import AnswerPairs
+from asyncrl.algorithms.preference_losses.preference_inputs import AnswerPairs
 from asyncrl.algorithms.registry import pair_loss
 
 

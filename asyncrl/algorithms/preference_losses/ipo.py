@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncrl.algorithms.preference_losses.inputs import AnswerPairs
+from asyncrl.algorithms.preference_losses.preference_inputs import AnswerPairs
 from asyncrl.algorithms.registry import pair_loss
 
 

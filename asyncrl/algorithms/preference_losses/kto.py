@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.preference_losses.inputs import LabelledAnswers
+from asyncrl.algorithms.preference_losses.preference_inputs import LabelledAnswers
 from asyncrl.algorithms.registry import label_loss
 
 

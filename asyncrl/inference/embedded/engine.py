@@ -27,6 +27,13 @@ from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
+from asyncrl.inference.embedded.engine_io import (
+    EngineStats,
+    EngineStoppedError,
+    GenerationOutput,
+    Job,
+    MemoryStateError,
+)
 from asyncrl.inference.embedded.limits import EngineLimits, longest_sequence, shown_prompts
 from asyncrl.inference.embedded.memory import EngineMemory
 from asyncrl.inference.embedded.model.engine_parity import check_parity
@@ -36,13 +43,6 @@ from asyncrl.inference.embedded.model.served_weights import ServedWeights
 from asyncrl.inference.embedded.serving.commands import Mailbox
 from asyncrl.inference.embedded.serving.jobs import JobTable
 from asyncrl.inference.embedded.statistics import Statistics
-from asyncrl.inference.embedded.types import (
-    EngineStats,
-    EngineStoppedError,
-    GenerationOutput,
-    Job,
-    MemoryStateError,
-)
 from asyncrl.inference.embedded.weight_updates import WeightUpdates
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from asyncrl.inference.embedded.engine_io import GenerationInput, Job, RequestError, ShownPrompt
 from asyncrl.inference.embedded.model.engine_parity import refuse_unserved
-from asyncrl.inference.embedded.types import GenerationInput, Job, RequestError, ShownPrompt
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import context_limit
 

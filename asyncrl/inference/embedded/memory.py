@@ -15,9 +15,9 @@ from collections.abc import Collection
 
 import torch
 
+from asyncrl.inference.embedded.engine_io import MemoryStateError
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.model.served_weights import ServedWeights
-from asyncrl.inference.embedded.types import MemoryStateError
 from asyncrl.inference.messages import MemoryTag
 from asyncrl.models.storages import storages
 

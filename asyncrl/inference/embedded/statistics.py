@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch
+from asyncrl.inference.embedded.engine_io import EngineStats
 from asyncrl.inference.embedded.limits import EngineLimits
 from asyncrl.inference.embedded.serving.jobs import JobTable
-from asyncrl.inference.embedded.types import EngineStats
 from asyncrl.models.pictures.picture_rows import Pictures
 
 INTERVAL_S = 0.1

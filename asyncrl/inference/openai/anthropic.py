@@ -17,8 +17,8 @@ from asyncrl.inference.openai.api_call import (
     one_call_at_a_time,
     sampling_of,
 )
+from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
 from asyncrl.inference.openai.chat_messages import assistant_call, seen_of, text_of
-from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
 from asyncrl.plugins.datasets.templates.picture_parts import joined

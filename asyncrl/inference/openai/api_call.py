@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.api.chat import ChatReply, Message, ToolSchema
 from asyncrl.api.generation import SamplingParams
-from asyncrl.inference.openai.errors import ApiError, invalid, refused
+from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
 
 MAX_ANSWERS: Final = 128
 """Most answers to one call (`n`), as at OpenAI."""

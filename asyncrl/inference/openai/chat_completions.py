@@ -19,8 +19,8 @@ from asyncrl.inference.openai.api_call import (
     one_call_at_a_time,
     sampling_of,
 )
+from asyncrl.inference.openai.api_errors import ApiError, invalid
 from asyncrl.inference.openai.chat_messages import messages_of, token_logprobs, told, tools_of
-from asyncrl.inference.openai.errors import ApiError, invalid
 from asyncrl.inference.openai.sse import DONE, frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters
 

@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
 from asyncrl.api.picture import PictureError
 from asyncrl.inference.openai.api_call import Json, function_tool, json_arguments
-from asyncrl.inference.openai.errors import invalid, refused
+from asyncrl.inference.openai.api_errors import invalid, refused
 from asyncrl.inference.openai.supported_parameters import convert
 from asyncrl.plugins.datasets.templates.picture_parts import PICTURE_TYPES, Content, content_of
 

@@ -25,8 +25,8 @@ from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.api_call import Api
+from asyncrl.inference.openai.api_errors import HEADERS, ApiError
 from asyncrl.inference.openai.chat_completions import ChatCompletions
-from asyncrl.inference.openai.errors import HEADERS, ApiError
 from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
 from asyncrl.inference.openai.token_calls import PromptIds
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S

@@ -24,6 +24,7 @@ from asyncrl.inference.openai.api_call import (
     one_call_at_a_time,
     sampling_of,
 )
+from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
 from asyncrl.inference.openai.chat_messages import (
     arguments_of,
     assistant_call,
@@ -33,7 +34,6 @@ from asyncrl.inference.openai.chat_messages import (
     token_logprobs,
     told,
 )
-from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
 

@@ -18,8 +18,8 @@ from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
 from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.api_call import Api, ApiCall
+from asyncrl.inference.openai.api_errors import ApiError
 from asyncrl.inference.openai.chat_completions import ChatCompletions
-from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.inference.openai.token_calls import ChatFromTokens
 from asyncrl.plugins.chat.client import ConversationEnded

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncrl.comm import typed
-from asyncrl.inference.openai.errors import ApiError, refused
+from asyncrl.inference.openai.api_errors import ApiError, refused
 
 T = TypeVar("T", bound=msgspec.Struct)
 

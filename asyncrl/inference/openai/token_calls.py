@@ -13,7 +13,7 @@ from asyncrl.api.chat import Message, ToolSchema
 from asyncrl.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.inference.openai import chat_completions, chat_messages
 from asyncrl.inference.openai.api_call import MAX_ANSWERS, ApiCall, Json, sampling_of
-from asyncrl.inference.openai.errors import invalid
+from asyncrl.inference.openai.api_errors import invalid
 from asyncrl.inference.openai.supported_parameters import SupportedParameters
 
 

@@ -14,7 +14,7 @@ from asyncrl.launch.before_start.initial_model import base_model_faults
 from asyncrl.launch.before_start.same_data import not_found_elsewhere
 from asyncrl.launch.before_start.supervised_rows import wrong_rows
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import GraphError
+from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set

@@ -25,7 +25,7 @@ from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
 from asyncrl.launch.before_start.initial_model import base_model_config
 from asyncrl.launch.previews.guest_memory import SharedDevice, problems, shared_devices
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import Graph
+from asyncrl.master.graph.call_graph import Graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory

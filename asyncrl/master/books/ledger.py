@@ -47,7 +47,7 @@ from asyncrl.master.books.ledger_writer import (
     ledger_files,
     lines_in,
 )
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.trainer.messages import RolloutRecord
 

@@ -24,8 +24,8 @@ from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
 from asyncrl.manager.messages import ConsumedReply, ConsumedReport, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.run_files import BooksError
-from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import MANAGER_LOOK_S, introduce_each
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer

@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 

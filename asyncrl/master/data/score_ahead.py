@@ -18,8 +18,8 @@ from time import perf_counter
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, KLPlace
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.graph.types import Call, Graph
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.trainer.messages import RunCall, ScoreAhead
 from asyncrl.trainer.parallel.placement import Placement

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from asyncrl.comm.waits.running_time import RunningClock, running_wait
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.runtime.process.waiting import StopRequested, cancel

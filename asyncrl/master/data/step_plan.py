@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.trainer.messages import BeginStep, GridShare, RolloutRecord
 from asyncrl.trainer.parallel.placement import Placement
 

@@ -19,7 +19,7 @@ from asyncrl.config.plugin_code.import_paths import PluginError, definition, loa
 from asyncrl.config.plugin_code.signatures import MODEL_FUNCTION
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.config.trained_policies import config_of_policy, role_of_policy
-from asyncrl.master.graph.types import MODEL_ARG, Call, Graph, GraphError
+from asyncrl.master.graph.call_graph import MODEL_ARG, Call, Graph, GraphError
 from asyncrl.trainer.settings import SOURCE_NUMBER, TeacherConfig
 
 CRITIC, CRITIC_TRAIN = "critic", "critic_train"

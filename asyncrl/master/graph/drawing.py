@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 
-from asyncrl.master.graph.types import Call, Edge, Graph
+from asyncrl.master.graph.call_graph import Call, Edge, Graph
 
 _INPUTS = ""
 """The name used for the trajectories, the source of every input key."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.master.graph.types import Call, Graph
+from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.runtime.process.worker import CannotContinue
 from asyncrl.trainer.messages import MoveColumns, RunCall
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.plugins.datasets.queue.order import epoch_of
 from asyncrl.trainer.messages import EndedStep
 

@@ -17,8 +17,8 @@ from asyncrl.comm.ended_rollouts.drop_reasons import FAILURES, DropReason, is_fi
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.manager.client import GateStatus
-from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
 from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics

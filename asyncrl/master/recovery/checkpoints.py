@@ -18,7 +18,7 @@ from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
 from asyncrl.master.recovery.run_state import Progress, RunState
-from asyncrl.models.weights.checkpoints.folder import which_to_keep
+from asyncrl.models.weights.checkpoints.checkpoint_folder import which_to_keep
 from asyncrl.observe import observer
 from asyncrl.trainer.messages import CommitCheckpoint, FinishShare, SaveCheckpoint
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig

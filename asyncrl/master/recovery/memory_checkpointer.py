@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.comm.request_reply.client import RemoteError
 from asyncrl.manager.messages import ReceivedRollout
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.models.weights.versions.manifest import FileEntry

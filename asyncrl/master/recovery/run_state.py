@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.books.reports import ReportState
-from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.buffer_order import ConfiguredOrder
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.metrics.win_rates import WinRates
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from asyncrl.master.books.run_files import write_books
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.memory_checkpointer import StepState

@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import Diagnosis, examine
-from asyncrl.observe.doctor.servers import policy_of_server
+from asyncrl.observe.doctor.server_load import policy_of_server
 from asyncrl.observe.history import History
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files

@@ -17,7 +17,7 @@ from statistics import median
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
-from asyncrl.observe.doctor.servers import POLICY_SERVER, SERVER, Fleet, ServerLoad, server_loads
+from asyncrl.observe.doctor.server_load import POLICY_SERVER, SERVER, Fleet, ServerLoad, server_loads
 from asyncrl.observe.history import History, Process, Rollout
 from asyncrl.observe.history.history import Row
 

@@ -12,7 +12,7 @@ from statistics import median
 from asyncrl.observe.doctor.finding import Finding
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured
 from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
-from asyncrl.observe.doctor.servers import Fleet, ServerLoad
+from asyncrl.observe.doctor.server_load import Fleet, ServerLoad
 from asyncrl.observe.observer import RESTS, SERVES
 
 LATE_S = 0.3

@@ -7,7 +7,7 @@ from statistics import median
 
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.sentences import percent
-from asyncrl.observe.doctor.servers import policy_of_server
+from asyncrl.observe.doctor.server_load import policy_of_server
 from asyncrl.observe.history import History, Process, State
 from asyncrl.observe.history.ledger_history import Rollout
 from asyncrl.observe.observer import RESTS, SERVES

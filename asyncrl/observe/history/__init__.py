@@ -6,6 +6,6 @@ process, so it costs the run nothing and works after a crash.
 
 from asyncrl.observe.history.history import History, State
 from asyncrl.observe.history.ledger_history import Rollout, StepOf
-from asyncrl.observe.history.processes import Process
+from asyncrl.observe.history.process_history import Process
 
 __all__ = ["History", "Process", "Rollout", "State", "StepOf"]

@@ -26,7 +26,7 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.observe.history.appended import Appended, ReadAgain
 from asyncrl.observe.history.ledger_history import LedgerHistory, Rollout, StepOf
-from asyncrl.observe.history.processes import Process, ProcessHistory
+from asyncrl.observe.history.process_history import Process, ProcessHistory
 
 Row = dict[str, Any]
 KEEP_STEPS = 100

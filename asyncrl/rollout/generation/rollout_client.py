@@ -24,7 +24,7 @@ off.
 
 SGLang serves common prefixes from its cache, but computes them once for every sample of a batch that finds the cache
 empty: for a new prompt, and for all after a weight update. So if the common prefix is long, a round first sends it as a
-request for one token, and then the samples (`servers.py`).
+request for one token, and then the samples (`generation_servers.py`).
 
 An answer's random stream is `derive_seed(seed, i)` from the first token to the last. A later round skips the numbers
 already used (`seed_offset`). So with unchanged weights an interrupted answer equals the uninterrupted one.

@@ -19,7 +19,7 @@ from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 from asyncrl.rollout.user_code.scored_agent import ONCE, Cast
-from asyncrl.rollout.user_code.teachers import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.teacher_columns import scored_by_teachers, with_source_number
 from asyncrl.rollout.user_code.tools import RunTools, check_format
 from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner

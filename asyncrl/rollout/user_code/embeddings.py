@@ -15,7 +15,7 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
 from asyncrl.inference.encoder.settings import EncoderConfig
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 Embedder = Callable[[Sequence[Sequence[Picture]]], Awaitable[list[tuple[float, ...]]]]
 """Embeds the frames of N episodes: `[N, D]`."""

@@ -26,11 +26,11 @@ from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code.embeddings import Embedder, with_embeddings
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"

@@ -20,11 +20,11 @@ from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
 from asyncrl.rollout.user_code_pool.child.agent_protocol import answer, outcome_of
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 
 def is_built_in(thing: object) -> bool:

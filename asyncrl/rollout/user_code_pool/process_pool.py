@@ -28,8 +28,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.waits.running_time import RunningTimeout
-from asyncrl.rollout.user_code_pool.child import main as child
-from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.child import call_loop as child
 from asyncrl.rollout.user_code_pool.messages import (
     LENGTH,
     MAX_BYTES,
@@ -43,6 +42,7 @@ from asyncrl.rollout.user_code_pool.messages import (
 from asyncrl.rollout.user_code_pool.process_limits import WATCH_EVERY_S, WATCH_FROM_S, ProcessLimits, excess, keep
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
+from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
 
 START_LIMIT_S = 120.0
 """Time limit, in s, for a process to start, and for it to import the user's module."""

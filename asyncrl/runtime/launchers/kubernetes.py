@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from asyncrl.runtime.hosts import pod_carrier
-from asyncrl.runtime.hosts.remote import RemoteBackend
+from asyncrl.runtime.hosts.remote_workers import RemoteBackend
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from asyncrl.config.run_dir import LOGS_DIR
 from asyncrl.runtime.hosts import ray_carrier
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, address_of
-from asyncrl.runtime.hosts.remote import RemoteBackend
+from asyncrl.runtime.hosts.remote_workers import RemoteBackend
 from asyncrl.runtime.launchers import WorkerHandle
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.worker_plan import WorkerPlan

@@ -6,7 +6,7 @@ their number. Processes without GPUs share their node's cores (`--overlap`).
 
 from __future__ import annotations
 
-from asyncrl.runtime.hosts.remote import RemoteBackend
+from asyncrl.runtime.hosts.remote_workers import RemoteBackend
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from asyncrl.runtime.hosts.remote import RemoteBackend
+from asyncrl.runtime.hosts.remote_workers import RemoteBackend
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 
 _OPTIONS = {

@@ -37,7 +37,7 @@ from torch import Tensor
 from asyncrl.api.columns import TOKEN, column
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SampleColumns, Trajectory, compared_episodes, join_routing, unrecorded
-from asyncrl.master.graph.types import BATCH_KEYS
+from asyncrl.master.graph.call_graph import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
 from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, picture_symbols, symbols
 

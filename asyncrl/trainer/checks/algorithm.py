@@ -10,7 +10,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import GraphError
+from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.trainer.settings import AlgorithmConfig
 

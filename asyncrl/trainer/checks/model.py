@@ -12,7 +12,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import GraphError
+from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.planning.plan_workers import with_types

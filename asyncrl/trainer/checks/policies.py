@@ -11,7 +11,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import TRAINED_ROLES, GraphError
+from asyncrl.master.graph.call_graph import TRAINED_ROLES, GraphError
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import AlgorithmConfig, VisionMode

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from asyncrl.api.columns import TOKEN, check_name
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import GraphError
+from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.settings import SOURCE_NUMBER, RoleRanks, TeacherConfig
 

@@ -1,1 +1,1 @@
-"""The built-in model functions, a few per file; `asyncrl.trainer.functions.calls` defines the term."""
+"""The built-in model functions, a few per file; `asyncrl.trainer.functions.model_functions` defines the term."""

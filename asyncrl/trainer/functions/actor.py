@@ -14,7 +14,7 @@ from asyncrl.algorithms.objective.objective import should_stop, weight_variance
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.functions.actor_loss import ActorLoss
-from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 from asyncrl.trainer.settings import ReferenceMode
 
 

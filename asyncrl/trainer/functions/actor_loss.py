@@ -16,8 +16,8 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.functions.calls import CallContext
 from asyncrl.trainer.functions.minibatches import global_normalisers
+from asyncrl.trainer.functions.model_functions import CallContext
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.calls import CallContext
+from asyncrl.trainer.functions.model_functions import CallContext
 
 Normaliser = Callable[[Tensor, Tensor, int], float]
 """(mask_N, seq_ids_N, num_seqs) to a share of the denominator."""

@@ -13,7 +13,7 @@ from asyncrl.algorithms.group_view import GroupView, rewards_of_turns
 from asyncrl.api.columns import TOKEN
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 
 
 @model_function("reward")

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from asyncrl.models.transformers_internals import language_model_on_meta, text_part, trunk_of
 from asyncrl.models.weights.model_files.adapters import Adapters, model_name, published_name
-from asyncrl.models.weights.model_files.folder import FolderTensor, held_tensors
+from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, held_tensors
 from asyncrl.models.weights.versions.published import Published, TensorSpec, WholeModel
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.types import Graph
+from asyncrl.master.graph.call_graph import Graph
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.engines.sharded.architectures import refusals

@@ -7,7 +7,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.types import Graph
+from asyncrl.master.graph.call_graph import Graph
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement as Placement

@@ -8,10 +8,10 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.master.graph.types import Graph
+from asyncrl.master.graph.call_graph import Graph
 from asyncrl.trainer.batches.exchange_trajectories import hand_down
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.messages import RunCall, ScoreAhead
 from asyncrl.trainer.rank.measures import StepMeasures
 from asyncrl.trainer.rank.training_rank import ACTOR, TrainingRank

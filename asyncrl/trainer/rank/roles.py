@@ -14,10 +14,10 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.master.graph.types import Graph
+from asyncrl.master.graph.call_graph import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
-from asyncrl.trainer.functions.calls import TrainState
+from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement

@@ -14,7 +14,7 @@ from asyncrl.models.weights.checkpoints.restore import restore, restore_newest
 from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine
 from asyncrl.trainer.engines.host_offload import local
-from asyncrl.trainer.functions.calls import TrainState
+from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.host_folders import HostFolders

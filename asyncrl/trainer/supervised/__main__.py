@@ -13,10 +13,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from asyncrl.trainer.supervised.loop import SFTProgress
 from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 from asyncrl.trainer.supervised.start_ranks import other_ranks
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 
 
 def main(config_file: Path, out_dir: Path, rank: int | None) -> None:

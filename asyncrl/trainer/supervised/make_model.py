@@ -36,7 +36,10 @@ from asyncrl.plugins.datasets.tokenizers import (
 )
 from asyncrl.runtime.process.torch_device import choose_device
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
-from asyncrl.trainer.supervised.loop import (
+from asyncrl.trainer.supervised.muon import MuonLearner
+from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.start_ranks import joined
+from asyncrl.trainer.supervised.supervised_loop import (
     Learner,
     NoteCallback,
     ProgressCallback,
@@ -45,9 +48,6 @@ from asyncrl.trainer.supervised.loop import (
     phases_of,
     train_on_demonstrations,
 )
-from asyncrl.trainer.supervised.muon import MuonLearner
-from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
-from asyncrl.trainer.supervised.start_ranks import joined
 
 
 def make_base_model(

@@ -16,7 +16,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import Trained
 from asyncrl.verify.audit.documents import Settings, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
-from asyncrl.verify.audit.policies import OWN, head_and_policy, strangers
+from asyncrl.verify.audit.policy_checks import OWN, head_and_policy, strangers
 
 _COLUMNS = ("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments")
 _ALIGNED = ("tokens", "loss_mask", "versions", "behave_logprobs")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from asyncrl.verify.audit.documents import Settings, Summary, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
-from asyncrl.verify.audit.policies import wrong_row
+from asyncrl.verify.audit.policy_checks import wrong_row
 
 _TOLERANCE = 1e-6
 """Relative tolerance, as sums are computed in another order."""

@@ -32,7 +32,7 @@ from asyncrl.verify.audit.clocks import Clocks
 from asyncrl.verify.audit.data_order import DataOrder
 from asyncrl.verify.audit.ledger_files import Entry, Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine, StepTotals
-from asyncrl.verify.audit.policies import wrong_opponents, wrong_policies
+from asyncrl.verify.audit.policy_checks import wrong_opponents, wrong_policies
 from asyncrl.verify.audit.rollouts import (
     ABANDONED,
     DROPPED,

@@ -9,8 +9,8 @@ from asyncrl.comm.names import TrainerTurn
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.messages import WaitRestingReply
-from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.peers.policy_versions import VersionAnnouncer

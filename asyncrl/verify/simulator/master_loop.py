@@ -16,8 +16,8 @@ from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.reports import decide
 from asyncrl.master.data.batches import LEND_LOOK_S
-from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.master.recovery.recorded import Recorded

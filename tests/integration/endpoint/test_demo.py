@@ -20,7 +20,7 @@ from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 GROUP = 4

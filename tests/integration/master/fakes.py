@@ -30,7 +30,7 @@ from asyncrl.manager.messages import (
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
-from asyncrl.models.weights.checkpoints.folder import prune
+from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult

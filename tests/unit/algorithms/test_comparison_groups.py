@@ -25,7 +25,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.samples import rows_of, trajectories
 from asyncrl.rollout.episode import GroupRules, metrics_of
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.functions.calls import TrainState
+from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.trajectories.inbox import record_of
 from tests.examples import examples
 

@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.launch.before_start.checks import validate
-from asyncrl.trainer.functions.calls import objective_spec
+from asyncrl.trainer.functions.model_functions import objective_spec
 
 Slope = Callable[[int], float]
 """Derivative of a token's loss by its log-probability."""

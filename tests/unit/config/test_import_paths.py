@@ -154,7 +154,7 @@ def test_what_a_training_rank_takes_is_found(
 ) -> None:
     pytest.importorskip("torch")
     from asyncrl.config.plugin_code.catalog import resolve
-    from asyncrl.trainer.functions.calls import TrainState
+    from asyncrl.trainer.functions.model_functions import TrainState
 
     path = mine(form, name)
     config = checked(f"{setting}.name='{path}'", "algorithm.kl_coef=0.1")

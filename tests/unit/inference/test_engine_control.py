@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import (
+from asyncrl.inference.embedded.engine_io import (
     EngineStoppedError,
     GenerationInput,
     GenerationOutput,

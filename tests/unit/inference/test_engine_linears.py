@@ -12,8 +12,8 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.inference.embedded.model.linears import LEAST_WEIGHT, PackedLinears
-from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from tests.engine_steps import run
 
 pytestmark = pytest.mark.skipif(not torch._C._has_mkldnn, reason="this torch has no oneDNN")

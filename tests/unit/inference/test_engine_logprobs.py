@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from tests.engine_steps import run
 
 VOCAB = 61

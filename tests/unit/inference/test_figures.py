@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
-from asyncrl.inference.embedded.serving.prometheus import EngineCollector
-from asyncrl.inference.embedded.types import EngineStats
+from asyncrl.inference.embedded.engine_io import EngineStats
+from asyncrl.inference.embedded.serving.engine_metrics import EngineCollector
 from asyncrl.inference.figures import engine_figures
 
 SGLANG = """

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.inference.embedded.model.int8_weights import Int8Weights, rounded
 from asyncrl.inference.embedded.model.served_weights import ServedWeights
-from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from tests.engine_steps import run
 
 VOCAB = 40

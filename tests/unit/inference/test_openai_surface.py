@@ -17,8 +17,8 @@ import yaml
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.api_call import ApiCall
+from asyncrl.inference.openai.api_errors import ApiError
 from asyncrl.inference.openai.chat_completions import ChatCompletions
-from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.inference.openai.sse import pieces
 from asyncrl.launch import __main__ as launch

@@ -15,10 +15,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.decoding.prefix_rows import MOST_SHARED_TOKENS, Prefix, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.embedded.model.masks import Reach, tree_bias
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
-from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from tests.examples import examples
 

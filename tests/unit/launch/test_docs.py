@@ -21,8 +21,8 @@ from asyncrl.launch.commands import eval as evaluation
 from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.process import hardware
-from asyncrl.trainer.supervised.loop import held_out_of, phases_of, row_format
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.supervised.supervised_loop import held_out_of, phases_of, row_format
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

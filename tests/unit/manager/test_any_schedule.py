@@ -56,7 +56,7 @@ from asyncrl.manager.worker_session import HeldRollouts
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Due, decide, received, run_report
 from asyncrl.master.books.run_files import check_books
-from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder

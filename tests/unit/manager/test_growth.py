@@ -23,8 +23,8 @@ from asyncrl.manager.rollouts import staleness_gate
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import decide
-from asyncrl.master.data import buffer as buffers
-from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data import sample_buffer as buffers
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder

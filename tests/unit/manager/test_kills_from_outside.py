@@ -18,7 +18,7 @@ import pytest
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import decide
-from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder

@@ -15,7 +15,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import RollCall
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord

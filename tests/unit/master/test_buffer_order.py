@@ -15,8 +15,8 @@ from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
-from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.buffer_order import ConfiguredOrder
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 

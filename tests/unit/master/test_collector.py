@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import PACE_S, Collector
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 

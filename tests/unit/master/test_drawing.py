@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import BUILTIN
+from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.master.graph.drawing import to_svg, to_text
-from asyncrl.master.graph.types import Call, Graph
 
 SVG = "{http://www.w3.org/2000/svg}"
 

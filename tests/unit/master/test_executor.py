@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.master.graph.executor import ExecutionError, Executor, LateCall
-from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.messages import CallStats, RunCall
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import RoleRanks

@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutLine, RunSettings, Saved
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
 
 BOOKS = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)

@@ -18,7 +18,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
 from asyncrl.comm.files import retry_write
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.trainer.messages import RolloutRecord
 
 BOOKS = GateBooks(0, 0, {}, 0)

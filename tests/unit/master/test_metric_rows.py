@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from asyncrl.master.data.buffer import RolloutRecord, TrainBatch
+from asyncrl.master.data.sample_buffer import RolloutRecord, TrainBatch
 from asyncrl.master.metrics.metric_rows import RowQueue, batch_statistics, buffered_s
 
 

@@ -21,7 +21,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
 )
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded, Retry
 from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.audit.rules import Replay

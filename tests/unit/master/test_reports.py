@@ -18,7 +18,7 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books import reports as reports_module
 from asyncrl.master.books.reports import Reports, ReportState
 from asyncrl.master.books.run_files import BooksError
-from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.metrics import filtered as filtered_module
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.peers import connections

@@ -33,7 +33,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
 from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.weights.model_files.folder import FolderFormatError
+from asyncrl.models.weights.model_files.folder_tensors import FolderFormatError
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch

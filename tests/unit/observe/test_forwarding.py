@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.forwarding import Batch, HostClock, ObservedHome, ObservedLines
-from asyncrl.observe.history.processes import ProcessHistory
+from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.observe.observer import append_line
 
 NAME = "rollout_worker-3.jsonl"

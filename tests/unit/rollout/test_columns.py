@@ -22,8 +22,8 @@ from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.episode import GroupRules
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 from asyncrl.trainer.batches.step_batch import build_step_batch
 
 MakeRewards = Callable[..., list[NamedRewardConfig]]

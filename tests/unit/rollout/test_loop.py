@@ -50,8 +50,8 @@ from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.timing import current_meter
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 GROUP = 2
 ORDER = DataOrder(1000, 0)

@@ -27,10 +27,10 @@ from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.child.process_environment import ProcessEnvironment
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 LIMIT_S = 300.0
 MINE = """

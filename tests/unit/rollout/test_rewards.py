@@ -34,10 +34,10 @@ from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.scored_agent import episode_of
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import USE, ChildCall
 from asyncrl.rollout.user_code_pool.process_pool import Lease
 from asyncrl.rollout.user_code_pool.timing import metered
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 TOKENIZER = CharTokenizer()
 LIMIT_S = 150.0

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.rollout.process import RolloutWorker
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 from asyncrl.runtime.process.worker import CannotContinue
 
 

@@ -12,7 +12,7 @@ from asyncrl.rollout.checks import check
 from asyncrl.rollout.rehearsal import MadeUpPolicy
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 MINE = """
 class Choosy:

@@ -19,12 +19,12 @@ import pytest
 
 from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code_pool.errors import UserCodeError, failed_label
 from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, ChildCall, CodeTarget, packed
 from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits, Usage, excess, keep
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, Code, UserCodeRunner
 from asyncrl.rollout.user_code_pool.running_calls import QUIET_S, RunningCalls, SlowCalls
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, failed_label
 
 LIMIT_S = 300.0
 """Of what is not to come to its limit."""

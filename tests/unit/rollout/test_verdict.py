@@ -17,9 +17,9 @@ from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import SandboxUnavailable
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 MINE = """
 from asyncrl.api import run_in, verdict

@@ -16,7 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.functions.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.rank.training_rank import TrainingRank
 
 MakeBatch = Callable[..., StepBatch]
@@ -509,7 +509,7 @@ def test_a_reward_model_scores_whole_sequences(
 ) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from asyncrl.master.graph.types import Call, Graph
+    from asyncrl.master.graph.call_graph import Call, Graph
     from asyncrl.trainer.parallel.rank_position import World
     from asyncrl.trainer.rank.roles import build_rank
 

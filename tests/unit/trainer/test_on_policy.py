@@ -16,11 +16,11 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.functions.calls import StatValues
+from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from tests.engine_steps import run

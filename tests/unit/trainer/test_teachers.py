@@ -24,12 +24,12 @@ from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.score_ahead import frozen_calls
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.settings import SourceConfig
-from asyncrl.rollout.user_code.teachers import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.teacher_columns import scored_by_teachers, with_source_number
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.checks import check
 from asyncrl.trainer.engines.base import PolicyEngine
-from asyncrl.trainer.functions.calls import CallContext, StatValues, TrainState, find_function, run_call
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, TrainState, find_function, run_call
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import SOURCE_NUMBER, RoleRanks, TeacherConfig

@@ -27,7 +27,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.calls import CallContext, find_function, run_call
+from asyncrl.trainer.functions.model_functions import CallContext, find_function, run_call
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World

@@ -21,7 +21,7 @@ from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_events import RolloutEvents
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 from asyncrl.observe.samples import forget_after, rows_of, write_samples

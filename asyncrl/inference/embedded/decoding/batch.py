@@ -26,8 +26,8 @@ from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
 from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
+from asyncrl.inference.embedded.engine_io import Finish, GenerationOutput
 from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
-from asyncrl.inference.embedded.types import Finish, GenerationOutput
 from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
 
 Detokenize = Decode

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.inference.embedded.engine_io import Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.inference.embedded.random_streams import fresh_seed
-from asyncrl.inference.embedded.types import Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 
 
 @dataclass(slots=True)

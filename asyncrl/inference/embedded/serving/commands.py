@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from asyncrl.inference.embedded.types import EngineStoppedError, MemoryStateError
+from asyncrl.inference.embedded.engine_io import EngineStoppedError, MemoryStateError
 from asyncrl.models.weights.model_files.loading import WeightUpdateError
 
 T = TypeVar("T")

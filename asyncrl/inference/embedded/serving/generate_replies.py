@@ -8,8 +8,8 @@ from itertools import repeat
 from typing import Any
 
 from asyncrl.api import FinishReason, Tokenizer
+from asyncrl.inference.embedded.engine_io import Finish, GenerationOutput
 from asyncrl.inference.embedded.serving.requests import GenerateCall
-from asyncrl.inference.embedded.types import Finish, GenerationOutput
 
 
 def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.decoding.sequence import Sequence
-from asyncrl.inference.embedded.types import GenerationOutput, Job, RequestError
+from asyncrl.inference.embedded.engine_io import GenerationOutput, Job, RequestError
 
 
 @dataclass(slots=True)

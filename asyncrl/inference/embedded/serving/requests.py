@@ -17,9 +17,9 @@ from msgspec import Struct
 from asyncrl.api import Tokenizer
 from asyncrl.api.picture import PlacedPicture, check_spans
 from asyncrl.comm.typed import convert, decode_json
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.inference.embedded.random_streams import derive_seed
 from asyncrl.inference.embedded.serving.pictures import PictureCache
-from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.inference.messages import GenerateRequest
 
 T = TypeVar("T")

@@ -35,23 +35,23 @@ from asyncrl.api import Tokenizer
 from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
+from asyncrl.inference.embedded.engine_io import (
+    EngineStoppedError,
+    GenerationOutput,
+    Job,
+    MemoryStateError,
+    RequestError,
+)
 from asyncrl.inference.embedded.serving import info
+from asyncrl.inference.embedded.serving.engine_metrics import build_registry
 from asyncrl.inference.embedded.serving.generate_replies import sample_reply
 from asyncrl.inference.embedded.serving.pictures import CACHE_BYTES, MissingPicture, PictureCache
-from asyncrl.inference.embedded.serving.prometheus import build_registry
 from asyncrl.inference.embedded.serving.requests import (
     GenerateCall,
     Refusal,
     decode,
     handler_error,
     parse_generate,
-)
-from asyncrl.inference.embedded.types import (
-    EngineStoppedError,
-    GenerationOutput,
-    Job,
-    MemoryStateError,
-    RequestError,
 )
 from asyncrl.inference.messages import (
     AbortRequest,

@@ -2,7 +2,7 @@
 settings.
 
 For a run it reads the files (`run.py`); for an experiment it makes every check of a start without starting anything
-(`experiment.py`).
+(`start_checks.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def main(argv: Sequence[str], program: str) -> int:
         from asyncrl.launch.commands.doctor import run
 
         return run.main(argv, program)
-    from asyncrl.launch.commands.doctor import experiment
+    from asyncrl.launch.commands.doctor import start_checks
 
-    return experiment.main(argv, program)
+    return start_checks.main(argv, program)
 
 
 def _is_run(path: Path) -> bool:

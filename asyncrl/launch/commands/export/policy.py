@@ -19,11 +19,11 @@ from transformers import AutoConfig
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.models.transformers_internals import language_model_on_meta
-from asyncrl.models.weights.checkpoints.distributed import StoredTensors
+from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
 from asyncrl.models.weights.checkpoints.restore import read_state
 from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.models.weights.model_files.adapters import are_adapters, model_name, published_name
-from asyncrl.models.weights.model_files.folder import FolderTensor, folder_tensors
+from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, folder_tensors
 from asyncrl.models.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
 from asyncrl.models.weights.model_files.stored import ExportError as ExportError  # known by this name too
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE

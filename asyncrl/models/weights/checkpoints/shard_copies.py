@@ -17,7 +17,13 @@ from torch import Tensor
 
 from asyncrl.models.host_copies import HostCopies, HostCopy, host_like
 from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.checkpoints.distributed import Part, SavePlan, shard_metadata, shard_name, write_shard
+from asyncrl.models.weights.checkpoints.distributed_checkpoint import (
+    Part,
+    SavePlan,
+    shard_metadata,
+    shard_name,
+    write_shard,
+)
 from asyncrl.models.weights.model_files.mapped_file import MappedFile, MappedFiles
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.models.weights.versions.published import TensorSpec

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.comm.typed import decode_json
-from asyncrl.models.weights.model_files.folder import folder_views, held_tensors
+from asyncrl.models.weights.model_files.folder_tensors import folder_views, held_tensors
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -150,7 +150,7 @@ def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors into which a folder's tensors are copied, by every name that they may have in the folder.
 
     Raises:
-        FolderFormatError: see `asyncrl.models.weights.model_files.folder.folder_tensors`.
+        FolderFormatError: see `asyncrl.models.weights.model_files.folder_tensors.folder_tensors`.
     """
     views, parameters = folder_views(model), held_tensors(model)
     aliases = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}

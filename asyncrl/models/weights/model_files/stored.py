@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.models.weights.model_files.adapters import described_by
-from asyncrl.models.weights.model_files.folder import folder_tensors
+from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
 from asyncrl.models.weights.model_files.loading import checkpoint_files
 from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES
 from asyncrl.models.weights.versions.manifest import Manifest, TensorEntry

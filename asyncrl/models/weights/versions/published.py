@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.models.weights.model_files.folder import folder_tensors, held_tensors
+from asyncrl.models.weights.model_files.folder_tensors import folder_tensors, held_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class WholeModel:
     of experts those of each expert.
 
     Raises:
-        FolderFormatError: see `asyncrl.models.weights.model_files.folder.folder_tensors`.
+        FolderFormatError: see `asyncrl.models.weights.model_files.folder_tensors.folder_tensors`.
     """
 
     def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.api import Environment, RewardFunction, StepResult, scored
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, Lease
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 _PARTS_OF_A_STEP = 5
 

@@ -30,9 +30,9 @@ from asyncrl.models.transformers_internals import (
     text_part,
     trunk_of,
 )
-from asyncrl.models.weights.checkpoints.distributed import StoredTensors
+from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
 from asyncrl.models.weights.model_files.adapters import model_name
-from asyncrl.models.weights.model_files.folder import FolderTensor, folder_tensors
+from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, folder_tensors
 from asyncrl.models.weights.versions.published import TensorSpec
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.sharded.context_parallel import across_ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.models.weights.model_files.folder import FolderTensor
+from asyncrl.models.weights.model_files.folder_tensors import FolderTensor
 from asyncrl.models.weights.versions.published import TensorSpec
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.parallel.rank_position import RankPosition

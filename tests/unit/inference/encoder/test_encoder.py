@@ -27,7 +27,7 @@ from asyncrl.inference.encoder.settings import EncoderConfig
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.rewards.srpo import SRPOReward
 from asyncrl.rollout.user_code.embeddings import with_embeddings
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 LIMIT_S = 300.0
 

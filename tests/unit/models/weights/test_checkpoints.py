@@ -20,7 +20,7 @@ from asyncrl.config.setting import ChoiceConfig
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.checkpoints import shard_copies
 from asyncrl.models.weights.checkpoints import writer as checkpoint_writer
-from asyncrl.models.weights.checkpoints.folder import latest, prune, which_to_keep
+from asyncrl.models.weights.checkpoints.checkpoint_folder import latest, prune, which_to_keep
 from asyncrl.models.weights.versions.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -30,7 +30,7 @@ from asyncrl.models.weights.versions.manifest import (
     write_manifest,
 )
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.calls import StatValues
+from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from asyncrl.models.weights.model_files import folder as model_folder
-from asyncrl.models.weights.model_files.folder import FolderFormatError, folder_tensors, folder_views
+from asyncrl.models.weights.model_files import folder_tensors as model_folder
+from asyncrl.models.weights.model_files.folder_tensors import FolderFormatError, folder_tensors, folder_views
 from asyncrl.models.weights.model_files.loading import (
     WeightUpdateError,
     apply_weights,

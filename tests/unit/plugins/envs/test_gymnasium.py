@@ -28,9 +28,9 @@ from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.errors import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 TOKENIZER = CharTokenizer()
 DRY = {"is_slippery": False}

@@ -29,7 +29,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.functions.calls import StatValues
+from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.trajectories.inbox import record_of

@@ -21,7 +21,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routers import ROUTERS
 from asyncrl.models.routing import UNRECORDED, Routers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.graph.types import Call, Graph
+from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.placement import placement, worker_grid
 from asyncrl.trainer.parallel.shards import ModelShardID

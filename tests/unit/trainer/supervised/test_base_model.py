@@ -29,9 +29,9 @@ from asyncrl.trainer.supervised.base_model import (
     existing_base_model,
     shipped_dir,
 )
-from asyncrl.trainer.supervised.loop import SFTProgress
 from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig, SFTPhaseConfig
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration,
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.loop import SFTProgress, phases_of, row_format
 from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress, phases_of, row_format
 from tests.tiny_vlm import picture, render
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"

@@ -19,7 +19,6 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
-from asyncrl.trainer.supervised.loop import SFTProgress
 from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
@@ -30,6 +29,7 @@ from asyncrl.trainer.supervised.settings import (
     SFTPhaseConfig,
     SupervisedOptimizer,
 )
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 from tests.unit.trainer.supervised.trl_values import BETA, CENTRING, FILE, PAIRS, WEIGHTS, policy, reward_model
 
 TRL = json.loads(FILE.read_text())

@@ -21,7 +21,6 @@ from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationForm
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.loop import ProgressCallback, SFTPhase, SFTProgress, train_on_demonstrations
 from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.settings import (
@@ -32,6 +31,7 @@ from asyncrl.trainer.supervised.settings import (
     SFTTrainerConfig,
     SupervisedOptimizer,
 )
+from asyncrl.trainer.supervised.supervised_loop import ProgressCallback, SFTPhase, SFTProgress, train_on_demonstrations
 
 TINY: dict[str, Any] = {
     "model_type": "qwen2",

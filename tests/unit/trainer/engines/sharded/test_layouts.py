@@ -29,7 +29,7 @@ from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.models.weights.model_files.adapters import published_name
-from asyncrl.models.weights.model_files.folder import folder_tensors
+from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.flat.engine import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine

@@ -2,7 +2,7 @@
 
 It calls functions, or holds one object, an environment or an agent, whose methods it calls.
 
-    python -m asyncrl.rollout.user_code_pool.child.main MEMORY_BYTES
+    python -m asyncrl.rollout.user_code_pool.child.call_loop MEMORY_BYTES
 
 It ends with the worker. Output of the called function goes to the error stream, never between the replies. The process
 is the reaper of all processes that its calls start, so that those left behind are found. It imports no torch.

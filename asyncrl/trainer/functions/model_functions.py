@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from asyncrl.algorithms.arithmetic.sums import Stats, all_reduce_stats, values
-from asyncrl.algorithms.critic import ValueNorm, ValueObjective
+from asyncrl.algorithms.critic_objective import ValueNorm, ValueObjective
 from asyncrl.algorithms.objective.kl import KLController
 from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation

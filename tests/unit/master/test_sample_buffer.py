@@ -13,7 +13,7 @@ from msgspec import structs
 
 from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.manager.messages import DroppedRollout
-from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 from tests.examples import examples
