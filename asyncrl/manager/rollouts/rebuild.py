@@ -145,16 +145,24 @@ class RollCall:
         self.awaited: Mapping[str, int] | None = None
         self.ended: list[str | Replaced] = []
         self.replaced: dict[str, int] = {}
-        self._reports: dict[str, HeldReport] = {}
+        self._reports: dict[tuple[str, int], HeldReport] = {}
+        self._newest: dict[str, int] = {}
         self._held: dict[str, HeldRollout] = {}
 
     @property
     def reports(self) -> list[HeldReport]:
-        """Reports of the workers, with the ends that they reported since."""
-        return [
-            HeldReport(each.worker, each.incarnation, [self._held[held.granted.rollout_id] for held in each.held])
-            for each in self._reports.values()
-        ]
+        """Reports of the workers' processes, with the ends that they reported since.
+
+        Of a process that another has replaced since, only the rollouts that ended count: it may have been the only one
+        to know that the trainer has them.
+        """
+        found: list[HeldReport] = []
+        for (worker, incarnation), report in sorted(self._reports.items(), key=lambda item: item[0]):
+            held = [self._held[each.granted.rollout_id] for each in report.held]
+            if incarnation < self._newest[worker]:
+                held = [each for each in held if each.end is not None]
+            found.append(HeldReport(worker, incarnation, held))
+        return found
 
     @property
     def is_complete(self) -> bool:
@@ -168,10 +176,11 @@ class RollCall:
         self.awaited = ready if now < self._until else {}
 
     def take(self, report: HeldReport) -> None:
-        """Take in what a worker's process holds. The first report of the newest process counts."""
-        before = self._reports.get(report.worker)
-        if before is None or before.incarnation < report.incarnation:
-            self._reports[report.worker] = report
+        """Take in what a worker's process holds. Its first report counts."""
+        process = report.worker, report.incarnation
+        if process not in self._reports:
+            self._reports[process] = report
+            self._newest[report.worker] = max(report.incarnation, self._newest.get(report.worker, report.incarnation))
             self._held |= {each.granted.rollout_id: each for each in report.held}
 
     def finish(self, finished: FinishedRollout) -> None:
@@ -197,5 +206,4 @@ class RollCall:
 
     def _has_spoken(self, worker: str, incarnation: int) -> bool:
         """True if this process of the worker, or a later one, has reported."""
-        report = self._reports.get(worker)
-        return report is not None and report.incarnation >= incarnation
+        return self._newest.get(worker, -1) >= incarnation

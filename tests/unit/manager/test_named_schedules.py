@@ -204,6 +204,21 @@ def one_speaks_late(schedule: Schedule) -> None:
     assert schedule.service.gate.live.running_count == running
 
 
+def test_an_end_counts_whose_worker_is_replaced_before_the_gate_opens() -> None:
+    """The ranks were polled before the trajectory arrived: only the worker's process that died knew of it."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    (prompt,) = schedule.workers[0].in_hand
+    schedule.the_manager_dies()
+    schedule.report_step()
+    deliver(schedule, prompt, acknowledged=True)
+    schedule.allocate(0, 1, "answered")
+    schedule.a_worker_dies(0, by_status=False, on_its_way=0)
+    schedule.all_speak()
+    assert schedule.service.gate.books().finished_untrained == 1
+    schedule.teardown()
+
+
 def no_poll(patch: pytest.MonkeyPatch) -> None:
     introduce = Schedule.introduce
 
