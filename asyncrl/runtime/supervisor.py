@@ -77,7 +77,7 @@ STOP_SIGNAL = signal.SIGUSR2
 STOP, KILL, ALIVE = b"s", b"k", b"."
 TOLD_FAILED = 101
 TOLD_OUT_OF_MEMORY = 102
-_LONGEST_ORDER = 1 << 20
+LONGEST_ORDER = 1 << 20
 
 
 class Order(NamedTuple):
@@ -199,7 +199,7 @@ def _read_order() -> Order:
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
-        if not byte or len(line) > _LONGEST_ORDER:
+        if not byte or len(line) > LONGEST_ORDER:
             sys.exit("no order came over standard input")
         line += byte
     return Order(**json.loads(line))

@@ -31,7 +31,7 @@ class LeaseRenewer:
 
     Args:
         renew: returns False while the entry is not its owner's (deleted, or taken by another). OwnerFenced ends the
-            renewals of the name; after any other NameResolveError the renewal is retried.
+            renewals of the name; after any other error the renewal is retried.
         patience: records outages.
         lost: called once with the name when `renew` first returns False; returns True if `renew` must be called again.
     """
@@ -82,19 +82,25 @@ class LeaseRenewer:
     def _run(self) -> None:
         while (name := self._next_due()) is not None:
             try:
-                kept = self._renew(name)
-            except OwnerFenced as error:
-                _log.warning("%s", error)
+                self._renew_once(name)
+            except Exception:  # a defect: the other leases must not end with this one
+                _log.exception("the lease of %r was not renewed; it is tried again at the next renewal", name)
+
+    def _renew_once(self, name: str) -> None:
+        try:
+            kept = self._renew(name)
+        except OwnerFenced as error:
+            _log.warning("%s", error)
+            self.forget(name)
+            return
+        except NameResolveError as error:
+            self._again_soon(name, error)
+            return
+        self._patience.worked(_kind(name))
+        if self._note(name, kept):
+            _log.warning("name %r was deleted or taken by another owner", name)
+            if not self._lost(name):
                 self.forget(name)
-                continue
-            except NameResolveError as error:
-                self._again_soon(name, error)
-                continue
-            self._patience.worked(_kind(name))
-            if self._note(name, kept):
-                _log.warning("name %r was deleted or taken by another owner", name)
-                if not self._lost(name):
-                    self.forget(name)
 
     def _note(self, name: str, kept: bool) -> bool:
         """Record whether the entry is this owner's; True if it has just been lost."""

@@ -54,7 +54,7 @@ def audit(run_dir: Path) -> Audit:
     samples = sorted((run_dir / SAMPLES_DIR).glob("*.parquet"))
     checkpoints = versions_in(run_dir / CHECKPOINTS_DIR)
     weights = {folder.name: versions_in(folder) for folder in role_folders(run_dir / WEIGHTS_DIR)}
-    entries = read_ledger(run_dir / LEDGER_DIR, report)
+    entries = read_ledger(run_dir / LEDGER_DIR, report, note)
     if not entries:
         report(LEDGER_DIR, "has no line")
     rows = None if documents.data is None else documents.data.rows

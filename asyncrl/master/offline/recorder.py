@@ -13,6 +13,7 @@ import queue
 import time
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
@@ -74,22 +75,26 @@ class Recorder(AsyncWorker):
             board = NameBoard(self.resolver)
             await asyncio.to_thread(board.manager_process)  # the first look reads, the others do not
             introducing = asyncio.create_task(introduce_each(board.manager_process, introduce))
-            self.ready()
-            await self._record(manager, board)
-            await manager.close_gate()
-            write_books(self.run_dir, 0, await manager.abandon())
-            await cancel(introducing)
+            try:
+                self.ready()
+                await self._record(manager, board, introducing)
+                await manager.close_gate()
+                write_books(self.run_dir, 0, await manager.abandon())
+            finally:
+                await cancel(introducing)
         finally:
             puller.close()
             await manager.close()
 
-    async def _record(self, manager: ManagerClient, board: NameBoard) -> None:
+    async def _record(self, manager: ManagerClient, board: NameBoard, introducing: asyncio.Task[NoReturn]) -> None:
         wanted = self.config.total_train_steps * self.config.train_batch_size
         clock = RunningClock()
         ticking = asyncio.create_task(clock.keep())
         progress_at = clock()
         try:
             while self._kept < wanted and not self.stop.is_set():
+                if introducing.done():  # it failed: no later manager would admit a rollout
+                    introducing.result()
                 batch = await asyncio.to_thread(self._gather, min(ROLLOUTS_PER_FILE, wanted - self._kept))
                 if batch:
                     await asyncio.to_thread(self._write, batch)

@@ -48,10 +48,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, ambiguous_gpus
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
-from asyncrl.runtime.supervisor import TOLD_FAILED
+from asyncrl.runtime.supervisor import LONGEST_ORDER, TOLD_FAILED
 
 _CHUNK = 64 << 10
-_LONGEST_ORDER = 1 << 20
 _HANDOVER_LIMIT_S = 20.0
 _CONNECT_LIMIT_S = 10.0
 _ENDS_LIMIT_S = 20.0
@@ -193,7 +192,7 @@ class Driver:
         actor = host.actor()
         self._count += 1
         number = self._count
-        commands = await _reader_of(from_launcher, _LONGEST_ORDER)
+        commands = await _reader_of(from_launcher, LONGEST_ORDER)
         try:
             await actor.start.remote(number, tuple(request), await commands.readline())
             telling = asyncio.create_task(_tell(actor, number, commands))

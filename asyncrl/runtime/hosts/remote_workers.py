@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -38,14 +37,13 @@ from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE, WorkerPlan
+from asyncrl.runtime.trials.resume import TrialError
 
 SILENCE_S = 120.0
 """Longer than a launcher may be paused, a virtual machine moved, or a network down."""
 _ALIVE_EVERY_S = 10.0
 _END_LIMIT_S = 20.0
 """Longest time, in s, for the other end to end its processes, the supervisor's own limits included."""
-_PIPE_BYTES = 60 << 10
-"""Bytes that a pipe holds in any case."""
 _OF_THE_LOGIN = frozenset(
     {
         *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
@@ -92,14 +90,17 @@ class RemoteBackend(LauncherBackend):
         if not plan.host.name:
             self._local.lock = self.lock
             return await self._local.start(plan)
-        log = await self.open_log(plan)
-        command = [plan.host.python or sys.executable, "-I", "-S", supervisor.__file__]
         folder, files = (os.getcwd(), {}) if self.config.system.shared_filesystem else self._own_folder(plan)
         asked = supervisor.Order(plan.command(self.run_dir), self.environment(plan), folder, SILENCE_S, files)
         order = json.dumps(asked._asdict()).encode() + b"\n"
+        if len(order) > supervisor.LONGEST_ORDER:
+            raise TrialError(
+                f"{plan.name}: settings and environment have {len(order)} bytes, and another host takes at most "
+                f"{supervisor.LONGEST_ORDER}; unset large environment variables"
+            )
+        command = [plan.host.python or sys.executable, "-I", "-S", supervisor.__file__]
+        log = await self.open_log(plan)
         theirs, ours = os.pipe()
-        if len(order) > _PIPE_BYTES:  # the pipe must take the whole order before anything reads it
-            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, len(order))
         try:
             with log:
                 process = await asyncio.create_subprocess_exec(
@@ -153,6 +154,8 @@ class _RemoteWorker(WorkerHandle):
     def __init__(self, plan: WorkerPlan, process: asyncio.subprocess.Process, pipe: int, log: Path) -> None:
         super().__init__(plan, f"on {plan.host.name}", log)
         self._process, self._pipe = process, pipe
+        self._unsent = b""
+        self._loop = asyncio.get_running_loop()
         os.set_blocking(pipe, False)
 
     @property
@@ -176,10 +179,24 @@ class _RemoteWorker(WorkerHandle):
         self.tell(supervisor.KILL)
 
     def tell(self, what: bytes) -> None:
-        """Write to the supervisor; do nothing if it has ended or the connection is stuck."""
+        """Write to the supervisor, after what the pipe has not taken yet; do nothing if it has ended."""
         if self._pipe >= 0:
-            with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                os.write(self._pipe, what)
+            self._unsent += what
+            self._send()
+
+    def _send(self) -> None:
+        """Write what the pipe takes; the event loop calls again once it takes more."""
+        try:
+            self._unsent = self._unsent[os.write(self._pipe, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._close()
+            return
+        if self._unsent:
+            self._loop.add_writer(self._pipe, self._send)
+        else:
+            self._loop.remove_writer(self._pipe)
 
     def carriers(self) -> list[psutil.Process]:
         """Return the command here while it runs."""
@@ -190,5 +207,6 @@ class _RemoteWorker(WorkerHandle):
 
     def _close(self) -> None:
         if self._pipe >= 0:
+            self._loop.remove_writer(self._pipe)
             os.close(self._pipe)
             self._pipe = -1

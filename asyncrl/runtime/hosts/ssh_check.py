@@ -104,7 +104,16 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
         return _Findings([], [f"{setting}.name={host.name!r}: no answer by ssh within {_LIMIT_S:g} s; is the host up?"])
     words = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
     if ended.returncode == 0:
-        answer = HostFindings(**json.loads(ended.stdout.splitlines()[-1]))  # a login may print lines before
+        try:
+            answer = HostFindings(**json.loads(ended.stdout.splitlines()[-1]))  # a login may print lines before
+        except (IndexError, ValueError, TypeError):
+            return _Findings(
+                [
+                    f"{setting}.name={host.name!r}: the login succeeded, and ran another command than the given one; "
+                    f"remove `command=` for this key from authorized_keys, or ForceCommand from sshd_config ({words})"
+                ],
+                [],
+            )
         clock = _clock_note(host, asked_at, answer.at, time.time())
         return _Findings(list(_faults(setting, host, question, answer)), [], clock)
     if ended.returncode == EXIT_LOST:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import shutil
+from collections.abc import Awaitable
 from pathlib import Path
 
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, REMARKS_FILE
@@ -57,14 +58,11 @@ class RunOutput:
         Args:
             standing: also show what the processes do, and the bottleneck.
         """
-        tasks = [asyncio.create_task(self._show_rows()), asyncio.create_task(self._rotate_logs())]
-        if standing:
-            tasks.append(asyncio.create_task(self._show_standing()))
-        try:
-            await asyncio.wait(tasks)  # one that fails leaves the others running
-        finally:
-            for task in tasks:
-                task.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_reported("rows of metrics", self._show_rows()))
+            tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
+            if standing:
+                tasks.create_task(_reported("state of the processes", self._show_standing()))
 
     def show_new_rows(self) -> None:
         """Show rows and remarks that were written since the last call."""
@@ -89,6 +87,14 @@ class RunOutput:
         while True:
             await asyncio.sleep(ROTATE_S)
             await asyncio.to_thread(rotate, self._run_dir / LOGS_DIR)
+
+
+async def _reported(name: str, part: Awaitable[None]) -> None:
+    """Await a part of the output. Its failure is logged, and leaves the other parts running."""
+    try:
+        await part
+    except Exception:
+        _log.exception("output of the run: %s failed, and is missing from now on", name)
 
 
 def _read_again(history: History | None, run_dir: Path) -> History:

@@ -31,8 +31,11 @@ class Entry:
     line: Line
 
 
-def read_ledger(folder: Path, report: Report) -> list[Entry]:
-    """Return all lines in the files of `folder`, in order. A line that a kill cut off at the very end is left out."""
+def read_ledger(folder: Path, report: Report, note: Report | None = None) -> list[Entry]:
+    """Return all lines in the files of `folder`, in order.
+
+    A torn line at the very end, which a kill leaves, is no error. It is left out, and its place is passed to `note`.
+    """
     entries: list[Entry] = []
     unsealed = hashlib.sha256()
     files = sorted(folder.glob("*.jsonl"))
@@ -42,7 +45,9 @@ def read_ledger(folder: Path, report: Report) -> list[Entry]:
         for index, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
             place = f"{folder.name}/{file.name}:{index}"
             if not raw.endswith(b"\n") and file == files[-1]:
-                break  # torn: the next launch cuts it away
+                if note is not None:
+                    note(place, f"the last line is torn after {len(raw)} bytes; the next launch removes it")
+                break
             try:
                 line = _decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

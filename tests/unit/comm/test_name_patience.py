@@ -182,6 +182,48 @@ def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytes
     ]
 
 
+def test_a_defect_in_one_renewal_is_logged_and_the_other_leases_live_on(caplog: pytest.LogCaptureFixture) -> None:
+    healthy, broken = threading.Semaphore(0), threading.Semaphore(0)
+
+    def renew(name: str) -> bool:
+        if name == "broken":
+            broken.release()
+            raise KeyError("a defect")
+        healthy.release()
+        return True
+
+    keeping = lease_renewal.LeaseRenewer(renew, Patience("/names", 60.0))
+    keeping.keep("broken", 0.01)
+    try:
+        for _ in range(2):
+            assert broken.acquire(timeout=LIMIT_S)
+        keeping.keep("healthy", 0.01)
+        assert healthy.acquire(timeout=LIMIT_S)
+    finally:
+        keeping.stop()
+    record = caplog.records[0]
+    assert record.getMessage().startswith("the lease of 'broken' was not renewed")
+    assert (record.exc_info or [None])[0] is KeyError
+
+
+def test_a_defect_in_following_names_reaches_the_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def follow(self: FileResolver, subtree: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(FileResolver, "_follow", follow)
+    with FileResolver(tmp_path / "names") as resolver:
+        followed = resolver.follow("workers")
+        for thread in threading.enumerate():
+            if thread.name == "follow workers":
+                thread.join(LIMIT_S)
+        with pytest.raises(NameResolveError, match=r"names under 'workers' are not followed: KeyError\('a defect'\)"):
+            followed.entries()
+    (record,) = caplog.records
+    assert (record.exc_info or [None])[0] is KeyError
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0

@@ -271,7 +271,10 @@ def test_a_torn_last_line_is_no_finding_and_the_next_launch_repairs_it(tmp_path:
     file = run / "ledger" / "000001.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole + b'{"kind":"admitted","rollout":"r0-9')
-    assert audit(run).findings == ()
+    torn = audit(run)
+    assert torn.findings == ()
+    place = f"ledger/000001.jsonl:{len(whole.splitlines()) + 1}"
+    assert torn.notes == (f"{place}: the last line is torn after 34 bytes; the next launch removes it",)
     second = Launch(run, state)
     assert second.ledger.lineage == 1
     second.step()

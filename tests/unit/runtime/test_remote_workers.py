@@ -1,0 +1,76 @@
+"""The order of a process on another host arrives, whatever its size and the room of a pipe; the other host is here."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
+from asyncrl.runtime import supervisor
+from asyncrl.runtime.hosts.remote_workers import RemoteBackend
+from asyncrl.runtime.launchers import local
+from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
+from asyncrl.runtime.trials.resume import TrialError
+
+PLAN = WorkerPlan("toy", 0, host=Host(name="box2"))
+LIMIT_S = 300.0
+WORKER = """
+import os
+print(sum(len(os.environ[f"LARGE{number}"]) for number in range(3)))
+raise SystemExit(7)
+"""
+
+
+class Backend(RemoteBackend):
+    """Runs the supervisor of the other host here."""
+
+    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
+        """Return the command itself."""
+        return command
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    monkeypatch.setattr(local, "adopt_orphans", lambda: None)  # of the test's own process
+    monkeypatch.setattr(WorkerPlan, "command", lambda plan, run_dir: [sys.executable, "-c", WORKER])
+    write_run_config(ExperimentConfig(), tmp_path)
+    for number in range(3):
+        monkeypatch.setenv(f"LARGE{number}", "x" * 100_000)
+    return Backend(tmp_path)
+
+
+async def test_a_large_order_arrives_through_a_small_pipe(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who has many pipes gets no larger ones."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError("the user has too many pipes")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    async with asyncio.timeout(LIMIT_S):
+        worker = await backend.start(PLAN)
+        await worker.wait()
+    assert (worker.exit_code, worker.last_lines()) == (7, ["300000"])
+
+
+async def test_commands_wait_for_the_rest_of_the_order(backend: Backend) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        worker = await backend.start(PLAN)
+        worker.kill_process()  # the supervisor has not read anything yet
+        await worker.wait()
+    assert worker.exit_code == -9
+
+
+async def test_an_order_that_no_host_takes_fails_by_its_size_and_leaves_no_pipe(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_ORDER", 200_000, raising=False)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TrialError, match=r"toy/0: settings and environment have 3\d{5} bytes, and another host takes"):
+        await backend.start(PLAN)
+    assert os.listdir("/proc/self/fd") == before
