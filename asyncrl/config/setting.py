@@ -6,6 +6,7 @@ class or file, the registry's or folder's names (`choices=`). Code compares with
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -65,13 +66,28 @@ def setting_info(dataclass_field: Field[Any]) -> SettingInfo:
     return info if isinstance(info, SettingInfo) else SettingInfo(help="")
 
 
-def least_problems(group: str, config: Any) -> Iterator[str]:
-    """Yield an error message for each number in the group of settings `config` that is below its `minimum`."""
+def value_problems(path: str, value: object, info: SettingInfo) -> Iterator[str]:
+    """Yield an error message for each bound of the setting `path` that `value` violates, or if it is not a choice."""
+    if info.choices and value not in info.choices:
+        yield not_a_choice(path, value, info.choices)
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{path}={value}: not a finite number; give one{f' ({info.unit})' if info.unit else ''}"
+    elif isinstance(value, (int, float)):
+        if info.minimum is not None and value < info.minimum:
+            yield f"{path}={value}: below the least allowed value; use {_amount(info.minimum, info.unit)} or more"
+        if info.maximum is not None and value > info.maximum:
+            yield f"{path}={value}: above the greatest allowed value; use {_amount(info.maximum, info.unit)} or less"
+
+
+def _amount(number: float, unit: str) -> str:
+    """Return the number with its unit, in the singular for 1: `2 rollouts`, `1 rollout`, `0.01 s`."""
+    return f"{number:.10g} {unit.removesuffix('s') if number == 1 and len(unit) > 2 else unit}".rstrip()
+
+
+def group_problems(group: str, config: Any) -> Iterator[str]:
+    """Yield the error messages of the settings that lie directly in the group `config`."""
     for item in fields(config):
-        value, info = getattr(config, item.name), setting_info(item)
-        if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:
-            unit = f" {info.unit}" if info.unit else ""
-            yield f"{group}.{item.name}={value}: below the least allowed value; use {info.minimum:g}{unit} or more"
+        yield from value_problems(f"{group}.{item.name}", getattr(config, item.name), setting_info(item))
 
 
 def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:

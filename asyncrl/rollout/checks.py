@@ -12,7 +12,7 @@ from asyncrl.api.reward import RunIn
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import agent_interfaces
-from asyncrl.config.setting import least_problems
+from asyncrl.config.setting import SettingInfo, group_problems, value_problems
 from asyncrl.config.token_ids import token_ids
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.datasets import checks as datasets
@@ -105,7 +105,7 @@ def _code_of_sets(config: ExperimentConfig) -> Iterator[str]:
         of_set = with_code_of(config, each)
         checks = {"agent": _agent(of_set), "env": envs.check(of_set.env), "reward": rewards.check(of_set)}
         for name, plugin in each.code.items():
-            for problem in (*least_problems(name, plugin), *checks[name]):
+            for problem in (*group_problems(name, plugin), *checks[name]):
                 yield f"{each.group}.{problem}"
 
 
@@ -133,8 +133,7 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
         counts = {"interval": each.interval, "size": each.size, "n_samples": each.n_samples}
         counts["sampling.max_new_tokens"] = each.max_new_tokens
         for name, count in counts.items():
-            if count < (least := int(name != "interval")):
-                yield f"{group}.{name}={count}: below the least allowed value; use {least} or more"
+            yield from value_problems(f"{group}.{name}", count, SettingInfo(help="", minimum=int(name != "interval")))
         if not 0 < each.top_p <= 1:
             yield f"{group}.sampling.top_p={each.top_p}: no nucleus; give a number above 0, up to 1"
         if not (math.isfinite(each.temperature) and each.temperature >= 0):

@@ -5,7 +5,6 @@ A message reads `setting=value: what is wrong; what to do`.
 
 from __future__ import annotations
 
-import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, settings
-from asyncrl.config.setting import ConfigError, not_a_choice
+from asyncrl.config.setting import ConfigError, value_problems
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.inference import checks as inference
 from asyncrl.inference.encoder import checks as encoder
@@ -70,16 +69,7 @@ def warnings(config: ExperimentConfig) -> list[str]:
 
 def _fields(config: Config) -> Iterator[str]:
     for path, _, info in settings(type(config)):
-        value, unit = attrgetter(path)(config), f" {info.unit}" if info.unit else ""
-        if info.choices and value not in info.choices:
-            yield not_a_choice(path, value, info.choices)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{path}={value}: not a finite number; give one{f' ({info.unit})' if info.unit else ''}"
-            continue
-        if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:
-            yield f"{path}={value}: below the least allowed value; use {info.minimum:.10g}{unit} or more"
-        if isinstance(value, (int, float)) and info.maximum is not None and value > info.maximum:
-            yield f"{path}={value}: above the greatest allowed value; use {info.maximum:.10g}{unit} or less"
+        yield from value_problems(path, attrgetter(path)(config), info)
 
 
 def _fields_of_policies(config: ExperimentConfig) -> Iterator[str]:

@@ -203,6 +203,10 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["rollout.chat.max_turns=2: eval.agent.args.max_turns="],
         ),
         (["eval.sets=[{name: a, path: /, size: 0}]"], ["eval.sets[0].size=0", "use 1 or more"]),
+        (
+            ["eval.sets=[{name: a, path: /, reward: {timeout_s: nan}}]"],
+            ["reward.timeout_s=nan", "not a finite number"],
+        ),
         (["eval.sets=[{name: a, path: /}]", "eval.path=/"], ["eval.path='/'", "together with eval.sets"]),
         (["eval.sampling.max_new_tokens=500", "generation.context_length=400"], ["= 532", "or more"]),
         (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature=0.0", "use 1.0"]),

@@ -19,7 +19,9 @@ from asyncrl.trainer.messages import RolloutRecord
 from tests.examples import examples
 
 
-def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str = "r", worker: int = 0) -> RolloutRecord:
+def record(
+    order: int, oldest: int = 0, newest: int | None = None, *, tag: str = "r", worker: int = 0, length: int = 8
+) -> RolloutRecord:
     newest = oldest if newest is None else newest
     return RolloutRecord(
         rollout_id=f"{tag}{order}",
@@ -28,7 +30,7 @@ def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str =
         head=worker,
         oldest_version=oldest,
         version_tokens={oldest: 3, newest: 3},
-        lengths=(8,),
+        lengths=(length,),
         generated=(6,),
         rewards=(1.0,),
         truncated=(False,),
@@ -51,8 +53,8 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_the_oldest_are_taken_though_none_would_expire() -> None:
     buffer = SampleBuffer(2, 4, "drop")
-    buffer.add([record(0, 4), record(1, 3), record(2, 4), record(3, 2)])
-    assert ids(buffer, 4) == ["r1", "r3"]
+    buffer.add([record(0, 4, length=7), record(1, 3, length=9), record(2, 4, length=8), record(3, 2, length=99)])
+    assert ids(buffer, 4) == ["r1", "r3"], "whatever their lengths"
     assert len(buffer) == 2
 
 
