@@ -214,7 +214,7 @@ class GenerationEngine:
         self.prepare(job)
         self._jobs.reserve(job)
         try:
-            self._mailbox.post(lambda: self._batch.queue.waiting.extend(self._jobs.open(job)))
+            self._mailbox.post(lambda: self._batch.queue.waiting.extend(self._jobs.open(job)), starts=job.future)
         except EngineStoppedError:
             self._jobs.release(job)
             raise
@@ -277,11 +277,11 @@ class GenerationEngine:
         change = self._updates.read(path, version, flush_cache=flush_cache)
 
         def request() -> None:
+            self._updates.queue(change, self._jobs.arrivals)
             if abort_all:
                 self._batch.abort(lambda _: True)
-            self._updates.queue(change, self._jobs.arrivals)
 
-        self._mailbox.post(request)
+        self._mailbox.post(request, starts=change.future)
         return change.future
 
     def step(self) -> bool:

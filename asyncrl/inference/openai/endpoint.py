@@ -150,8 +150,9 @@ class Endpoint:
                 await stream.write(api.error_event(error))
                 await stream.write_eof()
                 return stream
-            finally:
+            except BaseException:
                 _drop(work, session)
+                raise
         if not call.stream:
             answer = _json(api.answer(call, replies))
             await self._send(request, session, key, replies, answer, ())
@@ -198,8 +199,9 @@ class Endpoint:
             work = session.calls.begin(lambda: session.client.generate(wanted))
             try:
                 result = await work
-            finally:
+            except BaseException:
                 _drop(work, session)
+                raise
         answer = _json(token_calls.generated(result))
         await self._send(request, session, key, result, answer, ())
         return answer
@@ -269,11 +271,9 @@ def _is_repeat(request: web.BaseRequest) -> bool:
 
 
 def _drop(work: asyncio.Task[Any], session: Session) -> None:
-    """Cancel `work`, for which the caller no longer waits; an answer that it still brings is removed from the
-    records.
+    """Cancel `work`, for which the caller no longer waits. If it has an answer all the same, the answer is removed from
+    the records.
     """
-    if work.done():
-        return
     work.cancel()
     work.add_done_callback(lambda ended: _forget_late(ended, session))
 

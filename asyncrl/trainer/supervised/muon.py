@@ -11,6 +11,7 @@ Three things make it fast on a CPU:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +47,15 @@ class MuonLearner:
         model.train()
 
     def learn(self, batch: Sequence[Demonstration]) -> Measures:
-        """Take a step on `batch`. Return the mean loss of `batch` before the step."""
+        """Take a step on `batch`. Return the mean loss of `batch` before the step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
         loss = self._accumulate_gradients(batch)
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm or math.inf)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {float(norm)}; lower lr and adamw_lr")
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()

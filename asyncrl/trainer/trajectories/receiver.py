@@ -155,8 +155,9 @@ class TrajectoryReceiver:
         self._memory_checkpoint.invalidate()
 
     def _forget(self, rollout_ids: Sequence[str]) -> None:
-        if self._kept is not None:
-            self._kept.remove(rollout_ids)
+        kept = self._kept  # read once: the puller's thread may set it to None meanwhile
+        if kept is not None:
+            kept.remove(rollout_ids)
 
     def _on_arrival(self) -> None:
         if self._arrival is not None:  # else no poll waits, and waking the loop would take the GIL from the main thread

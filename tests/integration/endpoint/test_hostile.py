@@ -92,6 +92,22 @@ async def test_an_answer_that_cannot_be_sent_is_forgotten(session: Session, poli
         await until(lambda: not policy.recorded)
 
 
+async def test_an_answer_that_comes_just_as_its_caller_leaves_is_forgotten(
+    session: Session, policy: Any, until: Until, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of a comment fails, as the connection is gone; meanwhile the policy has answered."""
+
+    async def leaves(_: Endpoint, work: asyncio.Task[Any], *__: object) -> None:
+        await work
+        assert len(policy.recorded) == 1
+        raise ConnectionResetError("the caller has gone")
+
+    monkeypatch.setattr(Endpoint, "_wait", leaves)
+    with contextlib.suppress(aiohttp.ClientError):
+        await http.post(**ask(session, stream=True))
+    await until(lambda: policy.begun == 1 and not policy.recorded)
+
+
 async def test_a_repeat_of_an_answered_call_is_given_the_same_answer(
     session: Session, policy: Any, http: aiohttp.ClientSession
 ) -> None:

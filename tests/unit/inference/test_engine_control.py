@@ -172,6 +172,17 @@ def test_a_failing_model_fails_every_waiting_caller(caplog: pytest.LogCaptureFix
     assert not engine.healthy
 
 
+def test_an_engine_that_stops_fails_what_it_has_not_taken_yet(tmp_path: Path) -> None:
+    """Requests that the engine's thread has not read when it ends: no caller may wait for them for ever."""
+    make_model(1).save_pretrained(tmp_path)
+    engine = GenerationEngine(make_model())
+    waiting: list[Future[Any]] = [engine.submit(Job((sample("a", 5),))), engine.update_weights(str(tmp_path))]
+    waiting.append(engine.abort("a"))
+    engine.close()
+    for future in waiting:
+        assert isinstance(future.exception(timeout=0), EngineStoppedError)
+
+
 def test_staging_touches_nothing_and_names_what_does_not_fit(tmp_path: Path) -> None:
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}

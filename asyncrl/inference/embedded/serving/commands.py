@@ -20,10 +20,14 @@ class Command(Generic[T]):
     """A function for the engine's thread, and the future that gets its result.
 
     A command whose future is cancelled is skipped.
+
+    Attributes:
+        started: future of the work that the function only starts; `fail` fails it too. None if there is no such work.
     """
 
     function: Callable[[], T]
     future: Future[T] = field(default_factory=Future)
+    started: Future[Any] | None = None
 
     def run(self) -> None:
         """Run the command. Only the caller gets a refusal; any other exception is also raised here, and ends the
@@ -40,9 +44,10 @@ class Command(Generic[T]):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Fail the caller's future."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+        """Fail the command, which was not run, and the work that it would have started."""
+        for future in (self.future, self.started):
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 class Mailbox:
@@ -54,13 +59,16 @@ class Mailbox:
         self.closed = False
         """True once `close` was called."""
 
-    def post(self, function: Callable[[], T]) -> Future[T]:
+    def post(self, function: Callable[[], T], *, starts: Future[Any] | None = None) -> Future[T]:
         """Have the reader run `function`.
+
+        Args:
+            starts: future of the work that `function` starts; it fails if the mailbox is closed before `function` runs.
 
         Raises:
             EngineStoppedError: the mailbox is closed.
         """
-        command = Command(function)
+        command = Command(function, started=starts)
         with self._wake:
             if self.closed:
                 raise EngineStoppedError("the engine has stopped")

@@ -207,23 +207,33 @@ class Store:
         return _copy_at(self._root / folder)
 
     async def _remove_others(self, wanted: Collection[str]) -> None:
-        busy = {name for name, _ in self._coming} | {name for name, readers in self._readers.items() if readers}
-        for folder in self._copies.keys() - busy.union(wanted):
+        """Remove the folders that are neither `wanted` nor being fetched or read."""
+        for folder in self._copies.keys() - {*wanted}:
+            # Looked up each time: while a folder is removed, others may be requested, or removed by another task.
+            if folder in self._copies and not self._is_busy(folder):
+                await self._remove(folder)
+
+    def _is_busy(self, folder: str) -> bool:
+        return self._readers[folder] > 0 or any(name == folder for name, _ in self._coming)
+
+    async def _remove(self, folder: str) -> None:
+        async with self._writing[folder]:  # a request for the folder waits, and then fetches it again
             former = self._copies.pop(folder)
             try:
                 with no_retry():
                     await asyncio.to_thread(atomic_dir.remove, self._root / folder)
             except OSError as error:
                 _log.warning("%s stays until the next one is fetched: %s", self._root / folder, error)
-                self._copies.setdefault(folder, former)
-                continue
-            del self._writing[folder]
+                self._copies[folder] = former
+                return
             for deltas in (self._root / _DELTAS).glob("*"):
                 if folder in deltas.name.split("-"):
                     await asyncio.to_thread(shutil.rmtree, deltas, ignore_errors=True)
                     self._useless = {path for path in self._useless if path.parent != deltas}
                     for path in [path for path in self._encoding if path.parent == deltas]:
                         del self._encoding[path]
+        if not self._is_busy(folder):
+            del self._writing[folder]
 
     def _ended(self, key: Key, done: asyncio.Task[Copy]) -> None:
         """Forget a finished task: later requests for the folder start a new one."""

@@ -17,7 +17,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.plugins.datasets.supervised.demonstration_rows import LazyRows, by_length, demonstration_batches
-from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationFormat
+from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, DemonstrationFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.supervised.checks import check
@@ -121,6 +121,19 @@ def test_the_cut_into_micro_batches_does_not_change_the_loss_or_the_gradient_ste
         results.append((loss, torch.cat([parameter.flatten() for parameter in model.parameters()])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-4)
+
+
+def test_muon_without_a_bound_on_the_gradient_learns_and_stops_at_one_that_is_not_finite(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "start"))
+    before = model.model.norm.weight.detach().clone()
+    learner = MuonLearner(model, SFTConfig(warmup_steps=0, max_grad_norm=0.0), 2)
+    batch = [Demonstration([1, 2, 3], [False, True, True])]
+    learner.learn(batch)
+    assert not torch.equal(model.model.norm.weight, before)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="norm is nan; lower lr"):
+        learner.learn(batch)
 
 
 def test_a_users_jsonl_continues_a_saved_model(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import InboxFull, bytes_of
-from asyncrl.trainer.trajectories.inbox_store import StoredTrajectoryDamaged
+from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 
 MakeTrajectories = Callable[..., list[Trajectory]]
@@ -35,8 +35,13 @@ def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
     kept.remove()
 
 
-def intake(memory_checkpoint: MemoryCheckpoint, folder: Path, capacity: int = 8) -> TrajectoryReceiver:
-    made = TrajectoryReceiver(
+def intake(
+    memory_checkpoint: MemoryCheckpoint,
+    folder: Path,
+    capacity: int = 8,
+    kind: type[TrajectoryReceiver] = TrajectoryReceiver,
+) -> TrajectoryReceiver:
+    made = kind(
         TrainerConfig(buffer_capacity=capacity),
         0,
         lambda trajectory: None,
@@ -67,6 +72,27 @@ def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_th
     assert held(intake(memory_checkpoint, tmp_path), names) == names[1:], "its step may have to be trained again"
     first.left(names[2:3])
     assert held(intake(memory_checkpoint, tmp_path), names) == names[2:]
+
+
+def test_a_store_that_fails_in_the_pullers_thread_just_as_a_step_ends_does_not_end_the_rank(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
+) -> None:
+    class Failing(TrajectoryReceiver):
+        """Right after the store is read, the other thread gives it up."""
+
+        @property
+        def _kept(self) -> InboxStore | None:
+            now, self._now = self._now, None
+            return now
+
+        @_kept.setter
+        def _kept(self, store: InboxStore | None) -> None:
+            self._now = store
+
+    received = intake(memory_checkpoint, tmp_path, kind=Failing)
+    names = [trajectory.rollout_id for trajectory in make_trajectories(groups=1)]
+    received.left(names)
+    received.discard(names)
 
 
 def test_a_restored_trajectory_that_comes_again_is_acknowledged_and_dropped_even_after_its_step_began(

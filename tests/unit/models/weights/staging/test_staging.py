@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,56 @@ async def test_the_origin_keeps_what_the_publisher_removes_until_nobody_wants_it
     assert listed(origin.disk / "staged") == ["v1", "v2"]
     await origin.stage("v3", path=str(publish(tmp_path / "published" / "v3")))
     assert listed(origin.disk / "staged") == ["v3"]
+
+
+async def test_two_versions_that_come_together_remove_earlier_ones_once(
+    start_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await start_host("one")
+    paths = {name: str(publish(tmp_path / "published" / name)) for name in ("v1", "v2", "v3", "v4")}
+    await host.stage("v1", path=paths["v1"])
+    await host.stage("v2", path=paths["v2"], keep=("v1",))
+    removed: list[str] = []
+    second = threading.Event()
+    really = store.atomic_dir.remove
+
+    def remove(folder: Path) -> None:
+        """The first removal lasts until the other version's has begun."""
+        removed.append(folder.name)
+        assert second.wait(LIMIT_S) if len(removed) == 1 else second.set() is None
+        really(folder)
+
+    monkeypatch.setattr(store.atomic_dir, "remove", remove)
+    both = [host.stage("v3", path=paths["v3"], keep=("v4",)), host.stage("v4", path=paths["v4"], keep=("v3",))]
+    assert all(reply.done for reply in await asyncio.gather(*both))
+    assert sorted(removed) == ["v1", "v2"]
+    assert listed(host.disk / "staged") == ["v3", "v4"]
+
+
+async def test_a_version_that_is_asked_for_while_it_is_removed_comes_again(
+    start_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await start_host("one")
+    paths = {name: str(publish(tmp_path / "published" / name)) for name in ("v1", "v2")}
+    await host.stage("v1", path=paths["v1"])
+    begun, go_on = threading.Event(), threading.Event()
+    really = store.atomic_dir.remove
+
+    def remove(folder: Path) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        really(folder)
+
+    monkeypatch.setattr(store.atomic_dir, "remove", remove)
+    newer = asyncio.create_task(host.stage("v2", path=paths["v2"]))
+    assert await asyncio.to_thread(begun.wait, LIMIT_S)
+    older = host.service.store.stage(StageRequest("v1", paths["v1"], keep=("v2",)))
+    await asyncio.wait({older}, timeout=0.3)  # enough for a removal that does not hold it up to undo it
+    go_on.set()
+    assert verify((await older).path) == read_manifest(Path(paths["v1"]))
+    assert (await newer).done
+    assert listed(host.disk / "staged") == ["v1", "v2"]
+    assert host.service.store.get("v1") is not None
 
 
 async def test_the_initial_model_is_served_from_where_it_lies_and_stays(
