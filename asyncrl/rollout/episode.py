@@ -353,7 +353,10 @@ class GroupRules:
 
 
 def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:
-    """Return the sample's new reward if its episode's becomes `reward`; exactly that if it is the only sample."""
+    """Return the sample's new reward after its episode's total changed from `before` to `reward`.
+
+    The result is exactly `reward` if all episodes have one sample (`alone`) and the sample has no rewards of turns.
+    """
     if alone and sample.token_rewards is None:
         return reward
     return sample.reward + (reward - before)

@@ -11,9 +11,10 @@
 7. Servers on the trainer's devices have them from here on. The ranks are polled, and a new manager gets the master's
    report and opens its gate. From here on trajectories arrive, and the process is ready.
 8. The evaluation that was cut off is repeated; then the version is announced.
-9. The last step is reported, and written into the ledger if its line is missing.
+9. The last step is reported. Its lines are written into the ledger if they are missing.
 
-A death may cut off any of these; the next successor does all of them again.
+A death may cut off any of these; the next successor does all of them again. After a stop request or a failure the end
+of the run saves this state; 3, 4 and the ledger's lines of the last step are done in any case.
 """
 
 from __future__ import annotations
