@@ -3,7 +3,7 @@
     for row in asyncrl.run("async_grpo", {"model.path": "my-model", "reward.path": "my_reward.py:score"}):
         print(row["step"], row["reward/mean"])
 
-A run is the same as by the command, with the same processes, files and checkpoints, but in a separate session, so that
+A run is the same as by the command, with the same processes, files and checkpoints. It is in a separate session, so
 Ctrl-C in a notebook reaches it once and in order. It ends with the program that started it, unless that is killed by
 SIGKILL.
 """

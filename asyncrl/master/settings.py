@@ -13,25 +13,28 @@ class OnStale(StrEnum):
     """Treatment of a sample with a token older than η allows."""
 
     drop = auto()
-    """It is dropped and its prompt is tried again."""
+    """The sample is dropped, and its prompt is tried again."""
     mask = auto()
-    """Only its tokens within η carry loss."""
+    """Only the sample's tokens within η carry loss."""
     wait = auto()
     """The trainer holds its step so that no running rollout expires."""
 
 
 @dataclass
 class BufferOrderConfig(PluginConfig):
-    """A function of yours that ranks the waiting rollouts."""
+    """Your function that ranks the waiting rollouts."""
 
     path: str = setting(
         "",
-        "import path of a function (rollout: ReadyRollout) -> float, or of a class of such; empty: oldest first",
+        "import path of a function (rollout: ReadyRollout) -> float, or of a class of such: rollouts with the lowest "
+        "values are trained first. Empty: those with the oldest tokens",
     )
-    args: dict[str, Any] = setting(help="keyword arguments of the call, or of the constructor", factory=dict)
+    args: dict[str, Any] = setting(
+        help="keyword arguments of the function, or of the class's constructor", factory=dict
+    )
     timeout_s: float = setting(
         10.0,
-        "limit of ranking all that wait for a step; beyond it that step takes the oldest tokens first",
+        "time limit for ranking all rollouts that wait for a step; beyond it the step takes the oldest tokens first",
         unit="s",
         minimum=0.01,
     )

@@ -9,7 +9,7 @@ it. It ends with the last step, a stop request (between steps, or while it waits
 
 Exactly once. A prompt is used from the moment its step is complete, or when the master learns that it was dropped for
 good (`SampleBuffer`). A checkpoint has the model, the used prompts and the drop counts of one version, in one folder
-that appears at once, so after a restart all parts go back to the same step. `asyncrl.master.recovery` describes what
+that appears at once. So after a restart all parts go back to the same step. `asyncrl.master.recovery` describes what
 happens when a process dies.
 """
 

@@ -135,9 +135,9 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
         for name, count in counts.items():
             yield from value_problems(f"{group}.{name}", count, SettingInfo(help="", minimum=int(name != "interval")))
         if not 0 < each.top_p <= 1:
-            yield f"{group}.sampling.top_p={each.top_p}: no nucleus; give a number above 0, up to 1"
+            yield f"{group}.sampling.top_p={each.top_p}: not a probability mass; use a number above 0, at most 1"
         if not (math.isfinite(each.temperature) and each.temperature >= 0):
-            yield f"{group}.sampling.temperature={each.temperature}: no temperature; give 0 or more"
+            yield f"{group}.sampling.temperature={each.temperature}: not a temperature; use a finite number, 0 or more"
         if each.temperature == 0 and each.n_samples > 1:
             yield (
                 f"{group}.n_samples={each.n_samples}: greedy answers to a prompt are all the same; give a temperature "

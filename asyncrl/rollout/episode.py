@@ -318,10 +318,10 @@ class GroupRules:
         return next(rejections, FilterDecision(True))
 
     def success(self, samples: Sequence[Sample]) -> float | None:
-        """Return the share of right answers; None without a curriculum."""
+        """Return the share of samples that count as right, by all their rewards; None without a curriculum."""
         if self.right_at is None:
             return None
-        return sum(sample.reward >= self.right_at for sample in samples) / len(samples)
+        return sum(sample.total_reward >= self.right_at for sample in samples) / len(samples)
 
     def shape(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Apply the shapings to the rewards. The change of an episode's reward is added to each of its samples.
@@ -353,7 +353,10 @@ class GroupRules:
 
 
 def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:
-    """Return the sample's new reward if its episode's becomes `reward`; exactly that if it is the only sample."""
+    """Return the sample's new reward after its episode's total changed from `before` to `reward`.
+
+    The result is exactly `reward` if all episodes have one sample (`alone`) and the sample has no rewards of turns.
+    """
     if alone and sample.token_rewards is None:
         return reward
     return sample.reward + (reward - before)

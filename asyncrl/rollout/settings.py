@@ -18,23 +18,40 @@ from asyncrl.plugins.chat.settings import ChatConfig
 class SamplingConfig:
     """Sampling of answers during training."""
 
-    max_new_tokens: int = setting(112, "longest answer", unit="tokens", minimum=1)
+    max_new_tokens: int = setting(
+        112, "longest answer in training; a longer one is cut off there", unit="tokens", minimum=1
+    )
     max_new_tokens_from: dict[int, int] = setting(
-        help="a course of that limit: by policy version, the longest answer of rollouts that begin at it or later, for "
-        "example {0: 2048, 100: 4096}; none above max_new_tokens, which holds before the first and if there are none",
+        help="schedule of max_new_tokens: by policy version, the limit for rollouts that begin at that version or "
+        "later, for example {0: 2048, 100: 4096}. No entry may exceed max_new_tokens, which applies before the first",
         factory=dict,
     )
-    temperature: float = setting(1.0, "0 is greedy and gives groups without variance", minimum=0.0)
-    top_p: float = setting(1.0, "nucleus mass kept", minimum=1e-6, maximum=1.0)
-    top_k: int = setting(-1, "most likely tokens kept; -1: all", minimum=-1)
-    min_p: float = setting(0.0, "least probability kept, relative to the most likely token", minimum=0.0, maximum=1.0)
+    temperature: float = setting(
+        1.0,
+        "divides the logits: higher values give more varied answers. 0 (greedy) is refused, because all answers of a "
+        "group would be equal",
+        minimum=0.0,
+    )
+    top_p: float = setting(
+        1.0,
+        "nucleus sampling: keep the most likely tokens whose probabilities add up to this; 1: all",
+        minimum=1e-6,
+        maximum=1.0,
+    )
+    top_k: int = setting(-1, "number of most likely tokens to sample from; -1: all", minimum=-1)
+    min_p: float = setting(
+        0.0,
+        "least probability of a token to sample from, as a fraction of the most likely token's; 0: all",
+        minimum=0.0,
+        maximum=1.0,
+    )
     allowed_token_ids: str = setting(
         "",
         "the only tokens that an answer may have, such as action tokens: ids and ranges, `31744-31999,2`; empty: all. "
-        "Log-probabilities of servers and training are then of the distribution over these tokens",
+        "Log-probabilities of servers and training are then those of the distribution over these tokens",
     )
     stop: list[str] = setting(
-        help="texts that end an answer; it keeps its tokens up to and with the one that completes such a text",
+        help="texts that end an answer; the answer keeps its tokens up to the one that completes such a text",
         factory=list,
     )
 
@@ -48,17 +65,42 @@ class SamplingConfig:
 class UserCodeConfig:
     """Agents, environments and rewards off the worker's event loop; limits are per RolloutWorker."""
 
-    threads: int = setting(256, "plain functions that run at the same time", unit="calls", minimum=1)
+    threads: int = setting(
+        256,
+        "plain functions of environments, rewards and tools that run at the same time; further calls wait",
+        unit="calls",
+        minimum=1,
+    )
     processes: int = setting(
         0,
-        "processes for what is marked or set to run in one, started as they are needed; 0: one per core, at least 2",
+        "processes for rewards and tools with run_in=process, started when they are needed; further calls wait. "
+        "0: one per core, at least 2. Agents and environments have processes of their own (agent.processes, "
+        "env.processes)",
         unit="processes",
         minimum=0,
     )
-    process_memory_mb: int = setting(4096, "memory of such a process and all that it starts", unit="MB", minimum=64)
-    process_children: int = setting(32, "processes that such a process may start", unit="processes", minimum=0)
-    process_max_calls: int = setting(1000, "calls after which it is renewed", unit="calls", minimum=1)
-    slow_call_s: float = setting(5.0, "calls that take so long are named in the log", unit="s", minimum=0.001)
+    process_memory_mb: int = setting(
+        4096,
+        "memory limit of a process of user code and all that it starts; beyond it the process is killed and its call "
+        "fails",
+        unit="MB",
+        minimum=64,
+    )
+    process_children: int = setting(
+        32,
+        "processes that a process of user code may start; with more it is killed and its call fails",
+        unit="processes",
+        minimum=0,
+    )
+    process_max_calls: int = setting(
+        1000,
+        "calls of rewards and tools after which their process is replaced, which frees what they leaked",
+        unit="calls",
+        minimum=1,
+    )
+    slow_call_s: float = setting(
+        5.0, "calls of user code that take this long are named in the log", unit="s", minimum=0.001
+    )
 
 
 class Pacing(StrEnum):
@@ -76,50 +118,63 @@ class EndpointConfig:
 
     host: str = setting(
         "127.0.0.1",
-        "interface it listens on, without TLS; another than the loopback's only where agents run on other machines",
+        "address that it listens on, without TLS; use another than the loopback only if agents run on other machines",
     )
-    max_body_mb: int = setting(32, "largest request", unit="MB", minimum=1)
+    max_body_mb: int = setting(32, "largest request body; larger ones are refused", unit="MB", minimum=1)
 
 
 @dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
-    workers: int = setting(1, "number of RolloutWorkers", minimum=1)
-    max_concurrent: int = setting(128, "rollouts one worker runs at the same time", unit="rollouts", minimum=1)
+    workers: int = setting(1, "number of RolloutWorkers; more of them run more user code in parallel", minimum=1)
+    max_concurrent: int = setting(
+        128,
+        "rollouts that one worker runs at the same time; max_head_offpolicyness limits all workers together",
+        unit="rollouts",
+        minimum=1,
+    )
     new_tokens_per_chunk: int = setting(
-        0, "ask for so many tokens at a time; 0: the whole answer", unit="tokens", minimum=0
+        0,
+        "tokens of an answer that one request asks for; the next one continues it. 0: the whole answer",
+        unit="tokens",
+        minimum=0,
     )
     request_timeout_s: float = setting(
         120.0,
-        "longest silence of a server; an answer that takes longer than half of it is continued in another request, "
-        "from the tokens that it has",
+        "longest silence of a server, after which another one is asked. An answer that takes longer than half of this "
+        "is continued in another request, from the tokens that it has",
         unit="s",
         minimum=1.0,
     )
     pacing: Pacing = setting(
         Pacing.eager,
-        "when a rollout starts that max_head_offpolicyness allows: at once (eager), or when it is expected to be "
-        "needed, as learned from how long rollouts, steps and waits take (deadline), so that it is young in training",
+        "start of the rollouts that max_head_offpolicyness allows: at once (eager), or just before they are expected "
+        "to be needed (deadline), which makes them younger in training; the times of rollouts, steps and waits are "
+        "measured",
     )
     rollout_timeout_s: float = setting(
         600.0,
-        "limit of one rollout: episodes that still play then are lost; it is dropped where too few are left",
+        "time limit of one rollout: episodes that still run then are lost, and the rollout is dropped if too few are "
+        "left",
         unit="s",
         minimum=1.0,
     )
     filters: list[ChoiceConfig] = setting(
-        help="group filters, in order; a rejected group is counted by reason", factory=list
+        help="group filters, in order; a group that one rejects is not trained, and is counted by its reason",
+        factory=list,
     )
     filter_tries: int = setting(
         3,
-        "how often a prompt is tried that a filter returns (`return_prompt`), each time with other random numbers and "
-        "after the rest of the epoch; then it is dropped for good, counted as `<the filter's reason>_exhausted`",
+        "attempts at a prompt that a filter returns (`return_prompt`), each with other random numbers and after the "
+        "rest of the epoch. After the last one it is dropped for good, counted as `<the filter's reason>_exhausted`",
         minimum=1,
     )
-    shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
+    shaping: list[ChoiceConfig] = setting(
+        help="functions that change a group's rewards before training, in order; not in evaluations", factory=list
+    )
     columns: list[str] = setting(
-        help="numbers of one's own that graph functions, losses, advantages and filters read: row/<field>, "
+        help="your own numbers that graph functions, losses, advantages and filters read: row/<field>, "
         "agent/<name>, reward/<name> or token/<name>; docs/algorithms.md",
         factory=list,
     )
@@ -129,8 +184,8 @@ class RolloutConfig:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     rehearse: bool = setting(
         True,
-        "before anything starts, play the first row with made-up answers, to find mistakes in agent, environment, "
-        "rewards, tools and filters within seconds",
+        "before any process starts, play the first row with made-up answers: mistakes in agent, environment, rewards, "
+        "tools and filters are found within seconds",
     )
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
@@ -139,14 +194,16 @@ class RolloutConfig:
 class EvalSamplingConfig:
     """Sampling of answers in an evaluation; in a set, null means: as in `eval.sampling`."""
 
-    temperature: Optional[float] = setting(None, "0 is greedy, for n_samples=1; null: 0", minimum=0.0)
-    top_p: Optional[float] = setting(None, "nucleus mass kept; null: as rollout.sampling", minimum=1e-6, maximum=1.0)
+    temperature: Optional[float] = setting(None, "0 is greedy and needs n_samples=1; null: 0", minimum=0.0)
+    top_p: Optional[float] = setting(
+        None, "probability mass to sample from; null: as rollout.sampling", minimum=1e-6, maximum=1.0
+    )
     max_new_tokens: Optional[int] = setting(None, "longest answer; null: as rollout.sampling", unit="tokens", minimum=1)
 
 
 @dataclass
 class EvalSetConfig:
-    """One of several evaluation sets; what is null is as in `eval`."""
+    """One of several evaluation sets; a null setting has the value of `eval`."""
 
     name: str = setting("", "name of the set in metrics: eval/<name>/accuracy")
     path: str = setting("", "as dataset.path")
@@ -155,9 +212,9 @@ class EvalSetConfig:
     interval: Optional[int] = setting(None, "as eval.interval", unit="steps")
     size: Optional[int] = setting(None, "as eval.size", unit="prompts")
     n_samples: Optional[int] = setting(None, "as eval.n_samples", unit="samples")
-    agent: dict[str, Any] = setting(help="as eval.agent, over which it goes", factory=dict)
-    env: dict[str, Any] = setting(help="as eval.env, over which it goes", factory=dict)
-    reward: dict[str, Any] = setting(help="as eval.reward, over which it goes", factory=dict)
+    agent: dict[str, Any] = setting(help="as eval.agent, and overrides it", factory=dict)
+    env: dict[str, Any] = setting(help="as eval.env, and overrides it", factory=dict)
+    reward: dict[str, Any] = setting(help="as eval.reward, and overrides it", factory=dict)
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
 
 
@@ -165,25 +222,34 @@ class EvalSetConfig:
 class EvalConfig:
     """Evaluation on the running servers, outside the staleness count; docs/evaluation.md."""
 
-    interval: int = setting(5, "train steps between evaluations; 0: never", unit="steps", minimum=0)
+    interval: int = setting(
+        5,
+        "train steps between evaluations; the first and last version are evaluated too. 0: never",
+        unit="steps",
+        minimum=0,
+    )
     name: str = setting("held_out", "name of the set in metrics: eval/<name>/accuracy")
     path: Optional[str] = setting(None, "dataset; null: dataset.path with split=held_out")
     args: dict[str, Any] = setting(
-        help="keyword arguments of the dataset; added to dataset.args where eval.path is null", factory=dict
+        help="keyword arguments of the dataset; added to dataset.args if eval.path is null", factory=dict
     )
     fields: Optional[dict[str, str]] = setting(None, "as dataset.fields, of eval.path; null: those of dataset")
     size: int = setting(256, "prompts evaluated, from the set's start", unit="prompts", minimum=1)
     n_samples: int = setting(1, "answers to each prompt; more than one give pass@k", unit="samples", minimum=1)
-    timeout_s: float = setting(300.0, "limit of one evaluation of one set", unit="s", minimum=1.0)
+    timeout_s: float = setting(
+        300.0, "time limit of one evaluation on one set; beyond it that evaluation has failed", unit="s", minimum=1.0
+    )
     agent: dict[str, Any] = setting(
         help="settings of agent that differ in evaluations; with a path the group replaces that of training",
         factory=dict,
     )
-    env: dict[str, Any] = setting(help="likewise of env", factory=dict)
-    reward: dict[str, Any] = setting(help="likewise of reward; with a path, also in place of rewards", factory=dict)
+    env: dict[str, Any] = setting(help="as eval.agent, for env", factory=dict)
+    reward: dict[str, Any] = setting(
+        help="as eval.agent, for reward; with a path it replaces rewards too", factory=dict
+    )
     sets: list[EvalSetConfig] = setting(
-        help="several sets in place of name, path, args and fields; each with these, and with its own interval, size, "
-        "n_samples, sampling, agent, env and reward where it gives them",
+        help="several sets, which replace name, path, args and fields. Each gives these, and may give its own "
+        "interval, size, n_samples, sampling, agent, env and reward",
         factory=list,
     )
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)

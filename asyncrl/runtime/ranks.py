@@ -41,15 +41,15 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum of `tensor` over ranks, in place."""
+        """Replace `tensor` by its sum over the ranks, and return it."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Largest of `tensor` over ranks, in place."""
+        """Replace each element of `tensor` by its largest value over the ranks, and return it."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """`data` of every rank, by rank; their lengths may differ."""
+        """Return the `data` of every rank, by rank; their lengths may differ."""
         if self.world == 1:
             return [data]
         lengths = torch.zeros(self.world, dtype=torch.int64)
@@ -72,7 +72,7 @@ class Ranks:
         return _begun(dist.irecv(tensor, group=self.group, group_src=source))
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """`tensor` of the leading rank, in place on the others."""
+        """Overwrite `tensor` with that of the leading rank, and return it."""
         if self.world > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor

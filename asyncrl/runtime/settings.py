@@ -49,13 +49,13 @@ class HostConfig:
     )
     address: str = setting(
         "",
-        "its IPv4 address, or a name of it, on which the other hosts reach it; ray: of the node that it must be, empty "
-        "for any that has its cpus and gpus free; kubernetes: leave it empty",
+        "IPv4 address, or a name of it, at which the other hosts reach it. ray: that of the node to use; empty: any "
+        "node with its cpus and gpus free. kubernetes: leave it empty",
     )
     runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACEABLE)}", factory=list)
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
-    cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
-    memory: str = setting("", "kubernetes: memory of its pod, which it is ended beyond, e.g. 64Gi; empty: no limit")
+    cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: one per thread of its processes", minimum=0)
+    memory: str = setting("", "kubernetes: memory limit of its pod, beyond which it is killed, e.g. 64Gi; empty: none")
     fileroot: str = setting(
         "",
         "system.shared_filesystem=false: the folder on its own disk for runs, a whole path; empty: the launcher's "
@@ -70,10 +70,10 @@ class KubernetesConfig:
 
     image: str = setting("", "their image, with python and asyncrl")
     pull_secrets: list[str] = setting(help="Secrets by which a private image is pulled", factory=list)
-    namespace: str = setting("default", "where they and what they need are")
+    namespace: str = setting("default", "namespace of the pods, their claims and Secrets")
     claims: dict[str, str] = setting(
-        help="persistent volume claims and where they are mounted in every pod, e.g. {shared: /data}; fileroot, the "
-        "model and the data lie there",
+        help="persistent volume claims and the folders where every pod mounts them, e.g. {shared: /data}; fileroot, "
+        "model and data have to be there",
         factory=dict,
     )
     secrets: list[str] = setting(
@@ -85,7 +85,7 @@ class KubernetesConfig:
         help="labels of the nodes that pods may be on, e.g. {pool: gpus}", factory=dict
     )
     tolerations: list[dict[str, str]] = setting(
-        help="taints of nodes that pods bear, as Kubernetes writes them, e.g. [{key: gpu, operator: Exists}]",
+        help="taints of nodes that pods tolerate, as Kubernetes writes them, e.g. [{key: gpu, operator: Exists}]",
         factory=list,
     )
     runtime_class: str = setting("", "runtime class of the pods, e.g. nvidia; empty: the cluster's default")
@@ -107,7 +107,11 @@ class EtcdConfig:
 class SystemConfig:
     """Processes and how they find each other."""
 
-    launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
+    launcher: str = setting(
+        "local",
+        "how processes are started: on this machine, or on system.hosts by ssh, srun, Ray or as Kubernetes pods",
+        choices=modules_in(_LAUNCHERS),
+    )
     hosts: list[HostConfig] = setting(
         help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
         "see the run folder, the model and the data under the same paths, unless system.shared_filesystem=false; "
@@ -116,14 +120,14 @@ class SystemConfig:
     )
     shared_filesystem: bool = setting(
         True,
-        "the hosts see one folder; false: each has a disk of its own. Generation servers and RolloutWorkers alone are "
-        "on other hosts than the launcher's then, names are in etcd, and model, versions, data and your files of code "
-        "reach each host once, over HTTP, from those that have them",
+        "the hosts see one folder; false: each has its own disk. Then only generation servers and RolloutWorkers run "
+        "on other hosts than the launcher's, and names are in etcd. Model, versions, data and your files of code are "
+        "copied to each host once, over HTTP",
     )
     version_deltas: bool = setting(
         True,
-        "system.shared_filesystem=false: versions whose weights have 16 bits or less reach a host as what changed "
-        "since one that it has; false: as whole files, for links of more than about 1 Gb/s",
+        "system.shared_filesystem=false: send a host only what changed since a version that it has, if weights have 16 "
+        "bits or less; false: whole files, which is faster on links of more than about 1 Gb/s",
     )
     launcher_args: list[str] = setting(
         help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
@@ -131,7 +135,9 @@ class SystemConfig:
         factory=list,
     )
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
-    name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
+    name_resolve: NameBackend = setting(
+        NameBackend.file, "where processes register and find each other: in files of a folder, or in etcd"
+    )
     name_resolve_root: str = setting(
         "",
         "file: a folder, which trials may share (empty: a private one); etcd3: host:port, of a cluster all members' "
@@ -140,44 +146,52 @@ class SystemConfig:
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
     name_resolve_timeout_s: float = setting(
         60.0,
-        "name resolution may be away for so long (etcd elects a leader, a file handle is stale, the disk is full): "
-        "what fails is tried again, then the process ends",
+        "longest outage of name resolution (etcd elects a leader, a file handle is stale, the disk is full): failed "
+        "calls are retried for this long, then the process ends",
         unit="s",
         minimum=0.0,
     )
-    encrypt: bool = setting(True, "CURVE on every ZMQ socket; TLS and a bearer token on every HTTP request")
+    encrypt: bool = setting(
+        True,
+        "encrypt and authenticate all messages: CURVE on every ZMQ socket, TLS and a bearer token on every HTTP "
+        "request",
+    )
     unencrypted_network: bool = setting(
-        False, "asks a second time for encrypt=false where processes listen on a network: everybody on it is trusted"
+        False, "confirms encrypt=false if processes listen on a network: everybody on that network is trusted"
     )
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
     start_timeout_s: float = setting(
         120.0,
-        "processes that start may make no progress (use no CPU time, read nothing) for so long; with progress they may "
-        "take 15 times as long, and 5 times as long to show themselves at all; a process that ends is noticed at once",
+        "longest time without progress (CPU time, bytes read) of a process that starts. With progress it may take 15 "
+        "times as long, and 5 times as long until its first status. A process that ends is noticed at once",
         unit="s",
         minimum=1.0,
     )
     niceness: int = setting(
         10,
-        "where training runs on the CPU: niceness of all other processes, which work ahead anyway and take the cores "
-        "while the trainer waits; 0: none is lowered",
+        "if training runs on the CPU: niceness of all other processes. They work ahead, and use the cores while the "
+        "trainer waits; a lower value lets them slow it down. 0: normal priority",
         minimum=0,
         maximum=19,
     )
     lease_s: float = setting(
-        10.0, "lease of a worker's entry; it is renewed three times per lease", unit="s", minimum=0.5
+        10.0,
+        "lease of a process's entries in name resolution, renewed three times per lease. With a longer one a death is "
+        "noticed later; with a shorter one a pause is taken for a death",
+        unit="s",
+        minimum=0.5,
     )
     stall_timeout_s: float = setting(
         120.0,
-        "no train step for so long, once a generation server and a RolloutWorker have started: say which stage waits "
-        "for what, and stop",
+        "longest time without a train step, once a generation server and a RolloutWorker have started. Then the run "
+        "ends with a message that names the stage that waits, and for what",
         unit="s",
         minimum=5.0,
     )
     stop_timeout_s: float = setting(
         30.0,
-        "how long a training rank that does not answer is waited for once a stop is asked for (Ctrl-C): without it no "
-        "checkpoint can be written, and the run ends with exit code 1",
+        "after a stop request (Ctrl-C): longest wait for a training rank that does not answer. Then the run ends "
+        "without a checkpoint, with exit code 1",
         unit="s",
         minimum=1.0,
     )

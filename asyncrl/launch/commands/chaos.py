@@ -1,8 +1,8 @@
 """`python -m asyncrl.launch chaos EXPERIMENT [setting=value ...]`: run it while injecting faults.
 
-Following a plan made from the seed, processes are killed and paused, connections to the servers are cut and slowed
-down, and the disk is full for a while, if it may be filled. The run has its own trial. At the end its files are
-audited; a table shows the faults, how long it took until the run continued, and the costs.
+The plan is made from the seed. Processes are killed and paused, and connections to the servers are cut and slowed down.
+The disk is full for a while, if it may be filled. The run has its own trial. At the end its files are audited; a table
+shows the faults, how long it took until the run continued, and the costs.
 
 Exit codes: 0 the run finished by itself, its books balance, the audit found nothing and the whole plan was carried out;
 1 otherwise; 2 a setting is wrong; 130 stopped by Ctrl-C.

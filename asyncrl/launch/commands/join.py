@@ -10,7 +10,7 @@ rollout_worker      The GserverManager gives it prompts like all RolloutWorkers.
                     back to the others.
 
 A process leaves by Ctrl-C, SIGTERM or the machine's death. Each process started here is a new incarnation of its
-number, which is recorded first, so that an earlier process that still runs has no part in the run any more.
+number. The incarnation is recorded first, so an earlier process that still runs is fenced from the run.
 """
 
 from __future__ import annotations

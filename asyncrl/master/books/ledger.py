@@ -97,9 +97,12 @@ class Ledger:
         return cls(run_dir / LEDGER_DIR, settings)
 
     def begin(self, version: int, state: dict[str, Any] | None, books: GateBooks) -> None:
-        """Begin a launch at `version`; `state` is the return value of `saved` for its checkpoint, if there is one.
+        """Write the first line of a launch.
 
-        `books`: the gate's counters at the start.
+        Args:
+            version: version from which the launch continues.
+            state: what `saved` returned for the checkpoint of that version; None without a checkpoint.
+            books: the gate's counters at the start.
         """
         known = self._take_up(0 if state is None else state["line"]) and state is not None
         if not known:

@@ -121,8 +121,8 @@ class Collector:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to poll."""
-        self._tasks = [asyncio.create_task(self._follow(head)) for head in self._heads]
+        """Begin to poll, unless that has begun."""
+        self._tasks = self._tasks or [asyncio.create_task(self._follow(head)) for head in self._heads]
 
     @property
     def silent(self) -> list[int]:
@@ -134,10 +134,12 @@ class Collector:
         await cancel(*self._tasks)
 
     def check(self) -> None:
-        """Check that every worker still answers; return at once.
+        """Raise the error that ended a worker's polls, if there is one. Return at once.
+
+        A silent worker is no error (`silent`).
 
         Raises:
-            Exception: the error that ended a worker's polls.
+            Exception: the error of the polls.
         """
         for task in self._tasks:
             if task.done() and not task.cancelled():

@@ -72,7 +72,7 @@ class TrainBatch:
 
 
 class SampleBuffer:
-    """The buffer of received rollouts' metadata; see the module's docstring.
+    """The metadata of received rollouts, and the decision which of them are trained next.
 
     Args:
         batch_size: B, rollouts per train step.

@@ -1,7 +1,7 @@
 """The plan of a step: minibatches of each pass, the rank that trains each group, and the request to each rank.
 
-**Minibatches** depend only on (seed, version, pass) and the rewards, not on the number of ranks, so that runs with
-different numbers of ranks take the same optimizer steps. Groups in data order are permuted by `default_rng([seed,
+**Minibatches** depend only on (seed, version, pass) and the rewards. So runs with different numbers of ranks take the
+same optimizer steps. Groups in data order are permuted by `default_rng([seed,
 version])`, in later passes over the batch by `default_rng([seed, version, pass])`; those whose rewards differ come
 first, and all are dealt to the minibatches in turn. So the minibatches' numbers of groups with a signal differ by at
 most one.

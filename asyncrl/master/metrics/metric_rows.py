@@ -1,10 +1,10 @@
 """The row of metrics of a train step, and the wait of a row for its evaluation.
 
 The step that makes version s has row s: `step` = `policy_version` = s and the statistics of the rollouts it trained. If
-version s was evaluated, the row has `eval/<set>/reward_mean` and other metrics of each set (`evaluation_statistics`),
-or `eval/<set>/failed` = 1, or `eval/<set>/cut_short` = 1 if the run was stopped meanwhile. If the initial model is
-evaluated, row 0 has only that. The evaluation runs while training continues, so its row is held until it ends, and so
-are later rows: every row is written once, in order.
+version s was evaluated, the row has the metrics of each set, for example `eval/<set>/reward_mean`
+(`evaluation_statistics`). A set without a result has `eval/<set>/failed` = 1, or `eval/<set>/cut_short` = 1 if the run
+was stopped meanwhile. If the initial model is evaluated, row 0 has only that. The evaluation runs while training
+continues, so its row is held until it ends, and so are later rows: every row is written once, in order.
 """
 
 from __future__ import annotations

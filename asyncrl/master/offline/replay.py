@@ -64,9 +64,7 @@ class OfflineGate:
         return 0
 
     def submitted(self, trajectory: Trajectory, version: int) -> None:
-        """Count `trajectory`, which the ranks are about to receive in the step from `version`; a repetition counts
-        once.
-        """
+        """Count `trajectory`, which the ranks are about to receive in the step from `version`."""
         rollout = trajectory.rollout_id
         self._submitted += 1
         self._live.add(rollout)

@@ -79,7 +79,11 @@ class RankClients:
         return await self._answers([(worker, request) for worker in workers])
 
     async def publisher(self, request: Request[R]) -> R:
-        """Make the call to the rank that leads the others."""
+        """Make the call to the rank that publishes the actor and commits checkpoints.
+
+        Raises:
+            Stalled: it did not answer in time.
+        """
         return (await self.some([self._workers[self._publisher]], request))[0]
 
     async def _answers(self, calls: Sequence[tuple[RequestClient, Request[R]]]) -> list[R]:

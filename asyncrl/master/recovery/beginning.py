@@ -11,9 +11,10 @@
 7. Servers on the trainer's devices have them from here on. The ranks are polled, and a new manager gets the master's
    report and opens its gate. From here on trajectories arrive, and the process is ready.
 8. The evaluation that was cut off is repeated; then the version is announced.
-9. The last step is reported, and written into the ledger if its line is missing.
+9. The last step is reported. Its lines are written into the ledger if they are missing.
 
-A death may cut off any of these; the next successor does all of them again.
+A death may cut off any of these; the next successor does all of them again. After a stop request or a failure the end
+of the run saves this state; 3, 4 and the ledger's lines of the last step are done in any case.
 """
 
 from __future__ import annotations
@@ -130,18 +131,29 @@ class Beginning:
         self._parts, self._ready = parts, ready
 
     async def run(self) -> None:
-        """Prepare everything for the next step."""
+        """Prepare everything for the next step.
+
+        A stop request or a failure may end any of the waits. The end of the run then saves the state that was found, so
+        its metrics are continued and its last step is in the ledger in any case.
+        """
         standing = await self.take_up_state()
-        await self.continue_metrics(standing)
-        ledger_has_step = self.continue_ledger(standing)
-        self.take_up_last_step(standing)
-        path = await self.publish(standing)
-        awaited = self._parts.metrics_log.awaits_evaluation()
-        cut_off = awaited is not None and awaited < standing.version
-        self.announce(standing, path, cut_off=cut_off)
-        self.open_gate()
-        await self.evaluate_again(standing, path, awaited=awaited is not None, cut_off=cut_off)
-        await self.report_last_step(standing, written=ledger_has_step)
+        ledger_has_step = True
+        try:
+            try:
+                await self.continue_metrics(standing)
+            finally:
+                ledger_has_step = self.continue_ledger(standing)
+                self.take_up_last_step(standing)
+            path = await self.publish(standing)
+            awaited = self._parts.metrics_log.awaits_evaluation()
+            cut_off = awaited is not None and awaited < standing.version
+            self.announce(standing, path, cut_off=cut_off)
+            self.open_gate()
+            await self.evaluate_again(standing, path, awaited=awaited is not None, cut_off=cut_off)
+            await self.report_last_step(standing)
+        finally:
+            if standing.last is not None and not ledger_has_step:
+                self._parts.ledger.step(standing.last.batch, self._parts.reports.state.reported_books)
 
     async def take_up_state(self) -> RecoveredState:
         """1. Find the state from which the run continues, and load it."""
@@ -160,13 +172,15 @@ class Beginning:
         """2. Ask the manager for its status, and continue the metrics."""
         parts, reported = self._parts, self._parts.reports.state
         dropped = reported.told.books.dropped
-        await parts.reports.look()
-        idle_s = reported.told.status.idle_s
-        state = standing.state["metrics_log"]
-        parts.metrics_log.open(
-            parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
-        )
-        write_books(parts.run_dir, standing.version, reported.told.books)
+        try:
+            await parts.reports.look()
+        finally:
+            idle_s = reported.told.status.idle_s
+            state = standing.state["metrics_log"]
+            parts.metrics_log.open(
+                parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
+            )
+            write_books(parts.run_dir, standing.version, reported.told.books)
 
     def continue_ledger(self, standing: RecoveredState) -> bool:
         """3. Continue the ledger; return True if it has the last step."""
@@ -218,14 +232,6 @@ class Beginning:
         if cut_off:
             await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
 
-    async def report_last_step(self, standing: RecoveredState, *, written: bool) -> None:
-        """9. Report the last step, and write it into the ledger if its line is missing.
-
-        The reply has the prompts that were dropped for good meanwhile, before another step begins.
-        """
-        parts = self._parts
-        try:
-            await parts.reports.report(standing.version)
-        finally:
-            if standing.last is not None and not written:
-                parts.ledger.step(standing.last.batch, parts.reports.state.reported_books)
+    async def report_last_step(self, standing: RecoveredState) -> None:
+        """9. Report the last step. The reply has the prompts that were dropped for good meanwhile."""
+        await self._parts.reports.report(standing.version)

@@ -112,7 +112,11 @@ class Checkpoints:
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:
-        """Wait until a checkpoint in progress is complete on disk; raise its error."""
+        """Wait until a checkpoint in progress is complete on disk.
+
+        Raises:
+            Exception: a rank is gone, or the checkpoint could not be written.
+        """
         if (under_way := self._under_way) is not None:
             if not under_way.done():
                 self._check()

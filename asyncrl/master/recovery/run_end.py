@@ -32,6 +32,7 @@ class RunEnd:
             Exception: another process failed.
         """
         parts = self._parts
+        parts.collector.start()  # a stop request may come before the beginning has started it; reports need its polls
         if parts.run.complete:
             with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
                 await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)

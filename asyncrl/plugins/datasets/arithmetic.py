@@ -6,8 +6,8 @@
 Rows are computed, not stored: row `index` of a split depends on (seed, split, index) alone, so every process has the
 same dataset without a file. The split of a *problem* depends only on its numbers. A hash of the sorted numbers assigns
 one problem in `HELD_OUT_SHARE` to the held-out split. A row is drawn again until its problem belongs to the row's
-split. So two orders of one sum are in the same split under every seed, and no held-out problem can occur in training,
-neither of the base model nor in RL.
+split. So two orders of one sum are in the same split under every seed. No held-out problem can occur in training, of
+the base model or in RL.
 
 Demonstrations with `forget_carry` above 0 contain errors. A base model trained on them produces right and wrong steps,
 so RL has something to select.

@@ -52,7 +52,7 @@ class VJEPA2Encoder:
 
     @torch.no_grad()
     def __call__(self, clips: Sequence[Sequence[Picture]]) -> NDArray[np.float64]:
-        """`[N, H]`: embeddings of N clips, which have the same number of frames."""
+        """Return the embeddings `[N, H]` of N clips, which have the same number of frames."""
         found = []
         for start in range(0, len(clips), self._batch):
             videos = torch.stack([self.video(clip) for clip in clips[start : start + self._batch]])

@@ -1,10 +1,13 @@
 """The seccomp filter of sandboxed programs: refuses system calls that make memory outside the sandbox's limits.
 
-Limits on processes, address space and the folder's size cover the memory of a usual program. They do not cover memory
-files, SysV and POSIX message queues, shared memory and semaphores, pages given to pipes, the kernel's rings and tables
-for asynchronous I/O, watches, keys, BPF or Landlock, and socket buffers beyond the default size. All of these are
-refused. So are calls that make namespaces or mounts, inspect other processes, or open sockets of families that a
-network namespace does not confine (vsock reaches the host of a virtual machine).
+Limits on processes, address space and the folder's size cover the memory of a usual program. They do not cover
+
+- memory files, SysV and POSIX message queues, shared memory and semaphores;
+- pages given to pipes, and socket buffers beyond the default size;
+- the kernel's rings and tables for asynchronous I/O, watches, keys, BPF or Landlock.
+
+All of these are refused. So are calls that make namespaces or mounts, or inspect other processes. Sockets are refused
+if a network namespace does not confine their family: vsock reaches the host of a virtual machine.
 
 System call numbers below 424 differ by architecture and are fixed; those named here are refused. From 424 on they are
 the same everywhere and new ones are still added, so only those named here are allowed.

@@ -80,7 +80,7 @@ class SearchTool(Tool):
 
 
 def _read(file: Path, text_field: str, title_field: str) -> list[tuple[str, str]]:
-    """(title, text) of each line.
+    """Return title and text of each line.
 
     Raises:
         ValueError: see `SearchTool`.

@@ -68,7 +68,7 @@ class Evaluator:
     async def evaluate(self, name: str, version: int) -> EvaluationResult:
         """Evaluate this worker's share of the set `name` under policy `version` or newer.
 
-        A running evaluation is cancelled, because nothing waits for it any more.
+        An evaluation that still runs is cancelled first: the MasterWorker waits for one at a time.
 
         Raises:
             Exception: an episode failed in its last attempt, with the error of the agent, environment, reward or

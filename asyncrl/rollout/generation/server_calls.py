@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class ServerLost(HttpError):
-    """The manager reported that the server left service."""
+    """The manager reported that the server left service, or the server ended a request to score without scores."""
 
 
 class ServerCalls:

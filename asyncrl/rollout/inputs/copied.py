@@ -3,9 +3,11 @@
 The launcher copies them into one folder when the run begins. Staging servers copy the folder to every host, checked
 byte by byte like the model. All RolloutWorkers of the run read it, also those on the launcher's host:
 
-    <run_dir>/inputs/ inputs.json          `Inputs`: the place of each setting's files, and the values to compare
-        data_record.json     record of the training data when the trial began model/               files of the model's
-        folder other than weights 0/my_rewards.py      files that settings name: code, data, a chat template
+    <run_dir>/inputs/
+        inputs.json          `Inputs`: the place of each setting's files, and the values to compare
+        data_record.json     record of the training data when the trial began
+        model/               files of the model's folder other than weights
+        0/my_rewards.py      files that settings name: code, data, a chat template
         1/train-0.parquet, 1/train-1.parquet
 
 Everything else is compared when a worker starts; a difference ends the worker and names the setting:

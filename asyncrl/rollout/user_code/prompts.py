@@ -60,7 +60,7 @@ class Prompts:
     @property
     def train_set(self) -> Dataset:
         """The rows to train on."""
-        assert self._train_set is not None, "who trains nothing has no training set"
+        assert self._train_set is not None, "only a worker that trains has a training set"
         return self._train_set
 
     def train(self, ref: PromptRef, version: int = 0) -> Prompt:

@@ -248,7 +248,13 @@ def _sees_of(part: RewardPart) -> RewardScope:
 
 
 def _given(part: RewardPart, value: object) -> Added:
-    """Check the result of `part`: a number, or a mapping with the key `SCORE` and further numbers."""
+    """Check the result of `part`, report it, and return it with its weight.
+
+    The result is a number, or a mapping with the key `SCORE` and further numbers.
+
+    Raises:
+        UserCodeError: it is neither, or a verdict other than 0 and 1.
+    """
     number, extras = (value.get(SCORE), _extras(part, value)) if isinstance(value, Mapping) else (value, {})
     try:
         number = float(number)  # type: ignore[arg-type]

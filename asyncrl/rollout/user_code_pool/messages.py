@@ -37,8 +37,8 @@ an environment). `use` calls a method of it: `arguments` are the method's name, 
 
 
 class ChildCall(msgspec.Struct, frozen=True):
-    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`; or see
-    `MAKE`.
+    """Call `target` with `arguments`. `sees` is `MAKE`, `USE` or the kind of the arguments, which says whether these
+    are maps to be read as `Episode`s.
     """
 
     target: CodeTarget
@@ -61,7 +61,7 @@ class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer of the worker to a question of the process; if `error` is set, the reason why there is no answer."""
+    """Answer of the worker to a request of the process; if `error` is set, the reason why there is none."""
 
     value: Any = None
     error: str = ""
@@ -114,7 +114,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 def packed(message: ChildCall | ChildReply | PolicyAnswer) -> bytes:
-    """`message` with its length in front.
+    """Encode `message`, with its length in front.
 
     Raises:
         ValueError: it contains something that is not plain data, or is larger than `MAX_BYTES`.

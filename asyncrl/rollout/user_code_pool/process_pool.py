@@ -116,13 +116,19 @@ class _Process:
             raise _Died("ended") from error
 
     async def drain_prints(self, worker_log: int) -> None:
-        """Copy the process's output to the worker's log, up to `PRINTED_LIMIT`."""
+        """Copy the process's output to the worker's log, up to `PRINTED_LIMIT`.
+
+        All output is read, whatever becomes of the log: a full pipe would block the process in its next print.
+        """
         stream = self.process.stderr
         assert stream is not None
         while chunk := await stream.read(1 << 16):
             room = PRINTED_LIMIT - self.printed
             if room > 0:
-                os.write(worker_log, chunk[:room])
+                try:
+                    os.write(worker_log, chunk[:room])
+                except OSError as error:  # a full disk, say
+                    _log.warning("output of a process of the pool cannot be written to the log: %s", error)
                 if len(chunk) >= room:
                     _log.warning("a process of the pool printed more than %d KB; no more of it", PRINTED_LIMIT >> 10)
             self.printed += len(chunk)

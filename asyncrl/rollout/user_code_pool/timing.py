@@ -1,9 +1,9 @@
 """Measure the time that a rollout spends on each activity, and its rewards by name. The meter follows the rollout
 through tasks and threads.
 
-with metered() as meter:
-    ...                                  # the rollout, wherever its parts run
-meter.metrics()                          # {"rollout/env_s": 0.8, "rollout/reward_s": 0.2, "reward/correct": 0.5}
+    with metered() as meter:
+        ...                              # the rollout, wherever its parts run
+    meter.metrics()                      # {"rollout/env_s": 0.8, "rollout/reward_s": 0.2, "reward/correct": 0.5}
 """
 
 from __future__ import annotations

@@ -133,7 +133,10 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
 
 
 def _clock_note(host: HostConfig, asked_at: float, at: float, answered_at: float) -> tuple[str, ...]:
-    """Say by how much the clock of `host` differs, if that is certain: `at` lies between the two others in truth."""
+    """Return a sentence if the clock of `host` certainly differs by `CLOCK_S` or more.
+
+    The host read its clock, `at`, between the moments `asked_at` and `answered_at` of this host's clock.
+    """
     least_s = max(asked_at - at, at - answered_at)
     if least_s < CLOCK_S:
         return ()

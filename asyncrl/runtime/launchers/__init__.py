@@ -57,7 +57,7 @@ class WorkerHandle(ABC):
         self.kill()
 
     def last_lines(self) -> list[str]:
-        """The end of its log, from the first error in its last lines if there is one."""
+        """Return the last lines of its log, from the first error among them if there is one."""
         with self.log.open(errors="replace") as log:
             lines = [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
         return lines[next((at for at, line in enumerate(lines) if _ERROR.match(line)), 0) :]
@@ -99,6 +99,6 @@ class LauncherBackend(ABC):
 
 
 def open_backend(name: str, run_dir: Path) -> LauncherBackend:
-    """The back end that `system.launcher` names."""
+    """Return the back end with this name, a value of `system.launcher`."""
     backend: LauncherBackend = pkgutil.resolve_name(f"{__name__}.{name}:Backend")(run_dir)
     return backend

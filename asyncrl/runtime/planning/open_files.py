@@ -41,7 +41,7 @@ class DescriptorNeed(NamedTuple):
 
 
 def needs(config: ExperimentConfig) -> Iterator[DescriptorNeed]:
-    """The needs of the processes of a run that depend on its size."""
+    """Yield the needs of the processes of a run that depend on its size."""
     counts = {kind: PROCESS_KINDS[kind].count(config) for kind in PROCESS_KINDS}
     workers, servers, ranks = (
         counts.get(kind, 0) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER, names.MODEL_WORKER)

@@ -57,21 +57,21 @@ def plan_workers(
 
 
 def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
-    """The hosts that run `kind`: those that name it; without `system.hosts` the launcher's own, which runs all."""
+    """Return the hosts that run `kind`: those that name it, or the launcher's own if none does."""
     if kind == STAGING_SERVER:
         return staging_hosts(config)
     return [host for host in config.system.hosts if kind in host.runs] or [_HERE]
 
 
 def _by_room(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Share]) -> list[HostConfig]:
-    """The hosts of generation servers, each as often as servers fit on the GPUs left there; all once if none fits."""
+    """Return the hosts of generation servers, each as often as servers fit on its free GPUs; all once if none fits."""
     each = server_shape(config.generation).gpus
     fits = [len(gpus_of_servers(config, share)) // each for share in shares]
     return [host for host, count in zip(hosts, fits, strict=True) for _ in range(count)] or hosts
 
 
 def _folder_on(host: HostConfig, config: ExperimentConfig) -> str:
-    """The run's folder on a host's own disk; empty: where the launcher has it."""
+    """Return the run's folder on the host's own disk; empty if it is the launcher's path."""
     return str(Path(host.fileroot) / config.experiment_name / config.trial_name) if host.fileroot else ""
 
 

@@ -123,7 +123,7 @@ def _training_ranks(config: ExperimentConfig) -> int:
 
 
 def _training_rank(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """The first GPUs of the host, one each, for the ranks of all roles by worker index."""
+    """Return the resources of a rank: the first GPUs of the host are assigned by worker index, one each."""
     ours = here.gpus if config.trainer.device != Device.cpu else ()
     return Resources(config.trainer.threads, _dealt(index, 1, ours), allocator=GPU_ALLOCATOR if ours else "")
 
@@ -133,9 +133,9 @@ def _generation_servers(config: ExperimentConfig) -> int:
 
 
 def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
-    """GPUs of a host that its training ranks leave to generation servers; the last one is shared if they take all.
+    """Return the GPUs that training ranks leave to generation servers; if they take all, the last one is shared.
 
-    If all servers are guests of the training ranks, the GPUs of these ranks.
+    If all servers are guests of the training ranks, these are the GPUs of the ranks.
     """
     if config.generation.device == Device.cpu:
         return ()
@@ -146,7 +146,10 @@ def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
 
 
 def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """The GPUs that training leaves, as many as the server has ranks; too few are shared in turn."""
+    """Return the resources of a server: as many of the GPUs that training leaves as it has ranks.
+
+    Too few GPUs are shared in turn. A guest gets GPUs of training ranks.
+    """
     generation = config.generation
     ours, guests = gpus_of_servers(config, here), guests_of(generation)
     if ours and index in guests and config.trainer.device != Device.cpu:
@@ -162,7 +165,7 @@ def _policy_servers(config: ExperimentConfig) -> int:
 
 
 def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """GPUs as for generation servers; policy servers that compute are numbered after those."""
+    """Return resources as of a generation server; policy servers that the run starts are numbered after those."""
     policies = config.policy_of_server
     if policies[index].url is not None:
         return _on_cpu(config, index, here)
@@ -170,7 +173,7 @@ def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resourc
 
 
 def _computing(policies: Sequence[PolicyConfig]) -> int:
-    """Number of the policies' servers that the run starts; others run already."""
+    """Return the number of these policies whose servers the run starts; the others have a URL."""
     return sum(policy.url is None for policy in policies)
 
 
@@ -183,7 +186,10 @@ def _encoder_servers(config: ExperimentConfig) -> int:
 
 
 def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """The GPUs after those of training ranks and generation servers; too few are shared in turn, from the last."""
+    """Return the resources of an encoder: GPUs after those of training ranks, generation and policy servers.
+
+    If these take all, the last GPU is shared.
+    """
     gpus = config.rollout.encoder.gpus if here.gpus else 0
     if not gpus:
         return _on_cpu(config, index, here)
@@ -212,7 +218,7 @@ def _recorders(config: ExperimentConfig) -> int:
 
 
 def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """GPUs of the `index`-th taker of `each` out of `gpus`, in turn."""
+    """Return the GPUs of process `index` if each process takes the next `each` of `gpus`, in turn."""
     return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
 
 

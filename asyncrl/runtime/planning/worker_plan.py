@@ -75,14 +75,14 @@ class WorkerPlan:
         return f"{self.kind}/{self.index}"
 
     def command(self, run_dir: Path) -> list[str]:
-        """The command line that runs it, as one of the run in `run_dir`."""
+        """Return the command line that runs the process, for the run in `run_dir`."""
         command = [self.host.python or sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
         command += ["--incarnation", str(self.incarnation)]
         command += ["--host", self.host.address] if self.host.address else []
         return [*command, "--run-dir", self.host.run_dir or str(run_dir), "--niceness", str(self.resources.niceness)]
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the process, on top of the launcher's own.
+        """Return the environment variables of the process, in addition to the launcher's own.
 
         A user's own choice of CUDA_DEVICE_ORDER and of torch's allocator stays.
         """

@@ -34,7 +34,7 @@ class Gpu:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The NVIDIA GPUs that a run may use, by CUDA's names: all of this machine, or those in CUDA_VISIBLE_DEVICES.
+    """Return the NVIDIA GPUs that a run may use, by CUDA's names: all here, or those in CUDA_VISIBLE_DEVICES.
 
     As in CUDA itself, that list ends before its first entry that names no GPU.
     """
@@ -56,7 +56,7 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def count_gpus() -> int:
-    """Number of GPUs that a run may use."""
+    """Return the number of GPUs that a run may use."""
     return len(visible_gpus())
 
 
@@ -71,18 +71,21 @@ def uncounted_gpus() -> str:
 
 
 def _count_installed() -> int:
-    """Number of this machine's GPUs. The driver's folder in /proc is not everywhere: WSL2, gVisor, some containers."""
+    """Return the number of this machine's GPUs.
+
+    nvidia-smi is asked where the driver's folder in /proc is missing: WSL2, gVisor, some containers.
+    """
     return len(list(_GPUS.glob("*"))) or _count_listed(os.environ.get("PATH", ""))
 
 
 @cache
 def _count_listed(path: str) -> int:
-    """Number of GPUs that the nvidia-smi found in `path` lists, asked once: it may take seconds to answer."""
+    """Return the number of GPUs that the nvidia-smi in `path` lists. Cached: it may take seconds to answer."""
     return sum(line.startswith("GPU ") for line in _ask_nvidia_smi("-L"))
 
 
 def _ask_nvidia_smi(*arguments: str) -> list[str]:
-    """The lines that nvidia-smi prints; none if it is not installed or fails."""
+    """Return the lines that nvidia-smi prints; none if it is not installed or fails."""
     try:
         return subprocess.run(
             (_NVIDIA_SMI, *arguments), capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S
@@ -92,12 +95,12 @@ def _ask_nvidia_smi(*arguments: str) -> list[str]:
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
+    """Return the memory of this machine, in bytes."""
     return int(psutil.virtual_memory().total)
 
 
 def gpu_details() -> dict[str, Gpu]:
-    """Each GPU of this machine by CUDA's names for it, index and UUID; empty if nvidia-smi does not answer.
+    """Return the GPUs of this machine, each by its index and by its UUID; empty if nvidia-smi does not answer.
 
     The indices are CUDA's where CUDA_DEVICE_ORDER=PCI_BUS_ID, which every process of a run has.
     """
@@ -110,7 +113,7 @@ def gpu_details() -> dict[str, Gpu]:
 
 
 def interface_of(host: str) -> str:
-    """The network interface that has `host`, the `system.host` of a run: an IPv4 address or a name of one.
+    """Return the network interface that has `host`, the `system.host` of a run: an IPv4 address or a name of one.
 
     Raises:
         ValueError: no interface of this machine has it; the message names the addresses that they have.

@@ -36,7 +36,7 @@ def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = (
 
 
 def mark_of(launch: str) -> dict[str, str]:
-    """Environment variables by which `end_launch` finds the processes of this launch."""
+    """Return the environment variables by which `end_launch` finds the processes of this launch."""
     return {
         LAUNCH_VARIABLE: launch,
         "SPT_NOENV": "1",  # else setproctitle writes a process's title over its environment
@@ -69,7 +69,9 @@ def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
 
 
 def end_launch(launch: str) -> list[int]:
-    """Kill the processes on this machine that are left of the launch with this mark. Return their ids.
+    """Kill the processes on this machine that are left of the launch with this mark; return their ids.
+
+    Gives up after `_LEFTOVERS_LIMIT_S`; the ids include those that were still there then.
 
     A process is recognised by the mark in its environment, 128 random bits. Its id and start time are checked again
     through the kernel's handle on it, so that no other process with a reused id is killed.

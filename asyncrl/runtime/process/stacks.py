@@ -30,7 +30,7 @@ _TITLE = "asyncrl "
 
 
 def py_spy() -> str | None:
-    """The program, of this environment or on the path; None if it is not installed."""
+    """Return the path of py-spy, in this environment or on PATH; None if it is not installed."""
     return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 

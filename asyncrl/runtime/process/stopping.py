@@ -3,9 +3,9 @@
 Every process has `LEAVE_LIMIT_S` to stop, except the leader of a run, which saves a checkpoint first. After that
 `explain_delay` logs the position of each thread and coroutine, just before the launcher kills the process.
 
-A training rank needs more. Python runs a signal handler in the main thread between two bytecode instructions, so not
-while that thread waits in native code for a peer in a collective or for a GPU. The C-level handler does run, and writes
-the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `heard_at_once` reads.
+A training rank needs more. Python runs a signal handler in the main thread, between two bytecode instructions. So no
+handler runs while that thread waits in native code, for a peer in a collective or for a GPU. The C-level handler does
+run, and writes the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `heard_at_once` reads.
 """
 
 from __future__ import annotations

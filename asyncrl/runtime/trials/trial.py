@@ -1,8 +1,8 @@
 """Prepare the folder and the names of a trial for a launch.
 
-`prepare` claims the trial (`asyncrl.runtime.trials.claim`), ends processes that a killed launch left, applies `resume`,
-shows what is continued, clears an earlier launch's entries in name resolution, and writes the secret and the resolved
-config.
+`prepare` claims the trial (`asyncrl.runtime.trials.claim`), ends processes that a killed launch left and applies
+`resume`. It clears an earlier launch's entries in name resolution, and writes the secret and the resolved config. The
+terminal shows what is continued.
 """
 
 from __future__ import annotations

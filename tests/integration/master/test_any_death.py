@@ -266,6 +266,51 @@ async def test_whenever_the_master_and_its_successor_die_nothing_is_lost_or_done
             memory_checkpoint.remove()
 
 
+@pytest.mark.parametrize("during", ["status", "published"])
+async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_its_history(
+    tmp_path: Path, during: str
+) -> None:
+    """The master died before it recorded a step; its successor is asked to stop before it has begun."""
+    memory_checkpoint = MemoryCheckpoint(tmp_path)
+    memory_checkpoint.begin()
+    run = first_run(tmp_path, memory_checkpoint)
+    await run.loop._beginning.run()
+    for version in range(2):
+        await deliver(run, version)
+    await run.loop.step()
+    arm(run, STEP_END["before write_down"], STEP_END)
+    with suppress(Killed):
+        await run.loop.step()
+    run = await succeed(run, together=True)
+
+    async def stopped(*_: object) -> None:
+        run.stop.set()
+        await asyncio.Event().wait()
+
+    if during == "status":
+        run.manager.status = stopped
+    else:  # the evaluation of an earlier version is cut off, and this one waits for its repetition
+        run.loop.parts.metrics_log.awaits_evaluation = lambda: 1
+        run.loop.parts.announcer.published = stopped
+    async with asyncio.timeout(60):
+        await run.loop.run()
+    memory_checkpoint.remove()
+    findings: list[str] = []
+
+    def find(place: str, what: str) -> None:
+        findings.append(f"{place}: {what}")
+
+    lines = read_ledger(tmp_path / "ledger", find)
+    outcome = Replay(None, find).run(surviving(lines, find))
+    assert findings == []
+    assert outcome.trained == 2 * BATCH
+    assert [row["step"] for row in run.rows()] == [1, 2]
+    assert run.workers.stored is not None
+    assert run.workers.stored["version"] == 2
+    saved = (tmp_path / "ledger" / "000001.jsonl").read_text().splitlines()[run.workers.stored["ledger"]["line"] - 1]
+    assert json.loads(saved)["kind"] == "saved"
+
+
 async def play(
     folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, then: Point | None, *, together: bool
 ) -> None:

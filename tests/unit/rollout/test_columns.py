@@ -122,6 +122,12 @@ def test_a_declaration_that_names_no_source_is_refused_before_the_start(name: st
         validate(config)
 
 
+def test_the_rewards_of_turns_count_for_what_is_right() -> None:
+    """As in an evaluation: an environment that rewards each turn gives the sample itself nothing."""
+    by_turn = replace(sample(0.0), token_rewards=np.array([0, 0, 0, 0, 1], np.float32))
+    assert GroupRules(right_at=1.0).success([by_turn, sample(0.0, 1)]) == 0.5
+
+
 def test_filters_look_at_a_part_of_the_reward_where_they_are_told_to() -> None:
     group = [sample(1.0, 0), sample(1.0, 1)]  # equal sums, parts of 0.5 and 1.5
     assert not GroupRules([resolve("filter", "zero_variance")]).judge(group).keep

@@ -21,6 +21,7 @@ from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, ChildCall, CodeTarget, packed
 from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits, Usage, excess, keep
+from asyncrl.rollout.user_code_pool.process_pool import _Process
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, Code, UserCodeRunner
 from asyncrl.rollout.user_code_pool.running_calls import QUIET_S, RunningCalls, SlowCalls
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
@@ -162,6 +163,22 @@ def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
     while not (started := set(psutil.Process().children(recursive=True)) - before):
         pass
     return started
+
+
+async def test_output_that_the_full_disk_refuses_does_not_block_the_process_that_prints_it() -> None:
+    printing = "import sys; sys.stderr.write('x' * (1 << 20)); sys.stderr.flush()"
+    made = await asyncio.create_subprocess_exec(sys.executable, "-c", printing, stderr=subprocess.PIPE)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        process = _Process(made)
+        async with asyncio.timeout(LIMIT_S):
+            await process.drain_prints(full)
+            assert await made.wait() == 0
+        assert process.printed == 1 << 20
+    finally:
+        os.close(full)
+        with contextlib.suppress(ProcessLookupError):
+            made.kill()
 
 
 async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_process_is_renewed(
