@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from asyncrl.inference.settings import (
 from asyncrl.inference.sglang import gpu_checks
 from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
@@ -131,7 +131,7 @@ def _positions(config: ExperimentConfig) -> Iterator[str]:
     if path is None:
         return
     try:
-        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        described = read_model_config(path)
         limit = context_length(config, described)
     except (OSError, ValueError, TypeError, AttributeError):
         return  # reported by the trainer's checks
@@ -246,7 +246,7 @@ def _sglang_pictures(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting by which SGLang would see other pictures than the trainer."""
     path, env = config.model.path, config.generation.sglang.env
     try:
-        described = json.loads((Path(str(path)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        described = read_model_config(str(path))
         served = pictures_served(config, described)
         missing = missing_for_pictures(described) if served else ""
     except (OSError, ValueError, TypeError, AttributeError):

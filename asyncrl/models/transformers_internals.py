@@ -7,7 +7,6 @@ refuses the model instead of computing wrong numbers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLaye
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
@@ -148,7 +148,7 @@ def language_model(path: str | Path) -> type[AutoModelForCausalLM] | type[AutoMo
     """Return transformers' auto class for the language model in the folder `path`, with its vision tower if it has
     one.
     """
-    return language_model_for(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+    return language_model_for(read_model_config(path))
 
 
 def language_model_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from asyncrl.inference.engine_host import BASE_VERSION
 from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.trainer.settings import VisionMode
 
@@ -107,7 +108,7 @@ def build_command(
     """
     generation = config.generation
     check_args(generation.sglang.args)
-    model_config = json.loads((model_dir / "config.json").read_text())
+    model_config = read_model_config(model_dir)
     flags: dict[str, Any] = {
         "model_path": str(model_dir),
         "host": config.system.host,

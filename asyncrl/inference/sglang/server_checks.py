@@ -7,7 +7,6 @@ checks that they are the trainer's (`asyncrl.manager.fleet.logprob_check`). The 
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import PictureRules, PictureRulesError
 from asyncrl.models.weights.versions.logprob_probe import PICTURE_SIDE, probe_picture, with_picture
 
@@ -73,7 +73,7 @@ async def check_pictures(url: str, config: ExperimentConfig, security: HttpSecur
     generation, folder = config.generation, Path(str(config.model.path))
     if generation.backend == GenerationBackend.embedded:
         return
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    described = read_model_config(folder)
     if not pictures_served(config, described):
         return
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOGS_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.same_data import not_found_elsewhere
+from asyncrl.models.model_config import read_model_config
 from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.prompt_format import PicturesRefused
 from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts, shown
@@ -89,7 +89,7 @@ def _too_few_positions(
     """
     path = config.model.path
     assert path is not None, "prompts are made with the model's tokenizer"
-    described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    described = read_model_config(path)
     limit = context_length(config, described)
     for group, seen in found.items():
         setting, answer = answers[group]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from asyncrl.launch.before_start.initial_model import base_model_config
 from asyncrl.launch.previews.guest_memory import SharedDevice, problems, shared_devices
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import Graph
+from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
@@ -222,7 +222,7 @@ def _described(config: ExperimentConfig, path: str | None, folder: Path | None) 
     """Return the `config.json` of the model in `path`; None: that of the base model, made or not."""
     if path is None:
         return described(base_model_config(config, folder))
-    return dict(json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")))
+    return read_model_config(path)
 
 
 def _workload(config: ExperimentConfig, role: str) -> Workload:

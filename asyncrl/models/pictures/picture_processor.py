@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,19 +21,12 @@ from typing import Any
 
 from PIL import Image
 
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
-
-CONFIG_FILE = "config.json"
 
 
 class PictureModelError(ValueError):
     """The pictures of the model in a folder cannot be prepared; the message says why."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of the folder's `config.json`."""
-    found: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +54,7 @@ class PictureProcessor:
         """
         from transformers import AutoTokenizer
 
-        config = read_config(folder)
+        config = read_model_config(folder)
         kind, token_id = str(config.get("model_type")), placeholder_id(config)
         if token_id is None:
             raise PictureModelError(f"{kind} in {folder} takes no pictures: its config names no token for them")

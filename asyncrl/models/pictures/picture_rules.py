@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from asyncrl.models.model_config import read_model_config
+
 ANSWER_S: Final = 120.0
 """Longest wait for an answer: the first one takes some seconds of imports, and many on a busy machine."""
 KNOWN_SIZES: Final = 1024
 """Number of sizes whose texts are cached: the text of a large picture has some 10 kB."""
-_CONFIG_FILE: Final = "config.json"
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
 """Fields of a config that may hold the placeholder's id."""
 
@@ -171,7 +172,7 @@ def picture_rules(folder: Path) -> PictureRules | None:
     Raises:
         OSError, ValueError: the folder has no readable `config.json`.
     """
-    config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_model_config(folder)
     return None if placeholder_id(config) is None else PictureRules(folder)
 
 
@@ -185,6 +186,6 @@ def placeholder_id(config: Mapping[str, Any]) -> int | None:
 def placeholder_in(folder: str | Path) -> int | None:
     """As `placeholder_id`, for the model in `folder`; None also if its `config.json` cannot be read."""
     try:
-        return placeholder_id(json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8")))
+        return placeholder_id(read_model_config(folder))
     except (OSError, ValueError, TypeError, AttributeError):
         return None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from asyncrl.api import Agent, GenerationClient, Prompt
 from asyncrl.api.columns import with_columns
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.model_config import read_model_config
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.conversations import Conversations
@@ -49,7 +47,7 @@ class UserComponents:
     def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
         form = load_prompt_format(config)
-        model_config = json.loads((Path(config.model.path) / "config.json").read_text())
+        model_config = read_model_config(config.model.path)
         self.tokenizer = form.tokenizer
         self.vocab_size: int | None = model_config.get("vocab_size")
         allowed = config.rollout.sampling.allowed_token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
 from asyncrl.inference.settings import servers_take_pictures
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template, make_prompt
@@ -132,7 +132,7 @@ def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
     described = Path(str(config.model.path)).expanduser() / "config.json"
     if config.model.vision == VisionMode.none or not described.is_file():
         return None
-    kind = str(json.loads(described.read_text(encoding="utf-8")).get("model_type"))
+    kind = str(read_model_config(described.parent).get("model_type"))
     taken = servers_take_pictures(config.generation, config.manager.weight_transport, kind)
     return picture_rules(described.parent) if taken else None
 

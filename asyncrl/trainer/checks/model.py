@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
@@ -13,6 +11,7 @@ from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.planning.plan_workers import with_types
@@ -48,10 +47,9 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
         yield f"{setting}: model.path=null is the demo's dense model, which has no experts; set it to false"
         return
     try:
-        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        shape = routing_shape(read_model_config(path))
     except (OSError, ValueError):
         return  # `hugging_face_folder` reports the error
-    shape = routing_shape(described) if isinstance(described, dict) else ""
     if isinstance(shape, str):
         yield f"{setting}: model.path={path!r}: {shape}; set it to false"
 

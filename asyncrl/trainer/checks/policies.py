@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import TRAINED_ROLES, GraphError
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import AlgorithmConfig, VisionMode
@@ -124,7 +123,7 @@ def _vocabulary(config: ExperimentConfig, name: str) -> Iterator[str]:
 
 def _vocab_size(path: str) -> int | None:
     try:
-        size = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        size = read_model_config(path).get("vocab_size")
     except (OSError, ValueError):
         return None
     return size if isinstance(size, int) else None

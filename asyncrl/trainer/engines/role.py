@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,11 +21,12 @@ from asyncrl.models.host_copies import HostCopy
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.models.storages import own_storage
+from asyncrl.models.weights.versions.published import Published, TensorSpec
 from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
-from asyncrl.trainer.engines.base import TrainingEngine
+from asyncrl.trainer.engines.base import StepOutcome, TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
 from asyncrl.trainer.engines.vision import RoleVision
 from asyncrl.trainer.model.flops import FlopCount, NotCounted, Work
@@ -132,6 +134,23 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     @property
     def lr(self) -> float:
         return self.optimizer.lr
+
+    def step(self) -> StepOutcome:
+        self._before_changes()
+        outcome = self.optimizer.step()
+        self.vision.weights_changed()
+        return outcome
+
+    @cached_property
+    def _published(self) -> Published:
+        """The model's tensors; a policy sets it."""
+        raise RuntimeError("this role is a critic, which is not published: no model folder holds its head")
+
+    def published_specs(self) -> list[TensorSpec]:
+        return self._published.published_specs()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        return self._published.gather(owners)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `TrainingEngine`; a frozen role has its weights."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.pictures.picture_rules import placeholder_in
+from asyncrl.trainer.model.folder_checks import read_header
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
 
 _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
@@ -83,10 +83,9 @@ def layer_kinds(folder: Path) -> list[str]:
     kinds: set[str] = set()
     for file in folder.glob("*.safetensors"):
         try:
-            with file.open("rb") as opened:
-                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-            matrices = [name for name, tensor in header.items() if len(tensor.get("shape", ())) == 2]
-        except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
-            return []  # reported elsewhere
+            header = read_header(file)
+        except (OSError, ValueError):
+            return []  # `hugging_face_folder` reports the error
+        matrices = [name for name, tensor in header.items() if len(tensor.get("shape", ())) == 2]
         kinds |= {found[1] for name in matrices if (found := _LAYER_WEIGHT.search(name))}
     return sorted(kinds)

@@ -13,12 +13,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from asyncrl.models.model_config import read_model_config
 from asyncrl.trainer.parallel.layout import Layout
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -72,10 +71,9 @@ def shape_of(path: str | None) -> ModelShape | None:
     if path is None:
         return None
     try:
-        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return ModelShape.of(read_model_config(path))
     except (OSError, ValueError):
         return None
-    return ModelShape.of(described) if isinstance(described, dict) else None
 
 
 def misfits(layout: Layout, shape: ModelShape) -> Iterator[str]:

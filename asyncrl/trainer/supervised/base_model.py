@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.config.load import experiments_dir
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.display import wrapped
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
@@ -74,8 +75,7 @@ def described(config: SFTConfig) -> dict[str, Any]:
         OSError, ValueError: `model.path` has no readable `config.json`.
     """
     if config.model.path is not None:
-        file = Path(config.model.path).expanduser() / "config.json"
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return read_model_config(config.model.path)
     return {"vocab_size": CharTokenizer().vocab_size, **(config.model.architecture or DEMO_MODEL)}
 
 

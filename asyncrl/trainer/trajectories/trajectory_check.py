@@ -8,9 +8,7 @@ fault, and nothing of it is kept.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -19,6 +17,7 @@ from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, unre
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.models.routers import RoutingShape, routing_shape_of
 from asyncrl.trainer.settings import VisionMode
@@ -62,7 +61,7 @@ class TrajectoryCheck:
             ValueError: expert choices are to be replayed, but the model does not support it.
         """
         folder = str(config.model.path)
-        model = json.loads((Path(folder) / "config.json").read_text())
+        model = read_model_config(folder)
         return cls(
             model.get("vocab_size"),
             announced_version,

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from asyncrl.models.model_config import read_model_config
 from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.models.weights.model_files.adapters import described_by
 from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
@@ -79,7 +80,7 @@ class MergedModel:
 
     def beside(self) -> dict[str, bytes]:
         """Return the base's configuration, with the type of the trained weights, and its tokenizer's files."""
-        config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
+        config = read_model_config(self._base)
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         files = {name: path.read_bytes() for name, path in tokenizer_assets(self._base).items()}

@@ -6,7 +6,7 @@ is not documented here is in `base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.transformers_internals import trunk_of
-from asyncrl.models.weights.versions.published import Published, TensorSpec, WholeModel
+from asyncrl.models.weights.versions.published import Published, WholeModel
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -99,10 +99,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     def step(self) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
-        self._before_changes()
-        outcome = self.optimizer.step()
-        self.vision.weights_changed()
-        return outcome
+        return super().step()
 
     def _proof_engine(self) -> dict[str, Any]:
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
@@ -147,12 +144,12 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     ) -> None:
         super().__init__(model, trunk_of(model), **engine)
         self._model = model
-        self._whole: Published = (
+        self._published = (
             WholeModel(model, self._place.worker) if lora is None else WholeAdapters(model, self._place.worker)
         )
         if lora is not None and merge:
             base = WholeBase(model, self._place.worker)
-            self._whole = Merged(base, self._whole, lora, base.folder, model.config)
+            self._published = Merged(base, self._published, lora, base.folder, model.config)
         self._temperature = temperature
         self._logits_of = self._sampled_logits_of = logits_function(model)
         if allowed:
@@ -245,12 +242,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
         self.vision.weights_changed()
 
-    def published_specs(self) -> list[TensorSpec]:
-        return self._whole.published_specs()
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        return self._whole.gather(owners)
-
     def _distributions(self, micro_batch: MicroBatch) -> Tensor:
         hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
         return torch.log_softmax(self._sampled_logits_of(hidden_NH).float() / self._temperature, dim=-1)
@@ -273,16 +264,8 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         return (self._classifier or self._critic.trunk).config
 
     @cached_property
-    def _whole(self) -> Published:
-        if self._classifier is None:
-            raise RuntimeError("this role is a critic, which is not published: no model folder holds its head")
-        return WholeModel(self._classifier, self._place.worker)
-
-    def published_specs(self) -> list[TensorSpec]:
-        return self._whole.published_specs()
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        return self._whole.gather(owners)
+    def _published(self) -> Published:
+        return super()._published if self._classifier is None else WholeModel(self._classifier, self._place.worker)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Return the value of the prefix before each wanted token, [N]; differentiable."""

@@ -28,14 +28,13 @@ from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.objective.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.weights.model_files.adapters import published_name
-from asyncrl.models.weights.versions.published import Published, TensorSpec
+from asyncrl.models.weights.versions.published import Published
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
     PolicyEngine,
     PolicyLoss,
     PolicyOutputs,
-    StepOutcome,
     ValueEngine,
     ValueLoss,
 )
@@ -125,12 +124,6 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     def model_config(self) -> PretrainedConfig:
         config: PretrainedConfig = self._built.model.config
         return config
-
-    def step(self) -> StepOutcome:
-        self._before_changes()
-        outcome = self.optimizer.step()
-        self.vision.weights_changed()
-        return outcome
 
     def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
         parameters = self.parameters()
@@ -256,7 +249,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
             Gathering(specs, built.stages, built.folder, mine, self._place, plan.device)
             for specs in (built.published, built.adapters)
         )
-        self._published: Published = published if plan.lora is None else adapters
+        self._published = published if plan.lora is None else adapters
         if plan.lora is not None and plan.merge:
             self._published = Merged(published, adapters, plan.lora, built.folder.values(), self.model_config)
 
@@ -325,31 +318,19 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
         self.vision.weights_changed()
 
-    def published_specs(self) -> list[TensorSpec]:
-        return self._published.published_specs()
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        return self._published.gather(owners)
-
 
 class ShardedValueEngine(ShardedEngine, ValueEngine):
     """A critic or reward model."""
 
     @cached_property
-    def _published(self) -> Gathering:
+    def _published(self) -> Published:
         built = self._built
         if not built.published:
-            raise RuntimeError("this role is a critic, which is not published: no model folder holds its head")
+            return super()._published
         mine = {built.in_folder[name]: parameter for name, parameter in self.parameters().items()}
         return Gathering(
             built.published, built.stages, built.folder, {**mine, **built.buffers}, self._place, self._plan.device
         )
-
-    def published_specs(self) -> list[TensorSpec]:
-        return self._published.published_specs()
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        return self._published.gather(owners)
 
     def compute_gradients(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
