@@ -23,12 +23,10 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.input_checks import resolve_length
 from asyncrl.launch.commands.audit import Audit, audit
-from asyncrl.launch.experiment_args import RL_ONLY
+from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -52,10 +50,7 @@ def main(argv: Sequence[str], program: str) -> int:
     args = _parse(argv, program)
     try:
         settings = _settings(args)
-        config = load_experiment(args.experiment, settings, args.config_dir)
-        if not isinstance(config, ExperimentConfig):
-            return refuse(RL_ONLY.format(args.experiment))
-        resolve_length(config)
+        config = load_rl(args, settings)
         plan, left_out = _plan(args, config)
     except (ConfigError, ValueError) as error:
         return refuse(str(error))
@@ -81,15 +76,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("experiment", help="name of an experiment")
-    parser.add_argument("overrides", nargs="*", help="setting=value")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
+    parser = experiment_parser(f"{program} chaos", __doc__ or "")
     parser.add_argument("--seed", type=_natural, default=0, help="another seed, another plan")
     parser.add_argument("--kills", type=_natural, default=20, metavar="N", help="processes killed (20)")
     parser.add_argument("--pauses", type=_natural, default=2, metavar="N", help="processes stopped for 2 to 20 s (2)")
