@@ -23,11 +23,12 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
+from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.commands.audit import Audit, audit
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
@@ -36,7 +37,7 @@ from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
 from asyncrl.verify.chaos import full_disk
 from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind, make_plan
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 
@@ -204,8 +205,7 @@ def _report(
         return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
     run_dir = run_dir_of(config)
     entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit reports its errors
-    restarts = read_restarts(run_dir)
-    complete(watched.done, watched.steps, restarts)
+    complete(watched.done, watched.steps, read_rows(run_dir / RESTARTS_FILE))
     find_work(watched.done, entries)
     add_costs(watched.done, entries)
     found = audit(run_dir) if (run_dir / LEDGER_DIR).is_dir() else Audit(("there is no ledger",), None)  # type: ignore[arg-type]
