@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import examine
@@ -229,9 +231,7 @@ def _books(history: History) -> dict[str, Any]:
         books = books or history.steps[step].books
         if books is not None:
             break
-    if books is None:
-        return {}
-    return {name: getattr(books, name) for name in books.__struct_fields__}
+    return {} if books is None else msgspec.structs.asdict(books)
 
 
 def _processes(history: History) -> list[dict[str, Any]]:
