@@ -7,13 +7,13 @@ same time, and then once for all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from asyncrl.launch.notebook import LoadedRun, load_run
+from asyncrl.observe.history.tail import read_rows
 
 
 def arguments(description: str | None, arms: Collection[str]) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def cpu_s(folder: Path) -> float:
     """CPU time of the processes of the run in `folder`, without those of their users' code."""
     used: dict[tuple[str, int], float] = {}
     for file in (folder / "observed").glob("*.jsonl"):
-        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        for line in read_rows(file):
             if "cpu_s" in line:
                 used[file.name, line["pid"]] = line["cpu_s"]
     return sum(used.values())

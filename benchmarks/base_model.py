@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import METRICS_FILE
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.observe.history.tail import read_rows
+
 BEFORE, AFTER, LIMIT_S = 0.3, 0.8, 600.0
 
 
@@ -26,9 +28,8 @@ def learn(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
     began = time.monotonic()
     subprocess.run([sys.executable, "-m", "asyncrl.launch", "tool_calculator", *settings], check=True)
     seconds = time.monotonic() - began
-    lines = (folder / "tool_calculator" / f"seed{seed}" / "metrics.jsonl").read_text().splitlines()
     found: dict[int, float] = {}
-    for row in map(json.loads, lines):
+    for row in read_rows(folder / "tool_calculator" / f"seed{seed}" / "metrics.jsonl"):
         accuracies = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/accuracy")]
         found |= {row["step"]: max(accuracies)} if accuracies else {}
     step = max((step for step in found if step), key=lambda step: found[step])

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.commands.export.policy import export
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward

@@ -16,8 +16,9 @@ OpenSpiel installed it is computed again by OpenSpiel; the two must agree.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from asyncrl.observe.history.tail import read_rows
 
 RANDOM_PLAY, TARGET = 11 / 12, 0.25
 COLUMN, BETS = "eval/play/agent/nash_conv", "eval/play/agent/bet_"
@@ -26,7 +27,7 @@ Curve = list[tuple[int, float]]
 
 def curve(run: Path) -> Curve:
     """Return (step, NashConv) of each evaluation of a run."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(run / "metrics.jsonl")
     measured = [row for row in rows if COLUMN in row]
     for row in measured:
         check(row[COLUMN], {name.removeprefix(BETS): row[name] for name in row if name.startswith(BETS)})

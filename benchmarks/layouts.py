@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from asyncrl.config.load import load_supervised
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 CRITIC = ("algorithm.graph=ppo", "algorithm.advantage.name=gae")

@@ -20,13 +20,15 @@ from typing import Any
 
 from plan import WARM_UP_STEPS, run
 
+from asyncrl.observe.history.tail import read_rows
+
 SETTINGS = ("train_batch_size=16", "group_size=4", "generation.max_running_requests=16", "trainer.ppo_minibatches=2")
 HEADER = "| servers | guests | step | waits for data | switch, a step | gain |\n|--:|--:|--:|--:|--:|--:|"
 
 
 def measured(folder: Path) -> dict[str, float]:
     """Medians over the steps after the warm-up, in seconds."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    rows = read_rows(folder / "metrics.jsonl")[WARM_UP_STEPS:]
     names = ("time/step_s", "time/wait_for_batch_s", "time/switch_s")
     return {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
 

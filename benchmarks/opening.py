@@ -27,6 +27,7 @@ from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.chrome import chrome_trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' virtual runs
+from asyncrl.observe.history.tail import read_rows
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 Result = TypeVar("Result")
@@ -39,7 +40,7 @@ def played(folder: Path, rollouts: int) -> Path:
     VirtualRun(knobs, folder).play()
     names = [metric.name for metric in METRICS if "<" not in metric.name]
     metrics = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = read_rows(metrics)
     full = [dict.fromkeys(names, 0.123456789 * row["step"]) | row for row in rows]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in full))
     return folder
@@ -55,7 +56,7 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
 def one_more_step(folder: Path) -> None:
     """Append a row of metrics, as a step does."""
     metrics = folder / "metrics.jsonl"
-    last = json.loads(metrics.read_text().splitlines()[-1])
+    last = read_rows(metrics)[-1]
     with metrics.open("a") as file:
         file.write(json.dumps(last | {"step": last["step"] + 1}) + "\n")
 

@@ -50,6 +50,7 @@ from peers.after_import import python_path
 
 from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import LEDGER_DIR
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 WARM_UP_STEPS = 8
@@ -115,7 +116,7 @@ def run(
         raise SystemExit(
             f"the run in {run_dir} {'has a' if bare else 'has no'} ledger: it is not what was to be measured"
         )
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()][WARM_UP_STEPS:]
+    rows = read_rows(metrics)[WARM_UP_STEPS:]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
     tokens = sum(row["tokens/batch"] for row in rows)
     return Measured(
@@ -234,8 +235,7 @@ def observing(steps: int, eta: int, mode: str, overrides: list[str]) -> str:
         counts = {each["process"]: each for each in (json.loads(file.read_text()) for file in told.iterdir())}
         used = {}
         for file in observed.glob("*.jsonl"):
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            used[file.stem] = max(line.get("cpu_s", 0.0) for line in lines)
+            used[file.stem] = max(line.get("cpu_s", 0.0) for line in read_rows(file))
     if used.keys() != counts.keys():
         raise SystemExit(f"observed/ has {sorted(used)}, and {sorted(counts)} counted their observing")
     lines = [f"{'process':24}{'CPU-seconds':>14}{'observing':>12}{'of it inline':>14}{'cost':>9}"]

@@ -23,6 +23,8 @@ from typing import Any
 
 from peers.after_import import python_path
 
+from asyncrl.observe.history.tail import read_rows
+
 PACED = Path(__file__).parent / "peers" / "paced"
 SETTINGS = ("eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "logging.display=plain")
 WARM_UP_STEPS = 5
@@ -53,7 +55,7 @@ def measured(folder: Path) -> tuple[float, float, float]:
     """Seconds of a step after the warm-up, the share of them in which training waits, and the share of time in which
     threads of the server that lacks cores most were ready without one.
     """
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    rows = read_rows(folder / "metrics.jsonl")[WARM_UP_STEPS:]
     step_s = statistics.fmean(row["time/step_s"] for row in rows)
     wait_s = statistics.fmean(row["time/wait_for_batch_s"] for row in rows)
     servers = (doctor(folder)["measured"] or {}).get("servers", [])

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import TypeAlias
+
+from asyncrl.observe.history.tail import read_rows
 
 SETS = {"solver": "eval/solver/accuracy", "judge": "eval/judge/reward_mean"}
 """By policy, its figure: the share of right sums, and that of true verdicts."""
@@ -28,7 +29,7 @@ Curve: TypeAlias = list[tuple[int, float]]
 
 def curves(run: Path) -> dict[str, Curve]:
     """Return by policy the (step, figure) of each evaluation of a run."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(run / "metrics.jsonl")
     return {name: [(row["step"], row[column]) for row in rows if column in row] for name, column in SETS.items()}
 
 

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, load_supervised
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward

@@ -33,7 +33,7 @@ from pathlib import Path
 import kept_policies
 
 from asyncrl.config.load import load_supervised
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 

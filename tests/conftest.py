@@ -25,9 +25,9 @@ import pytest
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
 from asyncrl.observe.history.process_history import ProcessHistory
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.metrics.observed_figures import NO_FIGURES, find_figure
-from asyncrl.observe.metrics.sinks import read_rows
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 
 from .examples import examples

@@ -55,18 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
-        from asyncrl.launch.before_start.checks import validate, warnings
-        from asyncrl.launch.before_start.hub import resolve_hub_names
-        from asyncrl.launch.before_start.input_checks import check_data, check_graph, resolve_length
+        from asyncrl.launch.before_start.checks import warnings
+        from asyncrl.launch.before_start.input_checks import check_data, complete
 
         config = load_experiment(args.experiment, args.overrides, folder, commands=COMMANDS)
         if args.help:
             _print(experiment_help(args.experiment, config))
             return 0
-        resolve_hub_names(config)
-        resolve_length(config)
-        validate(config)
-        check_graph(config)
+        complete(config)
         if args.cfg:
             _print(resolved_yaml(config).rstrip("\n"))
             return 0

@@ -1,8 +1,9 @@
-"""Run a checked experiment: make its base model first if necessary, then run it to its end."""
+"""Run a checked experiment: make its base model first if necessary, run it to its end, and show how it ended."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.config.describe import program
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, run_dir_of
@@ -23,14 +25,16 @@ from asyncrl.launch.before_start.same_data import check_same_data, keep_data_rec
 from asyncrl.launch.before_start.space import space_line
 from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.launch.refusal import refuse
-from asyncrl.launch.show_end import show_end, show_summary
 from asyncrl.models.weights.versions.manifest import verify
-from asyncrl.observe.display import make_display
+from asyncrl.observe.display import make_display, wrapped
+from asyncrl.observe.doctor import examine
+from asyncrl.observe.history import History
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, check_finished
+from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -100,3 +104,28 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     if detached:
         (run_dir / EXIT_FILE).write_text(str(code))
     return code
+
+
+def show_end(run_dir: Path, code: int, console: Console) -> None:
+    """Show the end of a run that exited with `code`."""
+    show_summary(run_dir, console)
+    verdict = examine(History(run_dir)).verdict
+    line = f"doctor     {'nothing is wrong' if verdict is None else verdict.title}"
+    console.print(wrapped(line, console, SUMMARY_INDENT))
+    for line in what_next(run_dir, code):
+        console.print(line)
+
+
+def show_summary(run_dir: Path, console: Console) -> None:
+    """Show the run's summary."""
+    for line in summary_lines(run_dir):
+        console.print(wrapped(line, console, SUMMARY_INDENT))
+
+
+def what_next(run_dir: Path, code: int) -> list[str]:
+    """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
+    run = shlex.quote(str(run_dir))
+    commands = [f"{program()} doctor {run}", f"{program()} dashboard {run}"]
+    lines = [f"{label:<{SUMMARY_INDENT}}{command}" for label, command in zip(("look at it", ""), commands, strict=True)]
+    continues = f"{'continue':<{SUMMARY_INDENT}}the same command continues from the newest checkpoint"
+    return [*lines, continues] if code == EXIT_INTERRUPTED else lines

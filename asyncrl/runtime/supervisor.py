@@ -114,15 +114,14 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     for descriptor in held:
         os.set_inheritable(descriptor, False)
     if not command:
-        order = _read_order()
+        order = Order(**json.loads(read_order()))
         command, silence_s = order.command, order.silence_s
         end_earlier(order.environment.get(PLACE_VARIABLE, ""))  # first: an order that comes late writes no files either
         if order.files:
             put_files(order.folder, order.files)
         os.chdir(order.folder)
         os.environ.update(order.environment)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
@@ -194,15 +193,21 @@ def _detach() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-def _read_order() -> Order:
-    """Read the first line of standard input byte by byte; `main` reads what follows."""
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent died."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def read_order() -> bytes:
+    """Read the first line of standard input byte by byte, and leave the rest. Exits if there is none."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte or len(line) > LONGEST_ORDER:
             sys.exit("no order came over standard input")
         line += byte
-    return Order(**json.loads(line))
+    return bytes(line)
 
 
 def _start(command: list[str]) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from peers.after_import import python_path
 
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.verify.simulator.servers.lengths import parting
 
 WARM_UP = 8

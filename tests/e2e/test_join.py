@@ -17,7 +17,7 @@ from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.audit import audit
 from asyncrl.manager.messages import ServerStatus, StatusReply
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.trials.open_resolver import open_resolver
 
 from ..conftest import LIMIT_S, Gate

@@ -59,7 +59,7 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts

@@ -80,13 +80,10 @@ class EtcdResolver(NameResolver):
         self._lock = threading.Lock()
         self._link = EtcdLink(access, self._prefix)
         try:
-            self._patiently("connect", self._connect)
+            self._patiently("connect", self._range, self._prefix, count_only=True)
         except BaseException:
             self._link.close()
             raise
-
-    def _connect(self) -> None:
-        self._range(self._prefix, count_only=True)
 
     def end_soon(self) -> None:
         """See the base class; silent members are not waited for either."""

@@ -10,6 +10,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_supervised
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.hub import resolve_hub_names
 from asyncrl.launch.before_start.supervised_rows import wrong_rows
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.planning.plan_workers import with_types
@@ -46,6 +47,7 @@ def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfi
     name = config.model.base_experiment
     try:
         base = replace(load_supervised(name, folder), fileroot=config.fileroot)
+        resolve_hub_names(base)
         validate(base)
     except ConfigError as error:
         lines = (f"model.base_experiment={name!r}: {line}" for line in str(error).splitlines())

@@ -10,6 +10,8 @@ from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.hub import resolve_hub_names
 from asyncrl.launch.before_start.initial_model import base_model_faults
 from asyncrl.launch.before_start.same_data import not_found_elsewhere
 from asyncrl.launch.before_start.supervised_rows import wrong_rows
@@ -19,6 +21,18 @@ from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
+
+
+def complete(config: Config) -> None:
+    """Resolve hub names and the length of an experiment as it was loaded, then check its settings and its graph.
+
+    Raises:
+        ConfigError: with the errors of the first of these steps that has any.
+    """
+    resolve_hub_names(config)
+    resolve_length(config)
+    validate(config)
+    check_graph(config)
 
 
 def resolve_length(config: Config) -> None:

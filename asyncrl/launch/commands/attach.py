@@ -116,21 +116,12 @@ def attach_again(config: ExperimentConfig) -> int | None:
     run_dir = run_dir_of(config)
     if detached_holder(run_dir) is None:
         return None
-    _check_same_run(run_dir, config)
-    return attach(run_dir)
-
-
-def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
-    """Check that the run in the background has the requested settings.
-
-    Raises:
-        TrialError: it has other settings.
-    """
     if config.resume != Resume.auto:
         raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
     if changes := changed_settings(run_dir, config):
         listed = "; ".join(map(str, changes))
         raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
+    return attach(run_dir)
 
 
 def _follow(launcher: int, log: _Log) -> None:

@@ -23,13 +23,12 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import load_experiment
-from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
+from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.input_checks import resolve_length
 from asyncrl.launch.commands.audit import Audit, audit
-from asyncrl.launch.experiment_args import RL_ONLY
+from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
@@ -38,7 +37,7 @@ from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
 from asyncrl.verify.chaos import full_disk
 from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind, make_plan
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 
@@ -52,10 +51,7 @@ def main(argv: Sequence[str], program: str) -> int:
     args = _parse(argv, program)
     try:
         settings = _settings(args)
-        config = load_experiment(args.experiment, settings, args.config_dir)
-        if not isinstance(config, ExperimentConfig):
-            return refuse(RL_ONLY.format(args.experiment))
-        resolve_length(config)
+        config = load_rl(args, settings)
         plan, left_out = _plan(args, config)
     except (ConfigError, ValueError) as error:
         return refuse(str(error))
@@ -81,15 +77,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("experiment", help="name of an experiment")
-    parser.add_argument("overrides", nargs="*", help="setting=value")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
+    parser = experiment_parser(f"{program} chaos", __doc__ or "")
     parser.add_argument("--seed", type=_natural, default=0, help="another seed, another plan")
     parser.add_argument("--kills", type=_natural, default=20, metavar="N", help="processes killed (20)")
     parser.add_argument("--pauses", type=_natural, default=2, metavar="N", help="processes stopped for 2 to 20 s (2)")
@@ -217,8 +205,7 @@ def _report(
         return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
     run_dir = run_dir_of(config)
     entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit reports its errors
-    restarts = read_restarts(run_dir)
-    complete(watched.done, watched.steps, restarts)
+    complete(watched.done, watched.steps, read_rows(run_dir / RESTARTS_FILE))
     find_work(watched.done, entries)
     add_costs(watched.done, entries)
     found = audit(run_dir) if (run_dir / LEDGER_DIR).is_dir() else Audit(("there is no ledger",), None)  # type: ignore[arg-type]

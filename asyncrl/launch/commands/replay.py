@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.checks import validate
-from asyncrl.launch.before_start.input_checks import check_data, check_graph, resolve_length
-from asyncrl.launch.experiment_args import RL_ONLY, parse
+from asyncrl.launch.before_start.input_checks import check_data, check_graph
+from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.launch.train import train
 from asyncrl.master.offline.replay import summary_of
@@ -26,7 +25,7 @@ _FOLDER = "samples="
 
 def main(argv: Sequence[str], program: str) -> int:
     """Run the command; return the exit code."""
-    args = parse(argv, f"{program} replay", __doc__ or "")
+    args = experiment_parser(f"{program} replay", __doc__ or "").parse_intermixed_args(argv)
     folders = [each.removeprefix(_FOLDER) for each in args.overrides if each.startswith(_FOLDER)]
     overrides = [each for each in args.overrides if not each.startswith(_FOLDER)]
     if len(folders) != 1:
@@ -34,17 +33,13 @@ def main(argv: Sequence[str], program: str) -> int:
     folder = Path(folders[0]).expanduser().resolve()
     folder = folder / SAMPLES_DIR if (folder / SAMPLES_DIR).is_dir() else folder
     try:
-        config = load_experiment(args.experiment, ["eval.interval=0", *overrides], args.folder)
-        if not isinstance(config, ExperimentConfig):
-            return refuse(RL_ONLY.format(args.experiment))
-        resolve_length(config)
-        config = of_samples(config, folder)
+        config = of_samples(load_rl(args, ["eval.interval=0", *overrides]), folder)
         validate(config)
         check_graph(config)
-        check_data(config, args.folder)
+        check_data(config, args.config_dir)
     except (ConfigError, ValueError) as error:
         return refuse(str(error))
-    return train(config, args.folder)
+    return train(config, args.config_dir)
 
 
 def of_samples(config: ExperimentConfig, folder: Path) -> ExperimentConfig:

@@ -16,17 +16,15 @@ from rich.console import Console
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.launch.before_start.initial_model import with_model
-from asyncrl.launch.before_start.input_checks import resolve_length
 from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.same_data import keep_data_record, keep_inputs
-from asyncrl.launch.experiment_args import RL_ONLY, parse
+from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
@@ -37,17 +35,12 @@ from asyncrl.trainer.supervised.base_model import BaseModelError
 
 def main(argv: Sequence[str], program: str) -> int:
     """Run the command; return the exit code."""
-    args = parse(argv, f"{program} rollout", __doc__ or "")
+    args = experiment_parser(f"{program} rollout", __doc__ or "").parse_intermixed_args(argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     os.umask(PRIVATE_UMASK)
     try:
-        config = load_experiment(
-            args.experiment, ["samples.only=true", "eval.interval=0", *args.overrides], args.folder
-        )
-        if not isinstance(config, ExperimentConfig):
-            return refuse(RL_ONLY.format(args.experiment))
-        resolve_length(config)
-        config = with_model(open_gate(config), args.folder)
+        config = load_rl(args, ["samples.only=true", "eval.interval=0", *args.overrides])
+        config = with_model(open_gate(config), args.config_dir)
         validate(config)
         return _run(config, console)
     except (BaseModelError, TrialError, ConfigError) as error:

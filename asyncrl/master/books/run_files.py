@@ -80,14 +80,10 @@ def _plain(books: GateBooks) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value).encode())
-
-
-def _write(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".tmp")
 
     def write() -> None:
-        temporary.write_bytes(data)
+        temporary.write_text(json.dumps(value))
         os.replace(temporary, path)
 
     retry_write_blocking(write, f"{path}", _log)

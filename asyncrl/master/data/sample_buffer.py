@@ -78,7 +78,6 @@ class SampleBuffer:
         batch_size: B, rollouts per train step.
         eta: largest allowed age of a trained token, in versions.
         on_stale: treatment of records beyond `eta`.
-        used: prompts trained or dropped for good so far; the buffer adds to it.
         remembered: number of finished rollout ids kept to recognise late copies; None: `ids_remembered`. An even later
             copy is recognised by its prompt, which is used.
     """
@@ -88,11 +87,11 @@ class SampleBuffer:
         batch_size: int,
         eta: int,
         on_stale: OnStale,
-        used: UsedPrompts | None = None,
         remembered: int | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self.used = used if used is not None else UsedPrompts()
+        self.used = UsedPrompts()
+        """Prompts that were trained or dropped for good so far."""
         self.received = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
@@ -163,8 +162,9 @@ class SampleBuffer:
             return None
         known = ranks or {}
 
-        def turn(record: RolloutRecord) -> tuple[bool, float, tuple[int, int, str]]:
-            return not self._live.expires(record, version + 1), known.get(record.rollout_id, inf), _oldest_first(record)
+        def turn(record: RolloutRecord) -> tuple[bool, float, int, int, str]:
+            can_wait, rank = not self._live.expires(record, version + 1), known.get(record.rollout_id, inf)
+            return can_wait, rank, record.oldest_version, *_data_order(record)
 
         chosen = sorted(self._live, key=turn)[: self.batch_size]
         for record in chosen:
@@ -223,10 +223,6 @@ class SampleBuffer:
         self.dropped[reason] += 1
         self._drops.append(Drop(record, reason, record.prompt_id in self.used))
         self._finished.put(record.rollout_id, True)
-
-
-def _oldest_first(record: RolloutRecord) -> tuple[int, int, str]:
-    return (record.oldest_version, record.order, record.rollout_id)
 
 
 def _data_order(record: RolloutRecord) -> tuple[int, str]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from math import comb, fsum
+from math import comb
+from statistics import fmean
 
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 
@@ -53,22 +54,17 @@ def evaluation_statistics(name: str, result: EvaluationResult) -> dict[str, floa
         groups[answer.row].append(answer)
     found: dict[str, float] = {}
     if any(answer.right is not None for answer in answers):
-        found["accuracy"] = _mean(answer.right is True for answer in answers)
+        found["accuracy"] = fmean(answer.right is True for answer in answers)
         counts = [(len(group), sum(answer.right is True for answer in group)) for group in groups.values()]
         for k in pass_ks(min(n for n, _ in counts)):
-            found[f"pass@{k}"] = _mean(pass_at_k(n, right, k) for n, right in counts)
-    found["reward_mean"] = _mean(answer.reward for answer in answers)
-    found["len_mean"] = _mean(answer.tokens for answer in answers)
-    found["truncated"] = _mean(answer.truncated for answer in answers)
+            found[f"pass@{k}"] = fmean(pass_at_k(n, right, k) for n, right in counts)
+    found["reward_mean"] = fmean(answer.reward for answer in answers)
+    found["len_mean"] = fmean(answer.tokens for answer in answers)
+    found["truncated"] = fmean(answer.truncated for answer in answers)
     found["prompts"] = float(len(groups))
     own: defaultdict[str, list[float]] = defaultdict(list)
     for answer in answers:
         for metric, value in answer.metrics.items():
             own[metric].append(value)
-    found |= {metric: _mean(iter(own[metric])) for metric in sorted(own)}
+    found |= {metric: fmean(own[metric]) for metric in sorted(own)}
     return {f"eval/{name}/{metric}": value for metric, value in found.items()}
-
-
-def _mean(values: Iterator[float]) -> float:
-    listed = list(values)
-    return fsum(listed) / len(listed)

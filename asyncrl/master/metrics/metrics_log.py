@@ -23,9 +23,9 @@ from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
 from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
 from asyncrl.master.peers.policy_versions import Outcomes
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.history.tail import JsonlTail, read_rows
 from asyncrl.observe.metrics.sample_tables import SampleTables
-from asyncrl.observe.metrics.sinks import MetricsWriter, read_rows
+from asyncrl.observe.metrics.sinks import MetricsWriter
 from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 _log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from operator import attrgetter
 from typing import NoReturn, Protocol, Self
 
 from asyncrl.comm import names
@@ -15,7 +16,7 @@ from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.manager.client import ManagerGone
-from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import AsyncWorker
@@ -165,15 +166,11 @@ async def evaluate(workers: Sequence[Evaluates], name: str, version: int, timeou
     if not shares:
         raise NothingEvaluated(f"none of the {left_out} rows of {name!r} was answered: they make no prompt")
     return EvaluationResult(
-        answers=tuple(sorted((answer for share in shares for answer in share.answers), key=_row)),
+        answers=tuple(sorted((answer for share in shares for answer in share.answers), key=attrgetter("row"))),
         left_out=left_out,
         min_version=min(share.min_version for share in shares),
         max_version=max(share.max_version for share in shares),
     )
-
-
-def _row(answer: EvaluatedAnswer) -> int:
-    return answer.row
 
 
 async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:

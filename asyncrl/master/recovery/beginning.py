@@ -90,14 +90,11 @@ async def find(
     else:
         state = await steps.load(announced)
     if state is not None:
-        return RecoveredState(state, announced, saved=False, last=_last_step(state))
+        last = convert(state["step"], StepState, str_keys=True) if "step" in state else None
+        return RecoveredState(state, announced, saved=False, last=last)
     stored = (await ranks.load(LoadCheckpoint(str(checkpoints))))[0].master_state
     state = stored or fresh
     return RecoveredState(state, state["version"], saved=stored is not None, last=None)
-
-
-def _last_step(state: dict[str, Any]) -> StepState | None:
-    return convert(state["step"], StepState, str_keys=True) if "step" in state else None
 
 
 async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
-from asyncrl.observe.doctor import Diagnosis, examine
+from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.server_load import policy_of_server
 from asyncrl.observe.history import History
 from asyncrl.observe.metrics.glossary import find
@@ -36,7 +37,6 @@ Decode = Callable[[Sequence[int]], str]
 
 def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
     """Return all data of the run that the page shows. `decode` turns token ids into text, for single tokens."""
-    diagnosis = examine(history)
     settings = history.ledger.settings
     data = {
         "name": history.name,
@@ -50,7 +50,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "meanings": _meanings(history),
         "ages": _ages(history),
         "dropped": _dropped(history),
-        "doctor": _doctor(diagnosis),
+        "doctor": examine(history).as_json(),
         "timeline": _timeline(history),
         "samples": _samples(history.folder / SAMPLES_DIR, decode),
         "books": _books(history),
@@ -135,17 +135,6 @@ def _dropped(history: History) -> dict[str, Any]:
             waiting = Counter()
     reasons = sorted({reason for each in sums for reason in each})
     return {"steps": steps, "reasons": {reason: [each[reason] for each in sums] for reason in reasons}}
-
-
-def _doctor(diagnosis: Diagnosis) -> dict[str, Any]:
-    return {
-        "findings": [
-            {**dataclasses.asdict(finding), "link": finding.link, "gain": finding.gain}
-            for finding in diagnosis.findings
-        ],
-        "stages": [dataclasses.asdict(stage) for stage in diagnosis.stages],
-        "not_measured": list(diagnosis.not_measured),
-    }
 
 
 def _timeline(history: History) -> dict[str, Any] | None:
@@ -242,9 +231,7 @@ def _books(history: History) -> dict[str, Any]:
         books = books or history.steps[step].books
         if books is not None:
             break
-    if books is None:
-        return {}
-    return {name: getattr(books, name) for name in books.__struct_fields__}
+    return {} if books is None else msgspec.structs.asdict(books)
 
 
 def _processes(history: History) -> list[dict[str, Any]]:

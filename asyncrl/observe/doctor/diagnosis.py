@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
 from asyncrl.observe.doctor.finding import Finding, Level
@@ -41,6 +42,14 @@ class Diagnosis:
     stages: Sequence[RunStage]
     measured: Measured | None
     not_measured: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the diagnosis as plain values, without what was measured."""
+        return {
+            "findings": [{**asdict(each), "link": each.link, "gain": each.gain} for each in self.findings],
+            "stages": [asdict(stage) for stage in self.stages],
+            "not_measured": list(self.not_measured),
+        }
 
     @property
     def verdict(self) -> Finding | None:

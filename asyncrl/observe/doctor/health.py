@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.exploited import exploited_rewards
@@ -84,7 +85,7 @@ def _lengths(history: History, first: int) -> str:
     rows = [row for step, row in history.rows.items() if step >= first and "rollout/received_len_mean" in row]
     if not rows:
         return ""
-    received, trained = (_mean([row[f"rollout/{name}"] for row in rows]) for name in ("received_len_mean", "len_mean"))
+    received, trained = (fmean([row[f"rollout/{name}"] for row in rows]) for name in ("received_len_mean", "len_mean"))
     return f" (received ones have {received:.0f} tokens on average, trained ones {trained:.0f})"
 
 
@@ -170,7 +171,7 @@ def _memory(process: Process) -> Iterator[Finding]:
         return
     third = len(half) // 3
     early, late = half[:third], half[-third:]
-    seconds = _mean([line["at"] for line in late]) - _mean([line["at"] for line in early])
+    seconds = fmean([line["at"] for line in late]) - fmean([line["at"] for line in early])
     grown = min(line["rss"] for line in late) - max(line["rss"] for line in early)
     free = process.last.get("host_free", 0)
     if grown <= 0 or seconds <= 0 or free / (grown / seconds) > SOON_S:
@@ -184,7 +185,3 @@ def _memory(process: Process) -> Iterator[Finding]:
         f"{process.last['rss'] / 2**30:.1f} GiB; at this pace its host's memory is used up in {hours:.1f} hours.",
         "Look for what the user's code keeps, or lower trainer.buffer_memory.",
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

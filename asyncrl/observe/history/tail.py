@@ -56,3 +56,8 @@ class JsonlTail:
             left += 1
             self._offset, self._last = self._offset + len(line), line
         del self._sums[left:]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of a JSON-lines file; a last line that a kill cut off is left out."""
+    return JsonlTail(file).read()

@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 from asyncrl.comm.files.appended_file import AppendedFile
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.observe.metrics.sample_tables import COLUMNS, Table, as_markdown
 
 _log = logging.getLogger(__name__)
@@ -226,11 +225,6 @@ class MetricsWriter:
         """Close every sink."""
         for sink in self._sinks:
             sink.close()
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a `metrics.jsonl`; a last line that a kill cut off is left out."""
-    return JsonlTail(path).read()
 
 
 def _scalars(row: Row) -> dict[str, float]:

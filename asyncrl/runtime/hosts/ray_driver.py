@@ -48,7 +48,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, ambiguous_gpus
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
-from asyncrl.runtime.supervisor import LONGEST_ORDER, TOLD_FAILED
+from asyncrl.runtime.supervisor import LONGEST_ORDER, TOLD_FAILED, read_order
 
 _CHUNK = 64 << 10
 _HANDOVER_LIMIT_S = 20.0
@@ -227,17 +227,6 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()
 
 
-def _first_line() -> bytes:
-    """Read the first line of standard input and leave the rest."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            sys.exit("the launcher ended before it said what to do")
-        line += byte
-    return bytes(line)
-
-
 def _bundle(host: HostRequest, here: str) -> dict[str, float]:
     """Return the resources that Ray reserves for a host. Each node has a resource of its own name, so that it can be
     requested.
@@ -289,7 +278,7 @@ def main() -> None:
     """Serve carriers until the launcher closes standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
     listening = socket.socket(fileno=int(sys.argv[1]))
-    address, hosts, limit_s = json.loads(_first_line())
+    address, hosts, limit_s = json.loads(read_order())
     try:
         driver: Driver | CannotStart = Driver(Task(address, [HostRequest(*host) for host in hosts], limit_s))
     except (CannotStart, RayError) as error:

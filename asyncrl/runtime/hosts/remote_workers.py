@@ -28,6 +28,7 @@ import sys
 import time
 from abc import abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 from omegaconf import OmegaConf
@@ -67,6 +68,9 @@ def carried_environment(plan: WorkerPlan) -> dict[str, str]:
 class RemoteBackend(LauncherBackend):
     """Starts processes on their hosts. Those of the launcher's host are started by the local back end."""
 
+    deals_gpus: ClassVar[bool] = False
+    """True if the cluster decides which GPUs a process sees."""
+
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
         self.config = read_run_config(run_dir)
@@ -83,7 +87,10 @@ class RemoteBackend(LauncherBackend):
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
         """Return the environment of the process, which is added to that of the login on its host."""
         place = f"{time.time_ns()} {plan.name} {self.run_dir}"
-        return carried_environment(plan) | self.mark | {supervisor.PLACE_VARIABLE: place}
+        environment = carried_environment(plan) | self.mark | {supervisor.PLACE_VARIABLE: place}
+        if self.deals_gpus and plan.resources.gpus:
+            del environment["CUDA_VISIBLE_DEVICES"]
+        return environment
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """Start the process on `plan.host`."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
-from asyncrl.runtime.process.process_tree import adopt_orphans, kill_descendants, supervised
-from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.process.process_tree import kill_descendants, supervised
+from asyncrl.runtime.supervisor import STOP_SIGNAL, adopt_orphans
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 
 _GONE_LIMIT_S = 3.0

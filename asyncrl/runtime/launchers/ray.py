@@ -44,6 +44,8 @@ _BACKLOG = 4096
 class Backend(RemoteBackend):
     """Starts processes on the nodes of a Ray cluster."""
 
+    deals_gpus = True
+
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
         self._driver: subprocess.Popen[bytes] | None = None
@@ -61,13 +63,6 @@ class Backend(RemoteBackend):
         numbers = [own.gpus.index(gpu) for gpu in plan.resources.gpus]
         request = ProcessRequest(plan.host.name, command[0], command[-1], numbers)
         return [sys.executable, "-I", "-S", ray_carrier.__file__, self._socket, json.dumps(request)]
-
-    def environment(self, plan: WorkerPlan) -> dict[str, str]:
-        """See the base class; the GPUs of a process are known only on the node that Ray chose."""
-        environment = super().environment(plan)
-        if plan.resources.gpus:
-            del environment["CUDA_VISIBLE_DEVICES"]
-        return environment
 
     def close(self) -> None:
         """See the base class."""

@@ -13,6 +13,8 @@ from asyncrl.runtime.planning.worker_plan import WorkerPlan
 class Backend(RemoteBackend):
     """Starts processes on the nodes of a Slurm allocation."""
 
+    deals_gpus = True
+
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
         """Return the `srun` of one task on one node, so that the step ends exactly when the task does."""
         step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={plan.host.name}", "--unbuffered", "--input=0"]
@@ -20,10 +22,3 @@ class Backend(RemoteBackend):
         gpus = len(plan.resources.gpus)
         step += ["--exact", f"--gres=gpu:{gpus}"] if gpus else ["--overlap", "--gres=none"]
         return [*step, *self.arguments, "--", *command]
-
-    def environment(self, plan: WorkerPlan) -> dict[str, str]:
-        """See the base class; Slurm decides which GPUs a process sees."""
-        environment = super().environment(plan)
-        if plan.resources.gpus:
-            del environment["CUDA_VISIBLE_DEVICES"]
-        return environment

@@ -5,7 +5,6 @@ Orphans are adopted on Linux only.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -16,7 +15,6 @@ import psutil
 
 from asyncrl.runtime import supervisor
 
-_PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_KEEPER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
 LAUNCH_VARIABLE = "ASYNCRL_LAUNCH"
 """Environment variable with which every process of a launch, and all that they start, are marked."""
@@ -41,12 +39,6 @@ def mark_of(launch: str) -> dict[str, str]:
         LAUNCH_VARIABLE: launch,
         "SPT_NOENV": "1",  # else setproctitle writes a process's title over its environment
     }
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent died, so that `kill_descendants` finds them."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:

@@ -210,7 +210,6 @@ class StartWait:
         kind: kind of the awaited processes.
         what: the awaited action, for messages.
         limit: limit of their start.
-        while_alive: True if it is enough that they live, because their start has its own limits.
         progressed: called when they have made progress.
     """
 
@@ -221,11 +220,10 @@ class StartWait:
         what: str,
         limit: StartLimit,
         *,
-        while_alive: bool = False,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         self._kind, self._what, self._limit = kind, what, limit
-        self._while_alive, self._progressed = while_alive, progressed
+        self._progressed = progressed
         self._statuses = resolver.follow(f"{names.STATUSES}/{kind}")
         self._seen: dict[str, str] = {}
 
@@ -245,11 +243,9 @@ class StartWait:
         seen, self._seen = self._seen, self._statuses.entries()
         statuses = [names.WorkerStatus.decode(value) for value in self._seen.values()]
         alive = any(map(_lives, statuses))
-        progressed = seen != self._seen or (self._while_alive and alive)
+        progressed = seen != self._seen
         if progressed:
             self._progressed()
-        if self._while_alive and alive:
-            return
         if (fault := self._limit.fault(progressed=progressed, begun=alive)) is not None:
             raise NotStarted(f"waited for {self._what}: {self._kind}: {fault}; {self._standing(statuses)}")
 

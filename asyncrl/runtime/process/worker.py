@@ -254,7 +254,7 @@ class Worker(ABC):
         if self.resolver.is_fenced():
             self._fenced()
 
-    def start_wait(self, kind: str, what: str, *, whom: str = "", while_alive: bool = False) -> StartWait:
+    def start_wait(self, kind: str, what: str, *, whom: str = "") -> StartWait:
         """Return a wait for something that processes of `kind` do while they start.
 
         Their progress counts as this process's progress.
@@ -262,13 +262,10 @@ class Worker(ABC):
         Args:
             what: the awaited action, for messages.
             whom: the awaited processes, for the display.
-            while_alive: see `StartWait`.
         """
         limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
         observer.stage(f"waits for {whom or f'{what} of a {kind}'}")
-        return StartWait(
-            self.resolver, kind, what, limit, while_alive=while_alive, progressed=self.process_status.others_progressed
-        )
+        return StartWait(self.resolver, kind, what, limit, progressed=self.process_status.others_progressed)
 
 
 class AsyncWorker(Worker):
@@ -295,18 +292,15 @@ class AsyncWorker(Worker):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.stop.set)
 
-    async def registered(self, key: str, kind: str, *, while_alive: bool = False) -> str:
+    async def registered(self, key: str, kind: str) -> str:
         """Wait until a process of `kind` registers `key` in name resolution, and return the entry.
-
-        Args:
-            while_alive: see `StartWait`.
 
         Raises:
             NotStarted: no process of `kind` makes progress for `system.start_timeout_s`.
             StopRequested: a stop was requested.
         """
         whom = key.removeprefix(f"{names.WORKERS}/") if key.startswith(f"{names.WORKERS}/") else f"{kind} ({key})"
-        waiting = await asyncio.to_thread(self.start_wait, kind, f"name {key!r}", whom=whom, while_alive=while_alive)
+        waiting = await asyncio.to_thread(self.start_wait, kind, f"name {key!r}", whom=whom)
         return await await_name(self.resolver, key, waiting.look, self.stop)
 
     @abstractmethod

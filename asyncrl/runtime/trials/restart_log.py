@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run_dir import RESTARTS_FILE
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.history.tail import read_rows
 
 _log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"
@@ -48,12 +48,7 @@ def seconds_in(lines: Iterable[dict[str, Any]]) -> float:
 
 def count_restarts(run_dir: Path) -> Counter[str]:
     """Count the restarts of the run by process."""
-    return restarts_in(JsonlTail(run_dir / RESTARTS_FILE).read())
-
-
-def restart_seconds(run_dir: Path) -> float:
-    """Sum up the seconds until restarted processes were ready, over all launches."""
-    return seconds_in(JsonlTail(run_dir / RESTARTS_FILE).read())
+    return restarts_in(read_rows(run_dir / RESTARTS_FILE))
 
 
 def _append(run_dir: Path, line: dict[str, Any]) -> None:

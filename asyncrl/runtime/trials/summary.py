@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT, failure, lost_episodes
-from asyncrl.config.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.config.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, RESTARTS_FILE, SUMMARY_FILE, WEIGHTS_DIR
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics.learning import FlatSteps
-from asyncrl.runtime.trials.restart_log import count_restarts, restart_seconds
+from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 SUMMARY_INDENT = 11
 """Columns of a line's label in the summary."""
@@ -41,11 +41,10 @@ def summary_lines(run_dir: Path) -> list[str]:
         lines += [f"evaluated  {evaluated_line(name, figures)}" for name, figures in sorted(summary["eval"].items())]
         lines += map(_without_result, summary["evaluations_failed"])
         lines += _books_lines(summary["books"])
-    lines += _lost_episodes(run_dir / METRICS_FILE)
-    lines += _flat_steps(run_dir / METRICS_FILE)
-    if restarts := count_restarts(run_dir):
-        counts = ", ".join(f"{what} {count}" for what, count in sorted(restarts.items()))
-        lines.append(f"restarts   {counts}; {restart_seconds(run_dir):.1f} s until they went on")
+    rows, restarts = read_rows(run_dir / METRICS_FILE), read_rows(run_dir / RESTARTS_FILE)
+    lines += [*_lost_episodes(rows), *_flat_steps(rows)]
+    if counts := ", ".join(f"{what} {count}" for what, count in sorted(restarts_in(restarts).items())):
+        lines.append(f"restarts   {counts}; {seconds_in(restarts):.1f} s until they went on")
     return [
         *lines,
         f"metrics    {run_dir / METRICS_FILE}",
@@ -62,10 +61,10 @@ def _without_result(evaluation: Mapping[str, Any]) -> str:
     return f"FAILED     {which}: {evaluation['reason']}"
 
 
-def _lost_episodes(metrics: Path) -> list[str]:
+def _lost_episodes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines on episodes that are missing from trained groups, by the kind of failure."""
     lost: Counter[str] = Counter()
-    for row in JsonlTail(metrics).read():
+    for row in rows:
         lost += lost_episodes(row)
     return [
         f"LOST       {count} episodes, as {name}; the logs of the rollout_workers say more"
@@ -73,10 +72,10 @@ def _lost_episodes(metrics: Path) -> list[str]:
     ]
 
 
-def _flat_steps(metrics: Path) -> list[str]:
+def _flat_steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line on steps that had no learning signal."""
     flat = FlatSteps()
-    for row in JsonlTail(metrics).read():
+    for row in rows:
         flat.take(row)
     told = flat.summary()
     return [] if told is None else [f"NO SIGNAL  {told}"]

@@ -25,7 +25,7 @@ from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncrl.models.weights import atomic_dir
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
     ChatTokenizer,

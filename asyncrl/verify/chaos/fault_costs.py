@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
-from asyncrl.config.run_dir import RESTARTS_FILE
-from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN
 from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
@@ -213,8 +210,3 @@ def _last_before(done: Sequence[InjectedFault], at: float, target: str | None) -
     before = [each for each in done if each.at <= at]
     kills = [each for each in before if each.fault.kind is FaultKind.kill and each.fault.target == target]
     return max(kills or before, key=lambda each: each.at, default=None)
-
-
-def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of `restarts.jsonl`."""
-    return JsonlTail(run_dir / RESTARTS_FILE).read()

@@ -32,7 +32,7 @@ from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
 from asyncrl.models.weights.versions.manifest import FileEntry
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (

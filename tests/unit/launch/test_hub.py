@@ -11,6 +11,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.hub import is_hub_name, resolve_hub_names
+from asyncrl.launch.before_start.initial_model import base_model_config
+from asyncrl.launch.experiment_args import experiment_parser, load_rl
 
 NAMES = ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "eval.path=openai/gsm8k"]
 
@@ -52,3 +54,19 @@ def test_paths_are_no_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for value in ("/models/qwen", "models/qwen", "./a/b", "data/rows.jsonl", "asyncrl.x:Y", "a", "a/b/c"):
         assert not is_hub_name(value)
     assert is_hub_name("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def test_commands_that_take_an_experiment_and_its_base_model_take_hub_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def cached(name: str, *, repo_type: str, **_: object) -> str:
+        return str(tmp_path / repo_type / name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    (tmp_path / "dataset/openai/gsm8k").mkdir(parents=True)
+    (tmp_path / "base.yaml").write_text("defaults: [sft_schema, _self_]\ndataset: {path: openai/gsm8k}\n")
+    settings = [NAMES[0], "model.base_experiment=base"]
+    args = experiment_parser("rollout", "").parse_args(["async_ppo", "--config-dir", str(tmp_path)])
+    config = load_rl(args, settings)
+    assert config.model.path == str(tmp_path / "model/Qwen/Qwen2.5-0.5B-Instruct")
+    assert base_model_config(config, tmp_path).dataset.path == str(tmp_path / "dataset/openai/gsm8k")

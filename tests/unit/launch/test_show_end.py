@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launch.commands import COMMANDS
-from asyncrl.launch.show_end import what_next
+from asyncrl.launch.train import what_next
 from asyncrl.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_OK
 
 

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.comm.files import retry_write
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
     JsonlSink,
@@ -27,7 +28,6 @@ from asyncrl.observe.metrics.sinks import (
     Row,
     Sink,
     WandbSink,
-    read_rows,
 )
 from asyncrl.plugins.tools.settings import McpServerConfig
 from tests.refusing_disk import refusing

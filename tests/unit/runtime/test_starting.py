@@ -72,10 +72,8 @@ def test_time_in_which_this_process_stood_still_does_not_count() -> None:
     assert looks_until_over(limit)[0] == 20
 
 
-def waits(resolver: FileResolver, kind: str, clock: Clock, *, while_alive: bool = False) -> StartWait:
-    return StartWait(
-        resolver, kind, "a name", StartLimit("system.start_timeout_s", 20.0, clock), while_alive=while_alive
-    )
+def waits(resolver: FileResolver, kind: str, clock: Clock) -> StartWait:
+    return StartWait(resolver, kind, "a name", StartLimit("system.start_timeout_s", 20.0, clock))
 
 
 def look_often(wait: StartWait) -> None:
@@ -109,12 +107,11 @@ def test_who_waits_for_a_process_waits_as_long_as_any_of_its_kind_makes_progress
             look_often(wait)
 
 
-def test_a_process_that_waits_for_others_is_waited_for_while_it_lives(resolver: Names) -> None:
+def test_what_has_ended_is_waited_for_as_if_it_had_not_begun(resolver: Names) -> None:
     with resolver:
-        wait = waits(resolver, MASTER_WORKER, Clock(), while_alive=True)
+        wait = waits(resolver, MASTER_WORKER, Clock())
         resolver.say(MASTER_WORKER, 0, WorkerStatus("starting", 10))
-        for _ in range(100):
-            wait.look()
+        wait.look()
         resolver.follow(f"{names.STATUSES}/{MASTER_WORKER}").replace({})
         with pytest.raises(NotStarted, match=r"not begun within 100 s.*no master_worker is starting"):
             look_often(wait)

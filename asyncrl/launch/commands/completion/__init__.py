@@ -19,6 +19,7 @@ from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import experiments_dir, known_experiments, settings
+from asyncrl.launch.commands import COMMANDS
 from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -45,11 +46,11 @@ def main(argv: Sequence[str], program: str) -> int:
 def script(shell: str) -> str:
     """Return the script for `shell`."""
     experiments = known_experiments(experiments_dir())
-    supervised = [name for name in experiments if _is_supervised(name)]
-    commands = _commands()
-    options = {command: _options(help_of(command)) for command in commands}
+    files = {name: experiments_dir() / f"{name}.yaml" for name in experiments}
+    supervised = [name for name, file in files.items() if "sft_schema" in file.read_text(encoding="utf-8")]
+    options = {command: _options(help_of(command)) for command in COMMANDS}
     shared = Template(SHARED.read_text(encoding="utf-8")).substitute(
-        commands=" ".join(commands),
+        commands=" ".join(COMMANDS),
         experiments=" ".join(experiments),
         supervised=" ".join(supervised),
         settings=" ".join(path for path, _, _ in settings(ExperimentConfig)),
@@ -73,16 +74,6 @@ def help_of(command: str | None) -> str:
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         module.main(["--help"], "python -m asyncrl.launch")
     return said.getvalue()
-
-
-def _commands() -> Sequence[str]:
-    from asyncrl.launch.commands import COMMANDS
-
-    return COMMANDS
-
-
-def _is_supervised(name: str) -> bool:
-    return "sft_schema" in (experiments_dir() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _options(text: str) -> list[str]:

@@ -62,13 +62,8 @@ def as_json(history: History, diagnosis: Diagnosis) -> dict[str, object]:
         "run": str(history.folder),
         "state": str(history.state),
         "step": max(history.steps, default=0),
-        "findings": [
-            {**dataclasses.asdict(finding), "link": finding.link, "gain": finding.gain}
-            for finding in diagnosis.findings
-        ],
-        "stages": [dataclasses.asdict(stage) for stage in diagnosis.stages],
+        **diagnosis.as_json(),
         "measured": None if diagnosis.measured is None else dataclasses.asdict(diagnosis.measured),
-        "not_measured": list(diagnosis.not_measured),
     }
 
 

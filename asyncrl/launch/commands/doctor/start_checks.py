@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +17,15 @@ from rich.text import Text
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate, warnings
+from asyncrl.launch.before_start.checks import warnings
 from asyncrl.launch.before_start.devices import device_lines
-from asyncrl.launch.before_start.hub import resolve_hub_names
 from asyncrl.launch.before_start.initial_model import base_model_config
-from asyncrl.launch.before_start.input_checks import check_data, check_graph, resolve_length
+from asyncrl.launch.before_start.input_checks import check_data, complete
 from asyncrl.launch.before_start.prompt_checks import chat_notes, check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.space import space_line
+from asyncrl.launch.experiment_args import experiment_parser
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import with_types
@@ -69,40 +68,31 @@ class _Report:
 
 def main(argv: Sequence[str], program: str) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=f"{program} doctor", description="Make every check of a start, and start nothing."
-    )
-    parser.add_argument("experiment", help="name of an experiment")
-    parser.add_argument("overrides", nargs="*", help="setting=value")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
+    parser = experiment_parser(f"{program} doctor", "Make every check of a start, and start nothing.")
     args = parser.parse_intermixed_args(argv)
     report = _Report()
-    with _loaded(report, args.experiment, args.overrides, args.config_dir) as config:
-        if config is not None:
-            report.check("data", lambda: _data(config, args.config_dir))
-            if isinstance(config, ExperimentConfig):
-                _check_run(report, config, args.config_dir)
+    config = _loaded(report, args)
+    if config is not None:
+        report.check("data", lambda: _data(config, args.config_dir))
+        if isinstance(config, ExperimentConfig):
+            _check_run(report, config, args.config_dir)
     return EXIT_CONFIG if report.failed else EXIT_OK
 
 
-@contextmanager
-def _loaded(report: _Report, experiment: str, overrides: Sequence[str], folder: Path | None) -> Iterator[Config | None]:
-    """Yield the experiment's config; None if its settings are wrong."""
+def _loaded(report: _Report, args: argparse.Namespace) -> Config | None:
+    """Return the experiment's config; None if its settings are wrong."""
     loaded: list[Config] = []
 
     def load() -> Iterator[str]:
-        config = load_experiment(experiment, list(overrides), folder)
-        resolve_hub_names(config)
-        resolve_length(config)
-        validate(config)
-        check_graph(config)
+        config = load_experiment(args.experiment, args.overrides, args.config_dir)
+        complete(config)
         loaded.append(config)
         if isinstance(config, ExperimentConfig):
             yield f"{config.total_train_steps} steps of {config.train_batch_size} x {config.group_size} answers"
             yield from (f"warning: {line}" for line in warnings(config))
 
     report.check("settings", load)
-    yield loaded[0] if loaded else None
+    return loaded[0] if loaded else None
 
 
 def _data(config: Config, folder: Path | None) -> Iterator[str]:

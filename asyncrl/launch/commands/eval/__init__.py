@@ -31,7 +31,7 @@ from asyncrl.launch.before_start.served_policies import check_served_policies
 from asyncrl.launch.commands.eval.answers import write_measured_answers
 from asyncrl.launch.commands.eval.config import evaluation_config, load_settings, policy_folder
 from asyncrl.launch.refusal import refuse
-from asyncrl.observe.metrics.sinks import read_rows
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.planning.plan_workers import with_types

@@ -23,7 +23,7 @@ from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTens
 from asyncrl.models.weights.checkpoints.restore import read_state
 from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.models.weights.model_files.adapters import are_adapters, model_name, published_name
-from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, folder_tensors
+from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
 from asyncrl.models.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
 from asyncrl.models.weights.model_files.stored import ExportError as ExportError  # known by this name too
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE
@@ -129,7 +129,10 @@ def _opened(checkpoint: Path) -> StoredTensors:
 def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Read:
     stored, other = _opened(checkpoint), from_folder(template)
 
-    parts = {} if are_adapters(template) else {part.name: part for part in _parts_in(template)}
+    parts = {}  # the place of each tensor of the model's folder within the parameters of the checkpoint
+    if not are_adapters(template):
+        model = language_model_on_meta(AutoConfig.from_pretrained(template))
+        parts = {part.name: part for part in folder_tensors(model)}
     parameter = lru_cache(maxsize=1)(stored.read)  # the next tensor may be a part of the same parameter
 
     def read(name: str, entry: TensorEntry) -> Tensor:
@@ -141,11 +144,6 @@ def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Rea
         return (whole if part is None else part.of(whole)).to(DTYPES[entry.dtype]).contiguous()
 
     return read
-
-
-def _parts_in(folder: Path) -> list[FolderTensor]:
-    """Return the place of each tensor of the model in `folder` within the parameters of a checkpoint."""
-    return folder_tensors(language_model_on_meta(AutoConfig.from_pretrained(folder)))
 
 
 def _any_version(published: Path) -> Path:
