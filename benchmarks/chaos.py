@@ -119,7 +119,7 @@ def _figures(values: Iterator[float | None]) -> tuple[float, float] | None:
 
 
 def table(kinds: Sequence[Kind]) -> str:
-    """The figures for a person, and for docs/faults.md."""
+    """The figures for a person, and for docs/fault_measurements.md."""
     columns = ("killed", "survived", "at work again", "next step", "rollouts lost", "steps again")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [
