@@ -12,10 +12,10 @@ and the policy chooses a server. A new policy is one class and one entry in `POL
 takes time independent of the number of placed requests, and at most logarithmic in the number of servers, without those
 whose version is too old.
 
-Servers are `returning` while they are briefly out of service for an update. Meanwhile a server gets no more than its
-share of the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the
-first server back from an update would get all interrupted requests, and all that the new version admits, before the
-second one is back.
+A server is `returning` while it is briefly out of service for an update. Meanwhile a server gets no more than its share
+of the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the first
+server back from an update would get all interrupted requests, and all that the new version admits, before the second
+one is back.
 
 The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
 `prompt + n · max_new_tokens`. They count only requests that this router placed, not load from elsewhere.

@@ -178,7 +178,7 @@ def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytes
     assert keeping.names() == [], "it is another's for good"
     assert [record.getMessage() for record in caplog.records] == [
         *2 * ["name 'a' was deleted or taken by another owner"],
-        "name 'a' under '/names' is not for this process any more: another is in its place",
+        "name 'a' under '/names' no longer belongs to this process: another process has replaced it",
     ]
 
 
