@@ -258,19 +258,20 @@ class EtcdLink:
 
     def _connect(self, member: str) -> Stubs:
         access = self._access
+        files = (access.ca_file, access.key_file, access.certificate_file)
+        try:
+            contents = [Path(path).read_bytes() if path else None for path in files]
+            password = access.password if access.user else ""
+        except OSError as error:  # in a thread that renews leases, any other error would end the renewals
+            raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
         if access.ca_file:
-            files = (access.ca_file, access.key_file, access.certificate_file)
-            try:
-                contents = [Path(path).read_bytes() if path else None for path in files]
-            except OSError as error:
-                raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
             channel = grpc.secure_channel(member, grpc.ssl_channel_credentials(*contents), options=_OPTIONS)
         else:
             channel = grpc.insecure_channel(member, options=_OPTIONS)
         stubs = (etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel))
         if not access.user:
             return Stubs(member, channel, *stubs, metadata=(), limit_s=lambda: self._limit_s)
-        request = etcdrpc.AuthenticateRequest(name=access.user, password=access.password)
+        request = etcdrpc.AuthenticateRequest(name=access.user, password=password)
         try:
             token = etcdrpc.AuthStub(channel).Authenticate(request, timeout=self._limit_s).token
         except grpc.RpcError:

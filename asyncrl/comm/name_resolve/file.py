@@ -86,7 +86,9 @@ class FileResolver(NameResolver):
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
-            with open(open_private_file(aside), "wb") as file:
+            with open(
+                open_private_file(aside, os.O_WRONLY | os.O_TRUNC), "wb"
+            ) as file:  # a failed add may have left one
                 file.write(msgspec.json.encode(_Record(value, self._owner, lease_s)))
             aside.replace(self._path(name))
 

@@ -247,3 +247,15 @@ async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
         await asyncio.gather(following, return_exceptions=True)
     told = [record.getMessage() for record in caplog.records if record.name == log.name]
     assert told == ["no training rank is registered: complete trajectories wait here until one is"]
+
+
+def test_a_shorter_value_replaces_a_longer_one_whose_add_failed_halfway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileResolver(tmp_path / "names", patience_s=0.0) as resolver:
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "away")))
+            with pytest.raises(NameResolveUnavailable):
+                resolver.add("a", 100 * "long ")
+        resolver.add("a", "short")
+        assert resolver.get("a") == "short"
