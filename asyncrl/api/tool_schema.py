@@ -73,8 +73,9 @@ def _wrong_value(schema: Any, value: Any, where: str) -> str | None:
     kinds = [kinds] if isinstance(kinds, str) else kinds or []
     if kinds and not any(_OF_JSON.get(kind, _anything)(value) for kind in kinds):
         return _expected(schema, value, where)
-    if not any(value == choice and type(value) is type(choice) for choice in schema.get("enum", [value])):
-        return f"argument {where!r} is {_short(value)}; choose one of {json.dumps(schema['enum'])}"
+    choices = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        return f"argument {where!r} is {_short(value)}; choose one of {json.dumps(choices)}"
     if isinstance(value, list) and "items" in schema:
         wrong = (_wrong_value(schema["items"], item, f"{where}[{number}]") for number, item in enumerate(value))
         return next(filter(None, wrong), None)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, overload
 
 import numpy as np
@@ -102,8 +103,8 @@ class Sample:
                 f"Sample.behave_logprobs[{position}] is {self.behave_logprobs[position]}: the policy gives every token "
                 "that it generates a finite log-probability, and other tokens have 0"
             )
-        if not 0 <= self.episode <= MAX_EPISODE:
-            raise ValueError(f"Sample.episode is {self.episode}: the members of a group are numbered from 0 on")
+        if not isinstance(self.episode, Integral) or not 0 <= self.episode <= MAX_EPISODE:
+            raise ValueError(f"Sample.episode is {self.episode}: the members of a group are integers from 0 on")
         check_group(self.group)
         if self.token_rewards is not None:
             self._check_token_rewards(self.token_rewards)
