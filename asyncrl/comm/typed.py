@@ -1,8 +1,9 @@
 """Decoding into types, from any thread.
 
 msgspec analyses a type at its first use. If another thread uses the same type at that moment, or a type that contains
-it, the process ends by SIGSEGV (msgspec 0.22, two threads that read the same kind of file for the first time). So types
-are analysed here, one after the other. All code of asyncrl that decodes into types uses these functions.
+it, the process ends by SIGSEGV. This happened with msgspec 0.22, in two threads that read the same kind of file for the
+first time. So types are analysed here, one after the other. All code of asyncrl that decodes into types uses these
+functions.
 """
 
 from __future__ import annotations

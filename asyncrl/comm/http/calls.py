@@ -28,7 +28,7 @@ KEEP_ALIVE_S = 4.0
 uvicorn does so after 5 s.
 """
 CONNECT_TIMEOUT_S = 5.0
-"""Time limit in seconds for a connection; a peer on the same network that takes longer counts as gone."""
+"""Time limit in seconds for a connection. If it takes longer, the call raises `HttpTimeout`."""
 
 
 PIECE_BYTES = 1 << 20
