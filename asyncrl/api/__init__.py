@@ -1,5 +1,5 @@
-"""Interfaces that a user implements (`Agent`, `Environment`, `RewardFunction`) and the plain data that travels between
-processes.
+"""Interfaces that a user implements (`Agent`, `Environment`, `RewardFunction`), and the plain data that processes
+exchange.
 
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """

@@ -23,8 +23,8 @@ Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
 """Result of an episode: its samples, or a reward for everything that its client recorded; None rejects the episode."""
 
 AGENT_METHODS = ("roll_out", "run_group", "run", "collect_trajectory")
-"""Methods that make a class an agent. If a class has several, the first one listed is called: `roll_out` is for agents
-around agents, and a class with `run_group` may have `run` for its subclasses.
+"""Methods that make a class an agent. If a class has several, the first in this list is called. `roll_out` is for
+agents around agents, and a class with `run_group` may have `run` for its subclasses.
 """
 
 
@@ -34,7 +34,7 @@ def ambiguous(forms: Sequence[str]) -> bool:
 
 
 class EpisodeError(RuntimeError):
-    """The user's agent broke its contract; the message names the agent and what it did."""
+    """The user's agent broke its contract. The message names the agent and the error."""
 
 
 class EpisodeTimeout(EpisodeError):
@@ -155,10 +155,10 @@ class Agent:
 
         `await client.generate(request)` returns the policy's answer to token ids, `await client.chat(messages)` to
         messages; several calls may run at the same time. The RolloutWorker continues interrupted generations, so the
-        agent always gets whole answers, whose tokens may be from several versions.
+        agent always receives whole answers. Their tokens may be from several versions.
 
         Returns:
-            The episode's samples, one or several. Or its reward, a number: each conversation that `client` recorded
+            The episode's samples, one or several; or its reward, a number. Each conversation that `client` recorded
             then becomes a sample with this reward. None or an empty sequence rejects the episode.
         """
         raise self._not_above("run")
@@ -168,7 +168,7 @@ class Agent:
     ) -> Sequence[Sample]:
         """Roll out one prompt's group; implement this in place of `run` to generate for the whole group at once.
 
-        The caller closes the environments that `make_env` returned, whatever the result.
+        The caller closes the environments that `make_env` returned, for any result.
 
         Returns:
             The group's samples, each with its `episode` from 0 to `prompt.group_size` - 1. The number is not needed if

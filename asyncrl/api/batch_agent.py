@@ -1,4 +1,4 @@
-"""Agents that play several prompts' groups in one call, each admitted by itself."""
+"""Agents that play the groups of several prompts in one call. Each prompt is admitted separately."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BatchAgent(Agent):
     batch_wait_s: float = 1.0
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Give the subclass its own `run_group`, so that `run_group` runs where the subclass's module says."""
+        """Give the subclass its own `run_group` in the subclass's module, which decides where it runs."""
         super().__init_subclass__(**more)
         if "run_batch" in vars(cls) and "run_group" not in vars(cls):
 
@@ -97,7 +97,7 @@ class _Batch:
         return found
 
     def leave(self, group: BatchGroup) -> None:
-        """Drop a group whose caller no longer waits; the call is cancelled once no caller waits."""
+        """Remove a group whose caller no longer waits. The call is cancelled once no caller waits."""
         if self._playing is None:
             self.members = [member for member in self.members if member[0] is not group]
         elif all(found.done() for _, found in self.members):
@@ -139,5 +139,5 @@ class _Batch:
 
     def _tell(self, index: int, samples: Sequence[Sample]) -> None:
         found = self.members[index][1]
-        if not found.done():  # else its caller has left, or it was reported twice
+        if not found.done():  # else its caller no longer waits, or the group was reported twice
             found.set_result(samples)

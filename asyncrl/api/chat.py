@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 
 `content` is text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with a
 `Picture`, PNG or JPEG bytes, a data URL, a uint8 array [height, width, 3] or a PIL image; OpenAI's `image_url` and
-Anthropic's `source` are taken too.
+Anthropic's `source` work too.
 """
 ToolSchema = Mapping[str, Any]
 """A tool as the model sees it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -126,8 +126,8 @@ class ChatClient(GenerationClient, Protocol):
     def policy(self, name: str) -> Self:
         """Return a client of one of `policies` for this episode, such as an older version of the run's own policy.
 
-        If that policy is trained, the client's `samples` train it with the reward that they are given. Answers of any
-        other policy are part of the environment and never become samples. Each of these has one version,
+        If that policy is trained, the client's `samples` train it, with the reward that the agent gives them. Answers
+        of any other policy are part of the environment and never become samples. Each of these has one version,
         `reply.completion.versions`; the next answer may have another. The same name returns the same client.
 
         Raises:

@@ -28,7 +28,7 @@ KINDS = (ROW, AGENT, REWARD, TOKEN)
 
 
 class ColumnError(ValueError):
-    """A sample or its row lacks a declared column; the message names it and what there is."""
+    """A sample or its row lacks a declared column. The message names the column and the existing ones."""
 
 
 def check_name(name: str) -> str | None:

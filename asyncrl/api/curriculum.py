@@ -1,4 +1,4 @@
-"""A curriculum of your own, which leaves rows out of some epochs: a class named in `dataset.curriculum.path`."""
+"""Your own curriculum, which leaves rows out of some epochs: a class named in `dataset.curriculum.path`."""
 
 from __future__ import annotations
 

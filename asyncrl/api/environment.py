@@ -13,8 +13,8 @@ StepResult = tuple[Any, float, bool, bool, Mapping[str, Any]]
 class Environment(ABC):
     """Subclass, implement `reset` and `step`, and name the class in `env.path`. `env.args` go to the constructor.
 
-    One instance serves one episode (with `Agent.collect_trajectory` one group). It is closed when the
-    episode (or group) ends, whatever the result.
+    One instance serves one episode (with `Agent.collect_trajectory` one group). It is closed when the episode (or
+    group) ends, for any result.
 
     The methods may be plain `def`s. Each call then runs in a thread, the calls of one instance one after another, and
     the reward that the constructor receives is a plain function. Use `def` for code that sleeps, computes or calls a
@@ -28,7 +28,7 @@ class Environment(ABC):
     ) -> tuple[Any, Mapping[str, Any]]:
         """Start an episode for the row in `options["data"]`; returns (observation, info).
 
-        An agent that passes a seed passes the same one to all members of a group, so they begin alike.
+        An agent that passes a seed passes the same seed to all members of a group, so they begin in the same state.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     length = auto()
     """At `max_new_tokens`."""
     abort = auto()
-    """Interrupted; agents never see this."""
+    """Interrupted; agents never receive this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,10 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be drawn; empty: all. Log-probabilities are of the distribution over these tokens, as
-    training has them for `rollout.sampling.allowed_token_ids`: an answer drawn from others cannot be trained."""
+    """The only tokens that may be drawn; empty: all. Log-probabilities are of the distribution over these tokens.
+    Training uses the distribution over `rollout.sampling.allowed_token_ids`, so an answer drawn from other tokens
+    cannot be trained.
+    """
     stop: tuple[str, ...] = ()
     """Texts that end an answer. The answer keeps its tokens up to and including the one that completes such a text."""
     seed: int | None = None
@@ -73,7 +75,7 @@ class Completion:
     `policy` is the name of the policy in `policies` that answered, empty for the trained policy. Other models have
     version 0.
 
-    `cached_tokens` is the number of tokens of the request that the server had in its cache, and did not compute.
+    `cached_tokens` is the number of the request's tokens that the server had in its cache and did not compute.
     """
 
     token_ids: list[int]
@@ -87,7 +89,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The answer to a `GenerationRequest`: `completions` has `n` entries, or none where `scores` were asked for."""
+    """The answer to a `GenerationRequest`: `completions` has `n` entries; it is empty if the request asked for
+    `scores`.
+    """
 
     request_id: str
     completions: tuple[Completion, ...]
@@ -95,7 +99,7 @@ class GenerationResult:
 
 
 class GenerationClient(Protocol):
-    """The policy, as agents use it."""
+    """Interface of the policy for agents."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Return the whole answer to `request`. Several calls may run at the same time.

@@ -1,4 +1,4 @@
-"""Pictures as they enter a run and travel through it: encoded bytes, named by the hash of their content.
+"""Pictures of a run: encoded bytes, named by the hash of their content.
 
 A `Picture` is a PNG or JPEG file in memory. A `PlacedPicture` has the picture's position in a sequence of token ids. It
 is sent as a `PictureRef`; the bytes of each picture are sent separately, once per content.
@@ -7,10 +7,10 @@ A faulty picture is rejected where it enters, with a `PictureError` that gives t
 animations, damaged files, and sizes above the limits below. Sizes are read from the file's header before a pixel is
 decoded, so a decompression bomb costs nothing.
 
-Pixels (`Picture.pixels`) are what a viewer shows: rotated as EXIF says, transparent parts on white, palettes and grey
-as RGB, 16 bits a channel reduced to their upper 8.
+Pixels (`Picture.pixels`) are those that a viewer shows: rotated according to EXIF, transparent parts on white, palettes
+and grey as RGB, 16 bits per channel reduced to their upper 8.
 
-Pillow is imported only to decode or encode; a picture that only travels does not need it.
+Pillow is imported only to decode or encode; sending a picture does not need it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MAX_BYTES = 16 << 20
 MAX_SIDE = 16384
 """Longest side, in pixels."""
 MAX_PIXELS = 1 << 25
-"""Most pixels, 32 million: 100 MB when decoded."""
+"""Largest number of pixels, 32 million: 100 MB when decoded."""
 
 MAX_PICTURES = 1024
-"""Most pictures of one prompt or sample."""
+"""Largest number of pictures of one prompt or sample."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
@@ -66,14 +66,15 @@ _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
 class PictureError(ValueError):
-    """A picture that cannot be used; the message says why."""
+    """A picture that cannot be used. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG or JPEG file in memory; equal if the content is.
+    """A PNG or JPEG file in memory. Pictures with equal content are equal.
 
-    Make one with `from_bytes`, `from_path`, `from_data_url`, `from_array` or `from_image`, which check the whole file.
+    Create one with `from_bytes`, `from_path`, `from_data_url`, `from_array` or `from_image`, which check the whole
+    file.
     """
 
     data: bytes = field(repr=False, compare=False)
@@ -83,7 +84,7 @@ class Picture:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Picture:
-        """Return the picture in the file content `data`, decoded once to see that it is whole.
+        """Return the picture in the file content `data`, after decoding it once as a check.
 
         Raises:
             PictureError: the file is not a PNG or JPEG, is damaged or animated, or exceeds a limit.
@@ -94,11 +95,11 @@ class Picture:
 
     @classmethod
     def received(cls, data: bytes, sha256: str | None = None) -> Picture:
-        """Return the picture in `data` after a check of format and limits, without decoding it.
+        """Check format and limits of `data`, and return the picture without decoding it.
 
         Args:
             data: content of the file.
-            sha256: hash that the sender named; None: take the content's.
+            sha256: hash given by the sender; None: compute it from the content.
 
         Raises:
             PictureError: the file is not a PNG or JPEG, exceeds a limit, or has another hash.
@@ -146,12 +147,12 @@ class Picture:
         """Return the picture in a URL `data:image/png;base64,...`.
 
         Raises:
-            PictureError: it is another URL (nothing is ever fetched), it is not base64, or as for `from_bytes`.
+            PictureError: it is not a data URL (other URLs are never fetched), it is not base64, or as for `from_bytes`.
         """
         match = _DATA_URL.match(url)
         if match is None:
             raise PictureError(
-                f"{url[:60]!r} is no data URL: nothing is fetched from other URLs; send data:image/png;base64,..."
+                f"{url[:60]!r} is not a data URL, and other URLs are not fetched; send data:image/png;base64,..."
             )
         if match["base64"] is None:
             raise PictureError(f"{url[:60]!r} is not in base64: send data:image/png;base64,...")
@@ -184,9 +185,7 @@ class Picture:
         _check_size(*image.size)
         file = io.BytesIO()
         try:
-            _upright(image).save(
-                file, "PNG", compress_level=1
-            )  # larger by some percent, written in a fifth of the time
+            _upright(image).save(file, "PNG", compress_level=1)  # a few percent larger, written in a fifth of the time
         except Exception as error:  # Pillow's plug-ins raise errors of any kind
             raise PictureError(f"the picture cannot be written as PNG: {error}") from None
         return cls.received(file.getvalue())
@@ -254,7 +253,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PictureRef:
-    """A picture in a sequence of token ids, by hash: the form that travels.
+    """A picture in a sequence of token ids, by hash: the form in messages.
 
     The span `[position, position + length)` runs from the picture's first placeholder to its last. For most models
     it contains only placeholders. Models that cut a picture into tiles or lines (Idefics3, Mistral 3) have ordinary
@@ -284,7 +283,7 @@ class PlacedPicture:
 
     @property
     def ref(self) -> PictureRef:
-        """The form that travels."""
+        """The form in messages."""
         return PictureRef(self.position, self.length, self.picture.sha256)
 
     @property
@@ -293,7 +292,7 @@ class PlacedPicture:
         return self.position + self.length
 
     def shifted(self, offset: int) -> PlacedPicture:
-        """The same picture `offset` tokens later."""
+        """Return the same picture `offset` tokens later."""
         return PlacedPicture(self.position + offset, self.length, self.picture)
 
 
@@ -378,7 +377,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """`image` in RGB as a viewer shows it."""
+    """Return `image` in RGB as a viewer shows it."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -392,7 +391,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def evenly(frames: Sequence[Picture], count: int) -> list[Picture]:
-    """Choose `count` of `frames` (at least one), evenly from first to last; with fewer frames some are repeated.
+    """Choose `count` of `frames` (at least one), evenly from first to last. With fewer frames some are repeated.
 
     A `count` of 1 chooses the last frame.
     """

@@ -19,7 +19,7 @@ class Prompt:
         prompt_id: name in its epoch, `e<epoch>-<row>`.
         order: position in the data order.
         data: the dataset's row (for the built-in agents: `prompt` and the fields that the reward needs). The prompt is
-            shortened if `dataset.overlong` says so.
+            shortened if `dataset.overlong` requires it.
         input_ids: tokens of the prompt, with the template's description of the tools if the agent uses them.
         group_size: number of episodes wanted.
         sampling: sampling parameters of the experiment, with the seed of this prompt or of one `member`.

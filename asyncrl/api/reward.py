@@ -37,8 +37,8 @@ class RunIn(StrEnum):
     """Place where a user's function runs, off the event loop or on it."""
 
     auto = "auto"
-    """As the function is marked (`run_in`). Without a mark, `async def` runs on the event loop for user code, and `def`
-    in a thread.
+    """The place of the function's mark (`run_in`). Without a mark, `async def` runs on the event loop for user code,
+    and `def` in a thread.
     """
     loop = "loop"
     """On the calling event loop; only for functions that always take less than a millisecond."""
@@ -62,7 +62,7 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished sample as rewards see it: plain data, so that it can be scored in another process.
+    """A finished sample for rewards: plain data, so that another process can score it.
 
     Attributes:
         data: the dataset's row.
@@ -135,7 +135,7 @@ _parts: ContextVar[RewardParts | None] = ContextVar("asyncrl_reward_parts", defa
 
 @contextlib.contextmanager
 def reward_parts() -> Iterator[RewardParts]:
-    """Collect the parts of all rewards that are computed within the block, tasks and threads it starts included."""
+    """Collect the parts of all rewards computed within the block, including tasks and threads that it starts."""
     parts = RewardParts()
     token = _parts.set(parts)
     try:
@@ -157,7 +157,7 @@ async def scored(reward: RewardFunction, data: Mapping[str, Any], completion: st
 
 
 def run_in(where: RunIn | str) -> Callable[[_T], _T]:
-    """Mark a reward function or class: `@run_in("process")`. The setting `run_in` of the reward wins over the mark.
+    """Mark a reward function or class: `@run_in("process")`. The reward's setting `run_in` overrides the mark.
 
     Raises:
         ValueError: `where` is not a member of `RunIn`.

@@ -1,4 +1,4 @@
-"""The methods that asyncrl needs of a tokenizer; every Hugging Face tokenizer has them."""
+"""The methods that asyncrl needs from a tokenizer; every Hugging Face tokenizer has them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens added."""
+        """Return the token ids of `text`, without added special tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+        """Return the text of `token_ids`, without special tokens."""
         ...

@@ -37,7 +37,7 @@ class ToolResult:
         reward: added to the sample's reward, as the part `tool/<name>`.
         metrics: further finite numbers, logged as `tool/<name>/<metric>`.
         is_error: the call failed, and `text` gives the reason; counted as `tool/<name>/errors`.
-        pictures: pictures that the model sees after the text; a model that takes no pictures reads their names.
+        pictures: pictures that the model receives after the text; a model without pictures receives their names.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Tool:
 
     One instance serves all samples of its worker, many at the same time; `instance_id` identifies the sample. For each
     sample that calls the tool, `create` is called once before the first call, `calc_reward` once when the sample is
-    complete, and `release` once at the end, whatever the result. The calls of one turn run at the same time.
+    complete, and `release` once at the end, for any result. The calls of one turn run at the same time.
 
     The methods may be plain `def`s: each call then runs in a thread. If a call raises, or takes longer than the
     setting's `timeout_s`, the model receives an error text and the failure is counted.
@@ -97,7 +97,7 @@ class FunctionTool(Tool):
             takes = ", ".join(self.per_sample) or "none"
             raise ToolSchemaError(
                 f"tool {name!r}: argument {unknown[0]!r} is not one of those after `*` in its signature ({takes}); the "
-                "others are the model's to give"
+                "model gives the others"
             )
         self.hidden = dict(hidden)
         self._of_instance: dict[str, dict[str, Any]] = {}

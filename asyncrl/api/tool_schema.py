@@ -1,4 +1,6 @@
-"""Build the OpenAI schema of a Python function from its signature, annotations and docstring; check arguments by it."""
+"""Build the OpenAI schema of a Python function from its signature, annotations and docstring; check arguments against
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yie
 
 
 class ToolSchemaError(ValueError):
-    """A function's signature cannot be described to a model; the message names it and says what to change."""
+    """A function's signature cannot be described to a model. The message names the function and the fix."""
 
 
 def wrong_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
-    """Return why `arguments` do not fit the tool `schema`, as text for the model; None if they fit.
+    """Return the reason why `arguments` do not fit the tool `schema`, as text for the model; None if they fit.
 
     Names and required arguments are checked, and of JSON schema `type`, `enum`, `const`, `anyOf`, `items`,
     `properties`.
@@ -73,8 +75,9 @@ def _wrong_value(schema: Any, value: Any, where: str) -> str | None:
     kinds = [kinds] if isinstance(kinds, str) else kinds or []
     if kinds and not any(_OF_JSON.get(kind, _anything)(value) for kind in kinds):
         return _expected(schema, value, where)
-    if not any(value == choice and type(value) is type(choice) for choice in schema.get("enum", [value])):
-        return f"argument {where!r} is {_short(value)}; choose one of {json.dumps(schema['enum'])}"
+    choices = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        return f"argument {where!r} is {_short(value)}; choose one of {json.dumps(choices)}"
     if isinstance(value, list) and "items" in schema:
         wrong = (_wrong_value(schema["items"], item, f"{where}[{number}]") for number, item in enumerate(value))
         return next(filter(None, wrong), None)
@@ -126,8 +129,8 @@ def schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dict
             continue
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise ToolSchemaError(
-                f"tool {name!r}: parameter {parameter} has no name that a model could give it by; write each parameter "
-                "out, without `*args`, `**kwargs` and `/`"
+                f"tool {name!r}: parameter {parameter} cannot be passed by name; write out each parameter, "
+                "without `*args`, `**kwargs` and `/`"
             )
         told = dict(_type_schema(hints.get(parameter.name, Any), f"tool {name!r}: parameter {parameter.name!r}"))
         if text := described.get(parameter.name):
@@ -157,7 +160,7 @@ _SIMPLE: Mapping[Any, str] = {
 
 
 def _type_schema(hint: Any, where: str) -> Mapping[str, Any]:
-    """JSON schema of the annotation `hint`.
+    """Return the JSON schema of the annotation `hint`.
 
     Raises:
         ToolSchemaError: JSON has no such values.

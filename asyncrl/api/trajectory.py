@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, overload
 
 import numpy as np
@@ -30,9 +31,9 @@ GENERATED = "rollout/generated/"
 """Prefix of a trajectory's metrics of the tokens that each trained policy generated, if there are several:
 `rollout/generated/<name>`, with `actor` for the run's own."""
 MAX_GROUPS, MAX_GROUP_LENGTH = 255, 64
-"""Bounds of comparison groups: names in one trajectory, characters of a name."""
+"""Limits of comparison groups: number of names in one trajectory, characters of a name."""
 MAX_REWARD = 1e30
-"""Advantages are in float32, where the difference of two larger rewards could become infinite."""
+"""Largest size of a reward. Advantages are in float32, where the difference of two larger rewards could be infinite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,14 +54,14 @@ class Sample:
     loss_mask: NDArray[np.uint8]
     """1 where the policy generated the token, 0 for prompt and environment tokens."""
     behave_logprobs: NDArray[np.float32]
-    """Natural-log probability of the token under the distribution really sampled from; 0 where not generated."""
+    """Natural-log probability of the token under the distribution that it was sampled from; 0 where not generated."""
     versions: NDArray[np.int32]
     """Policy version that generated the token; -1 where not generated."""
     reward: float
     truncated: bool = False
     """True if a length limit cut the answer off."""
     episode: int = 0
-    """Member of the group that this sample belongs to, from 0 on; several samples may share one."""
+    """Member of the group that this sample belongs to, from 0 on. Several samples may belong to one member."""
     token_rewards: NDArray[np.float32] | None = None
     """Rewards of turns, each at the last token of its turn; they are added to `reward`."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
@@ -102,8 +103,8 @@ class Sample:
                 f"Sample.behave_logprobs[{position}] is {self.behave_logprobs[position]}: the policy gives every token "
                 "that it generates a finite log-probability, and other tokens have 0"
             )
-        if not 0 <= self.episode <= MAX_EPISODE:
-            raise ValueError(f"Sample.episode is {self.episode}: the members of a group are numbered from 0 on")
+        if not isinstance(self.episode, Integral) or not 0 <= self.episode <= MAX_EPISODE:
+            raise ValueError(f"Sample.episode is {self.episode}: the members of a group are integers from 0 on")
         check_group(self.group)
         if self.token_rewards is not None:
             self._check_token_rewards(self.token_rewards)
@@ -190,7 +191,7 @@ def role_of(group: str) -> str:
 
 
 def policy_of(group: str, policies: Collection[str]) -> str:
-    """Return the trained policy, one of `policies`, of the samples of a comparison group; "": the run's own.
+    """Return the trained policy, one of `policies`, of the samples of a comparison group; "" for the run's own.
 
     The policy's name is the role of the group, which the policy's clients set (`client.policy(name)`).
     """
@@ -395,7 +396,7 @@ def join_pictures(samples: Sequence[Sample]) -> tuple[tuple[PlacedPicture, ...],
 
 
 def unrecorded(dtype: np.dtype[Any]) -> int:
-    """Value in `routing` of this type for tokens without a reported expert: the largest of the type."""
+    """Return the value in `routing` for tokens without a reported expert: the largest value of this type."""
     return int(np.iinfo(dtype).max)
 
 
@@ -506,8 +507,8 @@ class Trajectory:
 
     `rollout_id` names this attempt and is unique in the run. `prompt_id` names the prompt within its epoch; a prompt
     that is dropped and tried again keeps it. `order` is the prompt's position in the data order, over all epochs;
-    training batches are sorted by it, whatever order the rollouts finished in. A trajectory that came over a socket has
-    its samples in columns, with their common prompt once.
+    training batches are sorted by it, regardless of the order in which rollouts finished. A trajectory received over a
+    socket has its samples in columns, with their common prompt once.
     """
 
     rollout_id: str

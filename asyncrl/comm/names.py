@@ -1,6 +1,6 @@
 """The keys of name resolution and their values.
 
-All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
+All keys are relative to the resolver's root, which contains experiment and trial, so that trials are separate.
 
     run                             the launcher that holds the trial: `TrialHolder`
     launch                          the launch whose processes own these names; processes of other launches end
@@ -48,10 +48,10 @@ EVALUATION_WORKER = "evaluation_worker"
 EVALUATION_MASTER = "evaluation_master"
 """The kinds of processes; `asyncrl.runtime.planning.process_kinds` describes each."""
 ACTOR = "actor"
-"""The role whose weights the servers follow."""
+"""The role whose weights the generation servers load."""
 
 WinRatesOfPools: TypeAlias = Mapping[str, Mapping[int, float]]
-"""By pool of older versions and member, how often the run's own policy wins."""
+"""Win rate of the run's own policy, by pool of older versions and member."""
 State: TypeAlias = Literal["starting", "ready", "done", "failed"]
 STATUSES = "status"
 """Subtree of every worker's status."""
@@ -66,13 +66,13 @@ POLICY_SERVERS = "policy_servers"
 ENCODER_SERVERS = "encoder_servers"
 """Subtree of the URLs of all EncoderServers."""
 STAGING_SERVERS = "staging_servers"
-"""Subtree of the staging servers' URLs, where hosts share no folder."""
+"""Subtree of the staging servers' URLs, if hosts share no folder."""
 TRAINER_TURN_KEY = "trainer_turn"
-"""`TrainerTurn` that was announced last; while there is none the trainer has the devices."""
+"""`TrainerTurn` that was announced last; before the first one the trainer has the devices."""
 LOADING_GUESTS = "loading_guests"
 """Subtree of the guests that load their model, or are about to if it is their turn."""
 GUEST_MEMORY = "guest_memory"
-"""Subtree of the guests whose memory is released, or may be, for a manager that begins."""
+"""Subtree of the guests whose memory is released, or may be, for a new manager."""
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
@@ -87,7 +87,7 @@ WORKERS = "workers"
 LAUNCH_KEY = "launch"
 """The launch whose processes own the names of this trial; the entry stays when that launch ends."""
 INCARNATIONS = "incarnations"
-"""Subtree of how many processes of each worker were replaced; a worker without an entry still has its first one."""
+"""Subtree of the number of replaced processes of each worker. A worker without an entry still has its first process."""
 KILLED = "killed"
 """Subtree of the workers that were killed from outside: for each, its number in `INCARNATIONS` after its last such
 death. This entry is written before the one in `INCARNATIONS`."""
@@ -103,7 +103,8 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the entry that `value` encodes.
 
         Raises:
-            ValueError: it encodes none; the message has the path of the first wrong field and what was expected.
+            ValueError: `value` is not such an entry. The message has the path of the first wrong field and the expected
+                type.
         """
         try:
             return decode_json(value, cls)
@@ -115,8 +116,8 @@ class TrialHolder(_Entry, frozen=True):
     """The launcher that holds a trial.
 
     `launch` is random; `pid` and `started` (kernel ticks since boot) identify its process for readers on the same
-    `machine`; `since` is for people. `detached` is true if it has no terminal, and others may attach to it. `folder` is
-    where it was started: relative paths in the settings start there.
+    `machine`; `since` is for display. `detached` is true if it has no terminal, and others may attach to it. `folder`
+    is where it was started: relative paths in the settings start there.
     """
 
     launch: str
@@ -138,8 +139,8 @@ class WorkerAddress(_Entry, frozen=True):
 
 
 class WorkerStatus(_Entry, frozen=True):
-    """State of a worker. `reason` says why it failed, `incarnation` is the number of its predecessors that died, and
-    `progress` counts signs of work while it starts.
+    """State of a worker. `reason` is the cause of its failure, `incarnation` is the number of its predecessors that
+    died, and `progress` counts signs of work while it starts.
     """
 
     state: State
@@ -150,7 +151,7 @@ class WorkerStatus(_Entry, frozen=True):
 
 
 class GenerationServerEntry(_Entry, frozen=True):
-    """An engine that serves at `url`, with the weights of `version`.
+    """An engine at `url`, with the weights of `version`.
 
     `pid` is None if the run did not start the engine's process.
     """
@@ -164,7 +165,7 @@ class GenerationServerEntry(_Entry, frozen=True):
 class PublishedVersion(_Entry, frozen=True):
     """The weights of `version` are in the folder `path`.
 
-    `win_rates`: by pool and member, how often the run's own policy wins, by which servers of prioritised pools choose.
+    `win_rates`: win rates of the run's own policy by pool and member, by which servers of prioritised pools choose.
     """
 
     version: int
@@ -183,7 +184,7 @@ class TrainerTurn(_Entry, frozen=True):
 
 
 class GuestMemory(_Entry, frozen=True):
-    """The memory of the guest at `url` is `released`; else its state is unknown: it is being released or resumed."""
+    """State of the memory of the guest at `url`: `released`, or else unknown, since it is being released or resumed."""
 
     url: str
     released: bool

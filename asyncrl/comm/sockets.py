@@ -1,9 +1,14 @@
 """ZMQ sockets with the options that asyncrl needs, and their integration into an asyncio loop.
 
-We do not use zmq.asyncio, which for every message makes a future, reads the socket's events and takes a round of the
-loop. With it a sender moves 0.73 and 0.88 times as many trajectories of 16k tokens a second (one sample, eight samples)
-at 1.33 and 1.15 times the CPU, and 1.08 and 1.12 times as many of 1k; encrypted 0.78 and 0.92 of 16k, 1.05 and 0.98 of
-1k. Answers are long, so the large ones decide. Medians of 7 rounds of `benchmarks/transport.py --asyncio`.
+zmq.asyncio is not used: for every message it creates a future, reads the socket's events and takes a turn of the event
+loop. Its rate of trajectories per second relative to this module, for one and for eight samples
+(`benchmarks/transport.py --asyncio`, medians of 7 rounds):
+
+- 16k tokens: 0.73 and 0.88, at 1.33 and 1.15 times the CPU; encrypted 0.78 and 0.92.
+
+- 1k tokens: 1.08 and 1.12; encrypted 1.05 and 0.98.
+
+Answers are long, so the first line decides.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ Socket: TypeAlias = zmq.Socket[bytes]
 
 KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, KEEP_ALIVE_PROBES = 30, 10, 6
 UNACKNOWLEDGED_LIMIT_MS = 90_000
-"""A host that vanished without a reset is noticed after a minute and a half, whether or not anything was sent to it; a
-killed process is noticed at once. The kernel of a suspended process still acknowledges, so no connection breaks.
+"""Time after which a host that vanished without a reset is noticed, even if nothing was sent to it. A killed process is
+noticed at once. The kernel of a suspended process still acknowledges, so no connection breaks.
 
-ZMTP's own heartbeats are answered by the process instead of its kernel, so a suspended process was taken for a dead
-one. And libzmq 4.3.5 aborts the process (`!_io_error`) if a socket that sends them has reached its high-water mark of a
-peer's messages when that peer disconnects: with a full inbox, the death of a RolloutWorker would kill a ModelWorker.
+ZMTP's own heartbeats are not used. The process answers them instead of its kernel, so a suspended process would look
+dead. And libzmq 4.3.5 aborts the process (`!_io_error`) if a peer disconnects while a socket that sends heartbeats has
+a full inbox of its messages. So the death of a RolloutWorker could kill a ModelWorker.
 """
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
@@ -39,12 +44,13 @@ _LINK_EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 _NO_WAIT = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
 _SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 ZERO_COPY_BYTES = 1 << 20
-"""From this size on libzmq borrows the buffer. Below it a copy is cheaper: a borrowed buffer is returned by pyzmq's
-collector thread, which takes the interpreter's lock for every message."""
+"""From this size on libzmq borrows the buffer. Below it a copy is cheaper: pyzmq's collector thread returns borrowed
+buffers, and takes the interpreter's lock for every message.
+"""
 
 
 class Context(zmq.Context[Socket]):
-    """A ZMQ context that is ended by `term`, never by the garbage collector.
+    """A ZMQ context that only `term` ends, never the garbage collector.
 
     pyzmq's own finaliser terminates the context, which waits for its sockets to be closed. If an owner was dropped
     without `close` (after an error, say), its sockets are collected later, and the process would hang for ever.
@@ -65,8 +71,8 @@ def bind(
 ) -> tuple[Socket, str, PeerGate]:
     """Return a ROUTER bound to a free port of `host`, its endpoint and its gate. `context` must be the socket's own.
 
-    The high-water marks are messages in libzmq's buffer per peer. At `requests_high_water` the peer is held back;
-    beyond `replies_high_water` a ROUTER silently drops messages, so it must exceed the number that can be outstanding.
+    The high-water marks are messages in libzmq's buffer per peer. At `requests_high_water` the peer must wait. Beyond
+    `replies_high_water` a ROUTER silently drops messages, so this must exceed the number of outstanding replies.
     """
     socket = context.socket(zmq.ROUTER)
     _configure(socket, send_high_water=replies_high_water, receive_high_water=requests_high_water)
@@ -102,7 +108,7 @@ def _configure(socket: Socket, *, send_high_water: int, receive_high_water: int)
 
 
 def send(socket: Socket, frames: Sequence[Frame]) -> bool:
-    """Send one message without waiting; return False if the socket accepts none now."""
+    """Send one message without waiting; return False if the socket accepts no message now."""
     *leading, last = frames
     try:
         for frame in leading:
@@ -141,8 +147,7 @@ class LoopSocket:
     """Calls `on_ready(events)` from an asyncio loop while a socket has events (`zmq.POLLIN`, `zmq.POLLOUT`).
 
     A ZMQ socket's descriptor is edge-triggered, and any send or receive may consume the edge. So call `recheck` after
-    every send or receive outside `on_ready`: it checks the events once, in the loop's next round, however often it was
-    called.
+    every send or receive outside `on_ready`. Several calls cause one check, in the loop's next turn.
     """
 
     def __init__(self, socket: Socket, loop: asyncio.AbstractEventLoop, on_ready: Callable[[int], None]) -> None:
@@ -155,7 +160,7 @@ class LoopSocket:
         self.recheck()
 
     def recheck(self) -> None:
-        """Check the socket's events in the loop's next round."""
+        """Check the socket's events in the loop's next turn."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._look)
@@ -166,7 +171,7 @@ class LoopSocket:
         return int(events)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Leave the loop and close the socket; libzmq has `linger_ms` milliseconds to send pending messages."""
+        """Stop watching and close the socket. libzmq has `linger_ms` milliseconds to send pending messages."""
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=linger_ms)
@@ -182,13 +187,13 @@ class LoopSocket:
 class PeerLink:
     """The connection to one bound socket, from an asyncio loop: a DEALER and the monitor of its connection.
 
-    It accepts messages only while connected, so nothing is queued to a dead peer. One socket serves one connection:
-    when that breaks, the messages that have arrived are delivered, then the socket is replaced and unsent messages are
+    It accepts messages only while connected, so nothing is queued to a dead peer. One socket serves one connection.
+    When it breaks, the messages that have arrived are delivered. Then the socket is replaced, and unsent messages are
     dropped. (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
 
     Args:
         address: endpoint of the bound socket.
-        open_socket: makes each connection's DEALER, with `connecting`.
+        open_socket: creates the DEALER of each connection, with `connecting`.
         on_writable: called when the link accepts messages again.
         on_message: called with each received message; its buffers live as long as they are referred to.
         on_lost: called when the connection breaks: unanswered messages may be lost. The link reconnects by itself.
@@ -213,7 +218,7 @@ class PeerLink:
         self._open()
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Hand `frames` to the connection; return False if it accepts no message now.
+        """Pass `frames` to the connection; return False if it accepts no message now.
 
         `writable` is True afterwards if it accepts another message. Otherwise `on_writable` is called once it does.
         """
@@ -223,7 +228,7 @@ class PeerLink:
         return sent
 
     def close(self) -> None:
-        """Disconnect; what libzmq has not sent is discarded."""
+        """Disconnect; messages that libzmq has not sent are discarded."""
         if self._reopening is not None:
             self._reopening.cancel()
         self._drop_socket()
@@ -255,7 +260,7 @@ class PeerLink:
             self._main.recheck()  # more may have arrived; and receiving may have consumed the edge of POLLOUT
 
     def _deliver(self, limit: int) -> None:
-        """Pass on up to `limit` messages that have arrived."""
+        """Deliver up to `limit` messages that have arrived."""
         socket = self._main.socket
         for _ in range(limit):
             if socket.closed:  # by the receiver of a message

@@ -1,9 +1,9 @@
 """Decoding into types, from any thread.
 
-msgspec works out a type when it is used first. It is not ready for another thread that uses the same type meanwhile, or
-one that has it as a part: the process ends by SIGSEGV (msgspec 0.22, two threads that read the same kind of file for
-the first time). So types are worked out here, one after the other. Everything in asyncrl that decodes into types does
-so by these functions.
+msgspec analyses a type at its first use. If another thread uses the same type at that moment, or a type that contains
+it, the process ends by SIGSEGV. This happened with msgspec 0.22, in two threads that read the same kind of file for the
+first time. So types are analysed here, one after the other. All code of asyncrl that decodes into types uses these
+functions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def decode_json(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
     """Decode JSON into `kind`.
 
     Raises:
-        msgspec.DecodeError: it is not JSON, or not of this kind.
+        msgspec.DecodeError: `data` is not JSON, or not of this kind.
     """
     return json_decoder(kind).decode(data)
 
@@ -59,7 +59,7 @@ def convert(value: Any, kind: type[T], *, str_keys: bool = False) -> T:
     """Convert plain data into `kind`; `str_keys`: all keys of mappings are strings, as JSON has them.
 
     Raises:
-        msgspec.ValidationError: it is not of this kind.
+        msgspec.ValidationError: `value` is not of this kind.
     """
-    msgpack_decoder(kind)  # works the type out
+    msgpack_decoder(kind)  # analyses the type
     return msgspec.convert(value, kind, str_keys=str_keys)

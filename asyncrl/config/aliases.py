@@ -15,9 +15,10 @@ class Alias(NamedTuple):
     """One name in other systems.
 
     Attributes:
-        theirs: the name, or its last parts: `rollout.n` also stands for `actor_rollout_ref.rollout.n`.
+        theirs: the name, or its last parts: `rollout.n` also matches `actor_rollout_ref.rollout.n`.
         of: the systems that use the name.
-        ours: asyncrl's setting, with a value if the alias implies one (`trainer.engine=sharded`); empty: none.
+        ours: asyncrl's setting, with a value if the alias implies one (`trainer.engine=sharded`); empty if there is no
+            such setting.
         note: the difference in meaning, or what to do instead.
     """
 
@@ -28,11 +29,11 @@ class Alias(NamedTuple):
 
 
 _SIZE = "there a number of prompts or samples, here the number of parts into which train_batch_size is cut"
-_PROMPTS = "here in prompts (groups), whatever group_size is"
+_PROMPTS = "here in prompts (groups), for any group_size"
 _DYNAMIC = "here micro-batches are cut by tokens: trainer.tokens_per_micro_batch"
 _LAYOUT = "layouts are written as d<N>t<N>p<N>"
 _TURNS = "servers and trainer then share GPUs and take turns"
-_NO_PADDING = "sequences are packed wherever the model is proven right so"
+_NO_PADDING = "sequences are packed for every model that passes a check of packing at load"
 
 ALIASES: tuple[Alias, ...] = (
     # Batch and groups
@@ -142,7 +143,9 @@ ALIASES: tuple[Alias, ...] = (
     Alias("rollout.top_p", "verl, siiRL", "rollout.sampling.top_p"),
     Alias("gconfig.top_p", "AReaL", "rollout.sampling.top_p"),
     Alias("rollout.top_k", "verl, siiRL", "rollout.sampling.top_k"),
-    Alias("repetition_penalty", "TRL", "", "the loss needs the probabilities that were sampled from; there is none"),
+    Alias(
+        "repetition_penalty", "TRL", "", "not supported: the loss needs the probabilities that tokens were sampled from"
+    ),
     Alias("val_kwargs.n", "verl, siiRL", "eval.n_samples"),
     Alias("val_kwargs.temperature", "verl, siiRL", "eval.sampling.temperature"),
     Alias("val_kwargs.top_p", "verl, siiRL", "eval.sampling.top_p"),
@@ -175,7 +178,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias("max_concurrent_rollouts", "AReaL", "rollout.max_concurrent", "here of each RolloutWorker, in rollouts"),
     Alias("max_concurrent", "prime-rl", "rollout.max_concurrent", "here of each RolloutWorker, in rollouts"),
     Alias("sglang_server_concurrency", "slime", "rollout.max_concurrent", "here of each RolloutWorker, in rollouts"),
-    Alias("partial_rollout", "slime, verl", "", "answers always go on across weight updates, whole within the bound"),
+    Alias(
+        "partial_rollout",
+        "slime, verl",
+        "",
+        "answers always continue across weight updates; the staleness bound holds for all their tokens",
+    ),
     # Algorithm
     Alias("adv_estimator", "verl, siiRL", "algorithm.advantage.name"),
     Alias("advantage_estimator", "slime, OpenRLHF", "algorithm.advantage.name"),
@@ -212,8 +220,13 @@ ALIASES: tuple[Alias, ...] = (
     Alias("actor.discount", "AReaL", "algorithm.advantage.params", "{gamma: 1.0}"),
     Alias("algorithm.lam", "verl, siiRL", "algorithm.advantage.params", "{lam: 1.0}"),
     Alias("gae_lambda", "AReaL", "algorithm.advantage.params", "{lam: 1.0}"),
-    Alias("scale_rewards", "TRL", "algorithm.advantage.name=dr_grpo", "for advantages that no deviation divides"),
-    Alias("norm_adv_by_std_in_grpo", "verl, siiRL", "algorithm.advantage.name=dr_grpo", "in place of false"),
+    Alias(
+        "scale_rewards",
+        "TRL",
+        "algorithm.advantage.name=dr_grpo",
+        "for advantages without division by the standard deviation",
+    ),
+    Alias("norm_adv_by_std_in_grpo", "verl, siiRL", "algorithm.advantage.name=dr_grpo", "instead of false"),
     Alias("critic_warmup", "verl, siiRL", "algorithm.critic.warmup_steps"),
     Alias("critic.cliprange_value", "verl, siiRL", "algorithm.critic.value_loss.params"),
     Alias("use_decoupled_loss", "AReaL", "algorithm.policy_loss.name=decoupled_ppo", "the default"),
@@ -263,8 +276,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("recover.mode", "AReaL", "resume", "auto, never or restart"),
     Alias("resume_from_checkpoint", "TRL", "resume", "auto, never or restart"),
     Alias("log_completions", "TRL", "samples.every"),
-    Alias("rollout_data_dir", "verl, siiRL", "samples.every", "they lie in the run's folder"),
-    Alias("validation_data_dir", "verl, siiRL", "samples.eval_every", "they lie in the run's folder"),
+    Alias("rollout_data_dir", "verl, siiRL", "samples.every", "samples are in the run's folder"),
+    Alias("validation_data_dir", "verl, siiRL", "samples.eval_every", "samples are in the run's folder"),
     # Layout
     Alias("allocation_mode", "AReaL", "trainer.parallel", "and generation.servers, generation.sglang.tensor_parallel"),
     Alias("n_gpus_per_node", "verl, siiRL, AReaL", "system.hosts", "on one host: trainer.parallel, generation.servers"),
@@ -295,14 +308,16 @@ RENAMED = {
 
 
 def elsewhere(name: str) -> Alias | None:
-    """Return the alias that `name` equals, or ends with after a dot; the one with the most parts if several do."""
+    """Return the alias that `name` equals or ends with, after a dot. If several match, return the one with the most
+    parts.
+    """
     fitting = [alias for alias in ALIASES if name == alias.theirs or name.endswith(f".{alias.theirs}")]
     return max(fitting, key=lambda alias: alias.theirs.count("."), default=None)
 
 
 def answer(alias: Alias, value: str = "") -> str:
     """Return the part of an error message that explains an unknown setting, which was set to `value`."""
-    here = f"here it is {alias.ours!r}" if alias.ours else "here there is none"
+    here = f"here it is {alias.ours!r}" if alias.ours else "here there is no such setting"
     if alias.theirs == "allocation_mode" and (settings := allocation(value)):
         here = f"here {value} is {settings}"
     elif alias.note:

@@ -1,4 +1,4 @@
-"""Number of tokens of the longest conversation that the settings allow; servers and training make room for it."""
+"""Number of tokens of the longest conversation that the settings allow. Servers and training allocate for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def agents_turns(config: ExperimentConfig) -> int:
 
 
 def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:
-    """Return the longest prompt + answer that an engine takes: as set or needed, at most the model's positions.
+    """Return the most tokens of prompt and answer that an engine takes: as set or needed, at most the model's
+    positions.
 
     `model_config` is the content of the model's `config.json`.
     """

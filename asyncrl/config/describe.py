@@ -108,7 +108,7 @@ def _setting_lines(path: str, kind: Any, value: Any, info: SettingInfo) -> list[
     if info.maximum is not None:
         notes.append(f"≤ {info.maximum:.10g}")
     if info.fixed:
-        notes.append("stays as it is once a trial has a checkpoint")
+        notes.append("cannot change once a trial has a checkpoint")
     return [f"  {path} = {shown}", f"      {info.help} ({'; '.join(notes)})"]
 
 

@@ -17,7 +17,7 @@ from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 CODE: Final = ("agent", "env", "reward")
 """Groups of settings in which an evaluation set may differ from training."""
 _OF_THE_WORKER: Final = ("processes", "process_max_episodes")
-"""Settings of these groups about processes, which all episodes of a worker share."""
+"""Settings of these groups about processes that all episodes of a worker share."""
 
 _Plugin = TypeVar("_Plugin", bound=PluginConfig)
 
@@ -50,7 +50,7 @@ class EvaluationSet:
 
 
 def evaluation_sets(config: ExperimentConfig) -> tuple[EvaluationSet, ...]:
-    """Return the evaluation sets of the settings `eval`, in their order; also those that are never due."""
+    """Return the evaluation sets of the settings `eval`, in their order, including those that are never due."""
     common, training = config.eval, config.rollout.sampling
     fields = config.dataset.fields if common.fields is None else common.fields
 
@@ -140,10 +140,12 @@ def _changed(setting: str, name: str, before: _Plugin, given: Mapping[str, Any])
         made: _Plugin = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(before), given))  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{setting}.{error.full_key or name}: {reason}; it is as {name} in --help") from error
+        raise ConfigError(
+            f"{setting}.{error.full_key or name}: {reason}; --help lists the settings of {name}"
+        ) from error
     return made
 
 
 def longest_answer(config: ExperimentConfig) -> int:
-    """Return the most tokens that an answer may have, in training or in an evaluation."""
+    """Return the largest number of tokens of an answer, in training or in an evaluation."""
     return max(config.rollout.sampling.max_new_tokens, *(one.max_new_tokens for one in evaluation_sets(config)))

@@ -38,12 +38,12 @@ class ExperimentConfig:
 
     experiment_name: str = setting("async_ppo", "folder under fileroot")
     trial_name: str = setting("trial0", "folder under the experiment; a second run of the same trial resumes it")
-    fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
+    fileroot: str = setting("~/.cache/asyncrl", "folder of models, checkpoints, logs and metrics")
     seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, maximum=MOST_SEED, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
     total_epochs: float | None = setting(
         None,
-        "the run's length in passes over the training set: total_train_steps becomes as many steps as train "
+        "the run's length in passes over the training set; it sets total_train_steps to the number of steps that train "
         "total_epochs times its rows, rounded down; null: total_train_steps as set",
         unit="epochs",
         minimum=0.0,
@@ -53,12 +53,13 @@ class ExperimentConfig:
         8, "episodes per prompt; each gives one sample, or as many as its agent returns", unit="episodes", minimum=1
     )
     max_head_offpolicyness: int = setting(
-        4, "η: no trained token is older than so many versions; 0 is synchronous", unit="versions", minimum=0
+        4, "η: largest age of a trained token in policy versions; 0 is synchronous", unit="versions", minimum=0
     )
     on_stale: OnStale = setting(
         OnStale.wait,
-        "samples beyond η: the trainer waits for them in time (wait), or they are dropped, or their old tokens masked; "
-        "drop and mask lose a fifth to a third of long-tailed answers' tokens at small η (docs/scale.md)",
+        "how samples beyond η are avoided or handled; wait: the trainer waits for them in time; drop: drop them; mask: "
+        "mask their old tokens; drop and mask lose a fifth to a third of long-tailed answers' tokens at small η "
+        "(docs/scale.md)",
     )
     resume: Resume = setting(
         Resume.auto,
@@ -77,11 +78,11 @@ class ExperimentConfig:
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rewards: list[NamedRewardConfig] = setting(
-        help="several rewards in place of reward: their weighted sum; each with name, weight and what reward has",
+        help="several rewards instead of reward: their weighted sum; each with name, weight and the settings of reward",
         factory=list,
     )
     tools: list[ToolConfig] = setting(
-        help="what the model may call, for agents that take tools; each with path, args, name and timeout_s",
+        help="tools that the model may call, for agents that take tools; each with path, args, name and timeout_s",
         factory=list,
     )
     mcp: list[McpServerConfig] = setting(
@@ -91,8 +92,8 @@ class ExperimentConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     policies: list[PolicyConfig] = setting(
-        help="policies that agents ask besides the run's own: older versions of it, other models, or further trained "
-        "ones; each with name, path, url or versions, servers, and trained",
+        help="policies that agents may use besides the run's own: older versions of it, other models, or further "
+        "trained policies; each with name, path, url or versions, servers, and trained",
         factory=list,
     )
     buffer: BufferConfig = field(default_factory=BufferConfig)
@@ -109,7 +110,7 @@ class ExperimentConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that every sample has: those of `rollout.columns`, and those of teachers."""
+        """Columns of every sample: those of `rollout.columns`, and those of teachers."""
         scored = [teacher.logprobs for teacher in self.algorithm.teachers if teacher.path is None]
         implied = (SOURCE_NUMBER,) if self.algorithm.taught_sources else ()
         return tuple(dict.fromkeys((*self.rollout.columns, *scored, *implied)))
@@ -147,12 +148,12 @@ class ExperimentConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Most optimizer steps of the run: one for each minibatch of each pass over the batches that are trained."""
+        """Largest number of optimizer steps of the run: one per minibatch of each pass over the trained batches."""
         return self._optimizer_steps(self.trainer)
 
     @property
     def critic_optimizer_steps(self) -> int:
-        """Most optimizer steps of the critic: those of all policies whose samples train it."""
+        """Largest number of optimizer steps of the critic: those of all policies whose samples train it."""
         sharing = [policy for policy in self.policies if policy.name in self.critic_sharers]
         return self._optimizer_steps(self.trainer) + sum(self._optimizer_steps(policy) for policy in sharing)
 

@@ -39,7 +39,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 Config = ExperimentConfig | SFTConfig
 
 SCHEMAS: dict[str, type[Config]] = {"experiment_schema": ExperimentConfig, "sft_schema": SFTConfig}
-"""First entry of an experiment's `defaults:` list, and the dataclass it stands for."""
+"""First entry of an experiment's `defaults:` list, and its dataclass."""
 
 HERE = "${here:}"
 """Text that stands for an experiment file's own folder."""
@@ -64,7 +64,7 @@ class ExperimentFiles(FileConfigSource):
 
 
 class ExperimentFolders(SearchPathPlugin):
-    """Has Hydra look for experiments in `folders`; a file in an earlier one wins over its namesake in a later one."""
+    """Makes Hydra search `folders` for experiments. A file in an earlier folder wins over one of the same name."""
 
     folders: ClassVar[Sequence[Path]] = ()
 
@@ -78,7 +78,7 @@ Plugins.instance().register(ExperimentFolders)
 
 
 def experiments_dir() -> Path:
-    """The folder of the built-in experiments: inside the installed package, or beside it in a source tree."""
+    """Return the folder of the built-in experiments: inside the installed package, or beside it in a source tree."""
     installed = Path(__file__).resolve().parents[1] / "experiments"
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "experiments"
 
@@ -97,7 +97,7 @@ def experiment_folders(own: Path | None) -> list[Path]:
 
 
 def known_experiments(folder: Path) -> dict[str, str]:
-    """Experiment names in `folder`, each with the comment on its first line."""
+    """Return the experiment names in `folder`, each with the comment on its first line."""
     found = {}
     for file in sorted(folder.glob("*.yaml")):
         first_line, _, _ = file.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -164,7 +164,7 @@ def _hydra() -> Iterator[None]:
 
 @cache
 def _store_schemas() -> None:
-    """Register the schemas for defaults lists, once: it takes as long as all the rest of loading an experiment."""
+    """Register the schemas for defaults lists once. This takes as long as the rest of loading an experiment."""
     for name, schema in SCHEMAS.items():
         ConfigStore.instance().store(name=name, node=schema)
 
@@ -200,7 +200,7 @@ def _compose(name: str) -> tuple[DictConfig, type[Config]]:
 
 
 def _overridden(base: DictConfig, overrides: list[str], *, alone: bool = False) -> Config:
-    """Apply overrides to `base` as Hydra would, without composing everything a second time.
+    """Apply overrides to `base` like Hydra, without composing the experiment a second time.
 
     Args:
         alone: apply an override by itself, without those that name the class of `my`.
@@ -220,7 +220,7 @@ def _overridden(base: DictConfig, overrides: list[str], *, alone: bool = False) 
 
 
 def _refusal(base: DictConfig, override: str) -> list[str]:
-    """Return the reason why `override` alone is refused; nothing if it is accepted."""
+    """Return the reason why `override` alone is refused; an empty list if it is accepted."""
     try:
         _overridden(base, [override], alone=True)
     except ConfigError as error:
@@ -230,10 +230,10 @@ def _refusal(base: DictConfig, override: str) -> list[str]:
 
 
 def load_supervised(name: str, folder: Path | None = None) -> SFTConfig:
-    """Load experiment `name`, which makes a base model.
+    """Load the supervised experiment `name`, which trains a base model.
 
     Raises:
-        ConfigError: as for `load_experiment`, or it is not a supervised experiment.
+        ConfigError: as for `load_experiment`, or the experiment is not supervised.
     """
     config = load_experiment(name, [], folder)
     if not isinstance(config, SFTConfig):
@@ -242,7 +242,7 @@ def load_supervised(name: str, folder: Path | None = None) -> SFTConfig:
 
 
 def settings(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, SettingInfo]]:
-    """Every setting below `schema` as (dotted path, type, info), in the order of the definition."""
+    """Yield every setting below `schema` as (dotted path, type, info), in the order of the definition."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         path = f"{prefix}{item.name}"
@@ -254,7 +254,7 @@ def settings(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Se
 
 @cache
 def _kinds(schema: type[Any]) -> dict[str, Any]:
-    """The type of every setting below `schema`."""
+    """Return the type of every setting below `schema`."""
     return {path: kind for path, kind, _ in settings(schema)}
 
 
@@ -272,7 +272,7 @@ def _checked_override(text: str, schema: type[Any]) -> str:
             f"override {text!r}: several values; give one, or a list as {key}=[1,2] where it takes a list"
         )
     if override.is_delete() and key in known and not _is_mapping(known[key]):
-        raise ConfigError(f"override {text!r}: a setting cannot be taken away; give it a value as {key}=VALUE")
+        raise ConfigError(f"override {text!r}: a setting cannot be removed; give it a value as {key}=VALUE")
     groups = {path.rpartition(".")[0] for path in known}
     if key in known:
         return f"++{text}" if _is_mapping(known[key]) and not text.startswith(("+", "~")) else text
@@ -296,7 +296,7 @@ def _unknown_setting(name: str, known: Iterable[str], where: str = "", value: st
 
 
 def _parsed(text: str) -> tuple[str, Override]:
-    """The override and its text; a value that Hydra's grammar refuses, such as `~/runs`, is taken as a string.
+    """Return the override and its text. A value that Hydra's grammar refuses, such as `~/runs`, becomes a string.
 
     Raises:
         ConfigError: it is not `setting=value`.
@@ -319,7 +319,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _explain(error: BaseException) -> str:
-    """Hydra's and OmegaConf's message on one line, beginning with the setting's full name."""
+    """Return Hydra's or OmegaConf's message on one line, beginning with the setting's full name."""
     chain: list[BaseException] = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)

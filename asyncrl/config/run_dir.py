@@ -1,4 +1,4 @@
-"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the config all processes read."""
+"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the config that all processes read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET_FILE = "secret"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 BOOKS_FILE = "books.json"
-"""Accounts as of the last complete step, for a launch whose MasterWorker ends without reporting them."""
+"""The gate's counters as of the last complete step, for a launch whose MasterWorker ends without reporting them."""
 LEDGER_DIR = "ledger"
 """History of every rollout: lines of `asyncrl.comm.ended_rollouts.ledger_lines`."""
 SAMPLES_DIR = "samples"
@@ -46,7 +46,7 @@ MEMORY_CHECKPOINT_FILE = "memory_checkpoint"
 INBOXES_DIR = "inboxes"
 """Rollouts that wait for training, where ranks run on other hosts than the launcher."""
 SPILLED_DIR = "spilled"
-"""Rollouts that wait for training and do not fit into `trainer.buffer_memory`; of no use to a later process."""
+"""Rollouts that wait for training and do not fit into `trainer.buffer_memory`. A later process does not use them."""
 LOGS_DIR = "logs"
 OBSERVED_DIR = "observed"
 """Lines that every process writes about itself: `asyncrl.observe.observer`."""
@@ -61,11 +61,11 @@ STAGED_DIR = "staged"
 INPUTS_DIR = "inputs"
 """Input files of RolloutWorkers as of the launch, if some of their hosts share no folder."""
 ANNOUNCED_DIR = "announced"
-"""Manifests and canaries of versions that servers get from the trainer's memory."""
+"""Manifests and log-probability probes of versions that servers get from the trainer's memory."""
 
 
 def run_dir_of(config: ExperimentConfig) -> Path:
-    """`<fileroot>/<experiment>/<trial>`, absolute."""
+    """Return `<fileroot>/<experiment>/<trial>` as an absolute path."""
     return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
 
 
@@ -94,7 +94,7 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
     """The resolved config of the run in `run_dir`.
 
     Raises:
-        ConfigError: a setting is unknown, for example of another version of asyncrl, or a value has the wrong type.
+        ConfigError: a setting is unknown, for example from another version of asyncrl, or a value has the wrong type.
     """
     file = run_dir / CONFIG_FILE
     written = read_settings(run_dir)
@@ -108,17 +108,16 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
 
 
 def read_settings(run_dir: Path) -> Any:
-    """The resolved config of the run in `run_dir` as nested mappings, whatever version wrote it.
+    """Return the resolved config of the run in `run_dir` as nested mappings, regardless of the version that wrote it.
 
-    Every process of a run reads it, so OmegaConf is not used: it would take fifty times as long to check its own
-    output.
+    Every process of a run reads this file, so OmegaConf is not used: it takes fifty times as long.
     """
     text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _not_taken(written: dict[str, Any], taken: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings in `written` that are not in `taken`."""
+    """Yield the settings in `written` that are not in `taken`."""
     for name, value in written.items():
         if name not in taken:
             yield f"{prefix}{name}"

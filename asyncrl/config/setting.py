@@ -1,7 +1,7 @@
 """One definition per setting: default, unit, choices, bounds and help live in the dataclass field that holds it.
 
-A choice is a `StrEnum` whose members are named as in the settings, or, where each choice is a separate
-class or file, the registry's or folder's names (`choices=`). Code compares with the enum's members, never with strings.
+A choice is a `StrEnum` whose members are named as in the settings. If each choice is a separate class or file, the
+choices are the names in the registry or folder (`choices=`). Code compares with the enum's members, never with strings.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncrl.config.suggestions import did_you_mean
 
 _KEY = "asyncrl.setting"
 MOST_SEED = 2**31 - 1
-"""Largest seed: together with a number of 32 bits it fits into the 64 bits of torch's generators."""
+"""Largest seed. Together with a number of 32 bits it fits into the 64 bits of torch's generators."""
 
 
 class ConfigError(ValueError):
-    """A setting is wrong. The message names the setting, the value and how to fix it; no process has started."""
+    """A setting is invalid. The message names the setting, the value and the fix. No process has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ def setting(
     maximum: float | None = None,
     fixed: bool = False,
 ) -> Any:
-    """A dataclass field that carries its documentation and bounds.
+    """Return a dataclass field with documentation and bounds.
 
-    `minimum` and `maximum` are inclusive. `choices` are for strings; a field annotated with an enum has the enum's.
-    A `fixed` setting determines what a checkpoint means, so a trial with checkpoints cannot continue with another
-    value.
+    `minimum` and `maximum` are inclusive. `choices` are for strings; a field annotated with an enum has the enum's
+    members. A `fixed` setting determines what a checkpoint means, so a trial with checkpoints cannot continue with
+    another value.
     """
     info = SettingInfo(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, fixed=fixed)
     if factory is not None:
@@ -61,7 +61,7 @@ def setting(
 
 
 def setting_info(dataclass_field: Field[Any]) -> SettingInfo:
-    """The `SettingInfo` of a field made by `setting`; an empty one for a group of settings."""
+    """Return the `SettingInfo` of a field made by `setting`; an empty `SettingInfo` for a group of settings."""
     info = dataclass_field.metadata.get(_KEY)
     return info if isinstance(info, SettingInfo) else SettingInfo(help="")
 
@@ -98,7 +98,7 @@ def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def modules_in(folder: Path) -> tuple[str, ...]:
-    """Names of the modules in `folder`, for a choice whose members are a file each; nothing is imported."""
+    """Return the names of the modules in `folder`, for a choice with one file per member. Nothing is imported."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules([str(folder)])))
 
 
@@ -128,7 +128,7 @@ class Device(StrEnum):
 
 @dataclass
 class ChoiceConfig:
-    """A registered algorithm, or the import path of the user's own, with its parameters."""
+    """A registered algorithm, or the import path of the user's own function, with its parameters."""
 
     name: str = setting("", "registered name, or import path `package.module:function` or `path/to/file.py:function`")
     params: dict[str, Any] = setting(help="keyword arguments of the function", factory=dict)

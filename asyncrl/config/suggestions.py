@@ -10,11 +10,11 @@ _SIMILAR = 0.6
 _SIMILAR_SETTING = 0.75
 """Least similarity of a suggestion among all settings; with that many names, some are always slightly similar."""
 _SAME_WORD = 0.9
-"""Least similarity of two last parts that are taken for one word, such as a singular and its plural."""
+"""Least similarity of two last parts that count as the same word, such as a singular and its plural."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?` with the one of `names` that is most like `name`; empty if none is similar."""
+    """Return `, did you mean 'x'?` with the most similar of `names`; an empty string if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=_SIMILAR)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -23,8 +23,8 @@ def nearest_setting(name: str, settings: Iterable[str]) -> str | None:
     """Return the setting that is probably meant by `name`; None if none is similar. Candidates, in order:
 
     1. A setting with the same last part (`lr`: `optimizer.lr`; `steps`: `total_train_steps`), or with nearly the same
-       in the group that `name` gives (`eval.rewards`: `eval.reward`). Of several, the one whose group is most similar,
-       then the shallowest, then the first.
+       last part in the group that `name` gives (`eval.rewards`: `eval.reward`). Among several, the setting with the
+       most similar group is chosen, then the shallowest, then the first.
     2. A setting that has all words of the last part (`batch_size`: `train_batch_size`).
     3. A setting with a similar spelling; `.` and `_` are the same here (`model_path`: `model.path`).
     """

@@ -1,4 +1,4 @@
-"""Token ids as settings name them: `31744-31999,2`."""
+"""Token ids in settings: `31744-31999,2`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 MOST_IDS = 1 << 20
-"""More than any vocabulary has."""
+"""Longest range; larger than any vocabulary."""
 
 
 def token_ids(text: str) -> tuple[int, ...]:
@@ -25,5 +25,5 @@ def token_ids(text: str) -> tuple[int, ...]:
             raise ValueError(f"the range {part!r} is empty or too long; write the lower id first")
         found += range(first, last + 1)
     if len(set(found)) < len(found):
-        raise ValueError("an id is there twice; name each once")
+        raise ValueError("an id occurs twice; write each id once")
     return tuple(sorted(found))

@@ -28,7 +28,7 @@ def role_of_policy(policy: str, role: str) -> str:
 
 
 def policy_and_role(config: ExperimentConfig, role: str) -> tuple[str, str]:
-    """Return the policy that `role` of the run belongs to, and its role there: of `judge/ref`, `judge` and `ref`."""
+    """Return the policy that `role` of the run belongs to, and its role there: `judge` and `ref` for `judge/ref`."""
     policy, _, own = role.partition(SEPARATOR)
     if policy not in config.trained_policies:
         return "", role
@@ -36,7 +36,7 @@ def policy_and_role(config: ExperimentConfig, role: str) -> tuple[str, str]:
 
 
 def config_of_policy(config: ExperimentConfig, name: str) -> ExperimentConfig:
-    """Return the settings of a run that trains the policy `name` alone: this run's, with the policy's own.
+    """Return the settings of a run that trains only the policy `name`: this run's, changed by the policy's own.
 
     Raises:
         ConfigError: a setting of the policy does not exist, or has another type.

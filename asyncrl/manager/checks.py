@@ -27,14 +27,14 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     lease_s, limit_s = config.manager.rollout_lease_s, config.system.stall_timeout_s
     if lease_s >= limit_s:
         yield (
-            f"manager.rollout_lease_s={lease_s:g}: a GserverManager that replaces another waits so long for silent "
-            f"workers, and the run ends after system.stall_timeout_s={limit_s:g} without a step; use a shorter lease"
+            f"manager.rollout_lease_s={lease_s:g}: a new GserverManager waits this long for silent "
+            f"workers, but the run ends after system.stall_timeout_s={limit_s:g} without a step; use a shorter lease"
         )
     yield from _policies(config)
 
 
 def _policies(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each policy that agents could not play with."""
+    """Yield an error message for each policy that agents could not use."""
     if not config.policies:
         return
     if adopts(config.generation) and any(policy.url is None for policy in config.policies):
@@ -57,8 +57,8 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
             yield from _trained(config, policy)
         elif _set_for_training(policy):
             yield (
-                f"{setting}: {', '.join(_set_for_training(policy))}: for trained policies alone; set trained: true, or "
-                "leave it out"
+                f"{setting}: {', '.join(_set_for_training(policy))}: only trained policies have "
+                "this; set trained: true, or leave it out"
             )
         if policy.url is not None:
             yield from _url(config, policy, policy.url.rstrip("/"))
@@ -69,19 +69,21 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _set_for_training(policy: PolicyConfig) -> list[str]:
-    """Return the names of the settings that only a trained policy may have, where they are set."""
+    """Return the names of the settings that are set and that only a trained policy may have."""
     names = ("train_every", "train_offset", "optimizer", "algorithm", "parallel", "ranks", "shared_critic")
     return [name for name in names if getattr(policy, name) != getattr(PolicyConfig(), name)]
 
 
 def _trained(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
-    """Yield an error message for what a trained policy cannot have; `trainer.checks` has those of its training."""
+    """Yield an error message for each setting that a trained policy cannot have. `trainer.checks` has the checks of its
+    training.
+    """
     setting, transport = f"policies: {policy.name!r}", config.manager.weight_transport
     if policy.versions != VersionPoolConfig():
         yield f"{setting}: a trained policy is asked at its newest version; leave out versions or trained"
     if policy.train_offset >= policy.train_every:
         yield (
-            f"{setting}: train_offset={policy.train_offset}: no version leaves this rest by train_every="
+            f"{setting}: train_offset={policy.train_offset}: no version has this remainder modulo train_every="
             f"{policy.train_every}; use 0 to {policy.train_every - 1}"
         )
     if not weight_transport(transport).needs_folders:
@@ -106,16 +108,16 @@ def _versions(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
 
 
 def _url(config: ExperimentConfig, policy: PolicyConfig, url: str) -> Iterator[str]:
-    """Yield an error message for what does not go with a server that somebody else runs."""
+    """Yield an error message for each setting that contradicts `url`, a server outside the run."""
     setting = f"policies: {policy.name!r}: url={url!r}"
     if policy.path is not None:
         yield f"{setting}: a server that runs already has its model; leave out url or path"
     if policy.trained:
-        yield f"{setting}: a server that somebody else runs is never updated; leave out url or trained"
+        yield f"{setting}: a server outside the run is never updated; leave out url or trained"
     elif policy.versions != VersionPoolConfig():
-        yield f"{setting}: a model that stays has no versions; leave out url or versions"
+        yield f"{setting}: a model that is never updated has no versions; leave out url or versions"
     if policy.servers != 1:
-        yield f"{setting}: servers={policy.servers}: the run starts none, url is the one it asks; leave servers out"
+        yield f"{setting}: servers={policy.servers}: the run starts no server beside the one at url; leave servers out"
     if url in {own.rstrip("/") for own in config.generation.sglang.urls}:
         yield f"{setting}: the run updates that server, as generation.sglang.urls names it; leave it out of one of them"
 
@@ -123,8 +125,8 @@ def _url(config: ExperimentConfig, policy: PolicyConfig, url: str) -> Iterator[s
 def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterator[str]:
     setting = f"policies: {policy.name!r}: path={path!r}"
     if policy.versions != VersionPoolConfig() and not policy.trained:
-        yield f"{setting}: a model that stays has no versions; leave out path or versions"
+        yield f"{setting}: a model that is never updated has no versions; leave out path or versions"
     if not (Path(path).expanduser() / "config.json").is_file():
-        yield f"{setting}: no Hugging Face folder, it has no config.json; name the folder of a model"
+        yield f"{setting}: not a Hugging Face folder: it has no config.json; name the folder of a model"
     elif config.model.path is not None and (difference := vocabulary_difference(config.model.path, path)):
         yield f"{setting}: {difference}"

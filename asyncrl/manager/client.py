@@ -1,12 +1,12 @@
 """Call the GserverManager over HTTP, as a RolloutWorker or the master.
 
-Calls are repeated, and carry a worker's unreported ends (`asyncrl.manager.worker_session`). This module decides when
-the ends are sent.
+Failed calls are repeated. Each call carries the worker's unreported ends of rollouts and requests
+(`asyncrl.manager.worker_session`). This module decides when the ends are sent.
 
-The manager's cost on busy cores is the number of calls. So requests to schedule from one turn of the event loop travel
-in one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without one they are sent
-after `TELL_WITHIN_S`; after `MAKES_ROOM_WITHIN_S` if another rollout may start in place of a dropped one; and at once
-if a curriculum needs the measured success.
+On busy cores, the manager's cost is proportional to the number of calls. So requests to schedule from one turn of the
+event loop share one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without a next
+call they are sent after `TELL_WITHIN_S`. The limit is `MAKES_ROOM_WITHIN_S` if another rollout may start in place of a
+dropped one. The report is immediate if a curriculum needs the measured success.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 __all__ = ["GateStatus", "ManagerClient", "ManagerGone", "NotIntroduced"]
 
 RETRY_S = 120.0
-"""Time limit in seconds for repeating a call. A pause of a minute, of the manager or of this process, must not look
-like the manager's end.
+"""Time limit in seconds for repeating a call. A pause of a minute, in the manager or in this process, must not look
+like the manager's death.
 """
 TELL_WITHIN_S = 0.05
 """Longest time in seconds that the report of an end waits for a call to travel with. A rollout that is to be trained
-makes no room at the gate, so its report is not urgent; the call for the next rollout mostly follows at once.
+makes no room at the gate, so its report is not urgent. The call for the next rollout usually follows at once.
 """
 MAKES_ROOM_WITHIN_S = 0.01
 """Longest time in seconds that the report of a dropped rollout waits for a call to travel with."""
@@ -63,19 +63,20 @@ class GateStatus:
 
 
 class NotIntroduced(RuntimeError):
-    """Another GserverManager is there, which needs the master's report first (`report_run`)."""
+    """A new GserverManager has started. It needs the master's report first (`report_run`)."""
 
 
 class ManagerClient:
     """Calls the GserverManager. Use it from one event loop.
 
     Args:
-        url: of the manager.
+        url: URL of the manager.
         worker: `<kind>/<index>` of the caller.
         security: token and certificate; None if the run has no secret.
         incarnation: number of the caller's process, see `WorkerRequest`.
         retry_s: seconds for which a call is repeated while the manager does not answer.
-        find: returns the manager's present URL, for a call that failed: another process may have replaced it.
+        find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
+            manager.
         launch: launch that the caller belongs to.
     """
 
@@ -99,7 +100,7 @@ class ManagerClient:
         self._flushes: set[asyncio.Task[None]] = set()
 
     async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> m.AllocateReply:
-        """Ask for prompts to play under the ids `rollouts`; the manager may hold the call for `timeout_s`.
+        """Request a prompt for each id in `rollouts`. The manager may hold the call for `timeout_s`.
 
         The caller asks again for ids that are not granted, unless they are `gone`.
 
@@ -119,12 +120,12 @@ class ManagerClient:
         return structs.replace(reply, granted=granted)
 
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
-        """Report soon that `rollouts` and their requests ended. Call it after the trainer's acknowledgement."""
+        """Report the ends of `rollouts` with the next call. Call this after the trainer's acknowledgement."""
         self._session.finish(rollouts)
         self._flush_within(min(map(_waits_s, rollouts), default=TELL_WITHIN_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
-        """Return a server for `request`; None if there was none for `timeout_s`. A repeated id moves the request."""
+        """Return a server for `request`; None if none took it within `timeout_s`. A repeated id moves the request."""
         answer: asyncio.Future[m.Route | None] = asyncio.get_running_loop().create_future()
         if not self._to_schedule:
             self._spawn(self._flush_schedules(timeout_s), self._calls)
@@ -132,12 +133,12 @@ class ManagerClient:
         return await answer
 
     def release(self, request_id: str) -> None:
-        """Report soon that the request ended. May be repeated."""
+        """Report the end of the request with the next call. May be repeated."""
         self._session.release(request_id)
         self._flush_within(TELL_WITHIN_S)
 
     async def flush(self) -> None:
-        """Report now what ended.
+        """Report all unreported ends now.
 
         Raises:
             ManagerGone: the manager did not answer.
@@ -185,7 +186,7 @@ class ManagerClient:
             Counters, events and success rates after these numbers, and the state of gate and servers (as `status`).
 
         Raises:
-            NotIntroduced: another manager than `manager` is there.
+            NotIntroduced: a manager other than `manager` answered.
         """
         known = (list(unknown), manager, events_after, measured_after)
         report = m.ConsumedReport(version, list(trained), list(dropped), *known)
@@ -215,7 +216,7 @@ class ManagerClient:
         return await self._connection.call("/wait_resting", request, m.WaitRestingReply, hold_s=timeout_s)
 
     async def close_gate(self) -> None:
-        """Have no rollout start from now on."""
+        """Close the gate: no rollout starts from now on."""
         await self._connection.call("/close_gate", m.Empty(), m.Done)
 
     async def abandon(self) -> m.GateBooks:
@@ -231,7 +232,7 @@ class ManagerClient:
         return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt)
 
     async def describe(self) -> str:
-        """Return the manager's state as one line for people."""
+        """Return the manager's state as one readable line."""
         reply = await self._connection.call("/status", None, m.StatusReply)
         gate = reply.gate
         servers = (*reply.servers, *reply.opponents)
@@ -259,7 +260,7 @@ class ManagerClient:
         await self._connection.close()
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        """Start `call` in the loop's next turn, so that it takes along what this turn still adds."""
+        """Start `call` in the event loop's next turn, so that it includes all that the current turn adds."""
         task = asyncio.get_running_loop().create_task(call)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -299,7 +300,7 @@ class ManagerClient:
         self._flush_at, self._flush_timer = at, loop.call_at(at, self._flush_now)
 
     def _flush_now(self) -> None:
-        """Report what ended in a call of its own, as no other call came."""
+        """Report all unreported ends in a separate call, since no other call was made."""
         self._flush_timer = None
         if self._session.has_unreported:
             self._spawn(self._flush_in_background(), self._flushes)
@@ -307,12 +308,12 @@ class ManagerClient:
     async def _flush_in_background(self) -> None:
         try:
             await self.flush()
-        except (HttpError, ManagerGone) as error:  # kept for the next call, whose caller sees the error
-            _log.warning("the manager does not know yet what ended: %s", error)
+        except (HttpError, ManagerGone) as error:  # the ends stay for the next call, whose caller receives its error
+            _log.warning("ends of rollouts are not reported to the GserverManager yet: %s", error)
 
 
 def _waits_s(ended: m.FinishedRollout) -> float:
     """Return the seconds that the report of this end may wait for a call to travel with."""
-    if ended.success is not None:  # by it a curriculum decides which prompts rest, as soon as the next is asked for
+    if ended.success is not None:  # a curriculum uses it for the next allocation
         return 0.0
     return TELL_WITHIN_S if ended.accepted else MAKES_ROOM_WITHIN_S

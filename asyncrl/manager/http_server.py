@@ -24,9 +24,9 @@ from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunR
 from asyncrl.manager.service import ManagerService
 
 MAX_BODY_BYTES = 16 * 2**20
-"""A call for ten thousand requests is under two megabytes; no process of this system sends more than this limit."""
+"""Limit of all other calls. A call for ten thousand requests takes less than two megabytes."""
 MAX_RUN_BYTES = 256 * 2**20
-"""Limit of the master's report of the run: 100,000 live rollouts and 400,000 ended ones are 40 megabytes."""
+"""Limit of the master's report of the run. 100,000 live rollouts and 400,000 ended ones take 40 megabytes."""
 Values = float | Mapping[str, float]
 """A metric's value, or its values by label."""
 
@@ -37,7 +37,7 @@ class ManagerHttp(HttpServer):
     Args:
         verbs: by path, the type of the request and its handler.
         security: the token of every verb, and TLS; None if the run has no secret.
-        registry: the metrics shown, to anybody, under `/metrics`.
+        registry: metrics that `/metrics` returns without a token.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _ManagerCollector(Collector):
         yield Counter, "rollouts_submitted", "Rollouts admitted.", "", books.submitted
         yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", books.trained
         yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", books.dropped
-        yield Gauge, "rollouts_running", "Rollouts under way.", "", books.running
+        yield Gauge, "rollouts_running", "Rollouts that run.", "", books.running
         yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", books.finished_untrained
         yield Gauge, "gate_limit", "(η + version + 1) · B.", "", service.gate.limit
         yield (

@@ -13,8 +13,8 @@
     GET  /books              Empty                 Books
     GET  /status             Empty                 StatusReply
 
-Both ends use these types. A message that is not of its type is refused with 400, with the field's path and the expected
-type, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
+Both ends use these types. A message of another type is refused with 400. The reply names the field's path and the
+expected type, for example `$.rollouts[0].order: expected int, got str`. An unknown field is refused too.
 
 A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` also renews the caller's lease, and reports
 which of its requests and rollouts ended.
@@ -88,8 +88,9 @@ class RouteRequest(RequestSize, frozen=True, kw_only=True):
     Attributes:
         rollout_id: None for an evaluation.
         affinity: the conversation whose cache the request can use.
-        min_version: least version of the server; None: that of the rollout's admission.
-        policy: one of `policies`, whose versions do not count; empty: the trained policy.
+        min_version: least version of the server; None: the version of the rollout's admission.
+        policy: name in `policies`; empty: the run's own policy. The versions of a policy that is not trained do not
+            count.
     """
 
     request_id: Name
@@ -118,8 +119,8 @@ class FinishedRollout(Message, frozen=True):
     Attributes:
         accepted: the trainer has acknowledged it; else it is dropped for `reason`.
         return_prompt: its prompt is tried again.
-        as_next_attempt: the prompt is tried with other random numbers and after other prompts, as a filter rejected
-            the try; else the try failed.
+        as_next_attempt: a filter rejected the try, so the prompt is tried again after other prompts, with new random
+            numbers. False: the try failed.
         success: share of right answers, if there is a curriculum.
     """
 
@@ -133,12 +134,12 @@ class FinishedRollout(Message, frozen=True):
 
 
 class WorkerRequest(Message, frozen=True, kw_only=True):
-    """A call of a worker, which also reports what ended.
+    """A call of a worker, which also reports ended requests and rollouts.
 
     Attributes:
         worker: `<kind>/<index>`.
-        incarnation: number of the worker's processes that died before the caller. The first call of a later one ends
-            the rollouts of those before it, whose calls are refused from then on.
+        incarnation: number of the worker's processes that died before the caller. The first call of a new process ends
+            the rollouts of the earlier ones, whose calls are refused from then on.
         manager: number of the manager that the call is meant for.
         released: ids of ended requests.
         finished: ended rollouts.
@@ -156,7 +157,7 @@ class FinishRequest(WorkerRequest, frozen=True):
 
 
 class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Ask for prompts, one for each rollout that the worker has room for; each rollout has a new id."""
+    """Request prompts, one for each rollout that the worker has room for. Each rollout has a new id."""
 
     rollouts: list[Name]
     timeout_s: Seconds = 0.0
@@ -170,8 +171,8 @@ class GrantedRollout(Message, frozen=True):
         row: row of the prompt in the data.
         attempt: number of times that filters returned the prompt; its random numbers depend on it.
         failures: number of tries of the prompt that raised.
-        route: server of its first request, placed under the rollout's id; None if no server takes requests now, or if
-            admissions bring none.
+        route: server of its first request, placed under the rollout's id. None if no server takes requests now, or if
+            admissions choose no server.
         rests: the curriculum leaves the prompt out: the worker drops the rollout at once.
     """
 
@@ -191,7 +192,7 @@ class AllocateReply(Message, frozen=True):
 
     Attributes:
         closed: no rollout will start any more.
-        gone: ids that will not start. They were granted in a reply that came late or never, and dropped since.
+        gone: ids that will not start. They were granted in a reply that was late or lost, and were dropped since.
     """
 
     granted: list[GrantedRollout]
@@ -284,11 +285,11 @@ class WaitRestingRequest(Message, frozen=True):
 
 
 class WaitRestingReply(Message, frozen=True):
-    """Servers that the turn still waits for, in words; empty if the trainer has the devices.
+    """Servers that the turn still waits for, as text; empty if the trainer has the devices.
 
     Attributes:
         others: servers elsewhere that serve, or will once they are updated.
-        wake_s: time that a guest took lately from its turn until it served.
+        wake_s: time from its turn until it served that the last woken guest took.
     """
 
     waits_for: list[str]
@@ -322,8 +323,8 @@ class ConsumedReport(Message, frozen=True):
 
     Attributes:
         unknown: those of `trained` and `dropped` that are not open in the ledger. They enter the counters now if the
-            manager does not know them either: a rank received them after their worker and the manager before this one
-            had died, or were taken for dead.
+            manager does not know them either. A rank received them after their worker and the previous manager had
+            died, or were considered dead.
         manager: number of the manager that the call is meant for.
         events_after: number of lines about rollouts that the ledger has from this manager.
         measured_after: highest number of a measured success rate that the caller has kept.
@@ -339,7 +340,7 @@ class ConsumedReport(Message, frozen=True):
 
 
 class RunReport(Message, frozen=True, kw_only=True):
-    """All that the trainer knows of the run, for a manager that begins; the defaults are a run's beginning.
+    """All that the trainer knows of the run, for a new manager. The defaults describe the start of a run.
 
     Attributes:
         version: complete steps, by the ledger.
@@ -429,7 +430,7 @@ class ServerStatus(Message, frozen=True):
     """A generation server: its state (`ServerState`), served version and goal, and the load placed on it.
 
     Attributes:
-        policy: the one of `policies` that it serves; empty: the trained policy.
+        policy: name in `policies` of the policy that it serves; empty: the run's own policy.
     """
 
     index: int
@@ -445,7 +446,7 @@ class ServerStatus(Message, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """The manager's state, for people and for the master."""
+    """The manager's state, for display and for the master."""
 
     gate: GateState
     servers: list[ServerStatus]

@@ -8,7 +8,7 @@
     fleet/staging             brings versions to hosts that share no folder
     fleet/guests              turns on devices that servers share with the trainer
 
-This file follows name resolution: generation servers and published weights.
+This module watches name resolution for generation servers and published weights.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class GserverManager(AsyncWorker):
         return DataRecord.read(file).rows if file.is_file() else 1
 
     async def _watch_versions(self) -> None:
-        """Give each published version to the servers, once it has been checked."""
+        """Pass each published version to the servers, once it has been checked."""
         last: str | None = None
         while True:
             last = await self._next_value(names.model_version_key(names.ACTOR), last)
@@ -236,8 +236,8 @@ class GserverManager(AsyncWorker):
     async def _take(self, target: Target, win_rates: names.WinRatesOfPools) -> None:
         """Make `target` the version that generation servers update to.
 
-        A damaged or mismatching version is refused; servers keep serving the present one. Checksums are verified here
-        only for SGLang: the embedded engine verifies them itself when it reads the files.
+        A damaged or mismatching version is refused, and servers keep the present one. Checksums are verified here only
+        for SGLang: the embedded engine verifies them itself when it reads the files.
         """
         summed = self.config.generation.backend == GenerationBackend.sglang
         try:
@@ -248,7 +248,7 @@ class GserverManager(AsyncWorker):
                 raise ManifestError(f"{target.path} holds v{manifest.version}, published as v{target.version}")
             await asyncio.to_thread(self._policies.check, target)
         except ManifestError as error:
-            self.log.error("weights v%d are refused, servers keep what they have: %s", target.version, error)
+            self.log.error("weights v%d are refused, servers keep their present version: %s", target.version, error)
             self._announced(target)
             return
         self._first_manifest = self._first_manifest or manifest
@@ -259,7 +259,7 @@ class GserverManager(AsyncWorker):
         await self._policies.published(target, win_rates)
 
     def _announced(self, target: Target) -> None:
-        """Record that waking guests need not wait for this version any more, whether they get it or not."""
+        """Record that guests that wake need not wait for this version, even if it was refused."""
         guests = self._decisions.guests
         guests.announced = max(guests.announced, target.version)
         self._fleet_runner.changed.notify()
@@ -285,7 +285,7 @@ class GserverManager(AsyncWorker):
     async def _say_begun(self) -> None:
         while not self._service.begun:
             await self._service.progress.wait(DISCOVERY_INTERVAL_S)
-        self.log.info("the gate is open; the books, rebuilt from reports: %s", self._service.gate.books())
+        self.log.info("the gate is open; counters rebuilt from reports: %s", self._service.gate.books())
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

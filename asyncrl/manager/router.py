@@ -8,14 +8,14 @@ recent enough) and adds the request's load to the server's counts. Exactly one o
 - `remove` of the server: its placements are forgotten, and their owners schedule them again.
 
 All of them may be repeated or come in any order. The router notifies its policy of each server whose counts changed,
-and the policy chooses a server. A new policy is one class and one entry in `POLICIES`. Placing or releasing a request
-takes time independent of the number of placed requests, and at most logarithmic in the number of servers, without those
-whose version is too old.
+and the policy chooses a server. A new policy is one class and one entry in `POLICIES`. The time to place or release a
+request is independent of the number of placed requests. It is at most logarithmic in the number of servers, not
+counting servers whose version is too old.
 
-Servers are `returning` while they are briefly out of service for an update. Meanwhile a server gets no more than its
-share of the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the
-first server back from an update would get all interrupted requests, and all that the new version admits, before the
-second one is back.
+A server is `returning` while it is briefly out of service for an update. Meanwhile a server gets no more than its share
+of the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the first
+server back from an update would get all interrupted requests, and all that the new version admits, before the second
+one is back.
 
 The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
 `prompt + n · max_new_tokens`. They count only requests that this router placed, not load from elsewhere.

@@ -12,8 +12,8 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.router import Router, ServerView
 
 LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
-"""Number of lost servers that are remembered, at least and per server: within a pause of a worker several processes of
-each server may end.
+"""Number of lost servers that are remembered, at least and per server. Several processes of each server may end while a
+worker is paused.
 """
 
 
@@ -40,7 +40,7 @@ class Routes:
         self.losses = LostServers()
 
     def router_of(self, policy: str) -> Router:
-        """The router of the servers of `policy`.
+        """Return the router of the servers of `policy`.
 
         Raises:
             BadRequest: the run has no such policy.
@@ -56,7 +56,7 @@ class Routes:
         Raises:
             BadRequest: the run has no such policy.
         """
-        # a policy that is not trained has servers of any age
+        # servers of a policy that is not trained may have any version
         min_version = 0 if request.policy in self._ageless else max(request.min_version or 0, admitted_at)
         return self.router_of(request.policy).schedule(request, worker, min_version)
 
@@ -66,7 +66,7 @@ class Routes:
             router.release(request_id)
 
     def release_rollout(self, rollout_id: str) -> None:
-        """Remove the requests of a rollout that is over, to whatever policy."""
+        """Remove the requests of a rollout that is over, for every policy."""
         for router in self._routers.values():
             router.release_rollout(rollout_id)
 

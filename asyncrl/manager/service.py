@@ -14,10 +14,10 @@ whenever something that they depend on has changed:
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
 
-Incarnations. A worker's process that died is followed by another of the same name, its next incarnation. The first sign
-of the new one, a call or its status, ends the old one: its running rollouts are dropped (`worker_died`), and their
-prompts wait for any worker. Late calls of the old one are refused, except for the ends of rollouts that they report. So
-all running rollouts of a worker belong to one incarnation.
+Incarnations. A worker's process that died is followed by another of the same name, its next incarnation. The first call
+or status of the new process ends the old one. The old one's running rollouts are dropped (`worker_died`), and their
+prompts wait for any worker. Late calls of the old one are refused, but the ends that they report count. So all running
+rollouts of a worker belong to one incarnation.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
 MAX_HOLD_S = 60.0
-"""Longest time that a request is held; a client that wants longer asks again."""
+"""Longest time in seconds that a request is held. A client that waits longer repeats it."""
 REBUILT_HOLD_S = 5.0
-"""Longest time that the master's calls are held until the state is rebuilt; then it asks again."""
+"""Longest time in seconds that the master's calls are held until the state is rebuilt. Then it repeats them."""
 
 
 class ManagerService:
@@ -124,11 +124,11 @@ class ManagerService:
         }
 
     async def open_session(self, request: m.HeldReport) -> m.Session:
-        """Take in all that a worker's process holds; its calls count from now on.
+        """Record all rollouts that a worker's process holds; its calls count from now on.
 
         Raises:
-            BadRequest: another process is the worker by now, or the process belongs to an earlier launch of the run,
-                whose rollouts are not counted any more.
+            BadRequest: a later process has replaced the worker, or the process belongs to an earlier launch of the run,
+                whose rollouts no longer count.
         """
         if self.launch and request.launch not in ("", self.launch):
             raise m.BadRequest(f"$.launch: {request.worker} belongs to launch {request.launch}, {self.launch} is there")
@@ -147,9 +147,7 @@ class ManagerService:
         return m.Session(self.number)
 
     async def report_run(self, request: m.RunReport) -> m.Session:
-        """Take in all that the master knows. The newest report before the state is rebuilt counts; later ones are
-        ignored.
-        """
+        """Record the master's report. The newest report before the state is rebuilt counts; later ones are ignored."""
         if not self.begun:
             self.roll_call.run = request
             self._begin_if_complete()
@@ -180,7 +178,7 @@ class ManagerService:
                 curriculum.measured(prompt_id, success)
         self.admission.begin(self.rollouts, curriculum)
         for ended in call.ended:
-            if ended not in self.leases.workers:  # else it was silent for a while, and has called since
+            if ended not in self.leases.workers:  # a worker with a lease was only silent for a while
                 self._end(ended)
         self._changed()
 
@@ -196,7 +194,7 @@ class ManagerService:
                 raise m.NotRebuilt("the manager waits for the MasterWorker and RolloutWorkers to say what they have")
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
-        """Start rollouts for a prefix of the ids; waits while there is nothing to answer."""
+        """Start rollouts for a prefix of the ids; wait while there is nothing to answer."""
         self._check_meant(request.manager)
         for rollout_id in request.rollouts:
             self.admission.is_gone(rollout_id)  # a refused call changes nothing
@@ -204,7 +202,7 @@ class ManagerService:
         return await self.admission.answer(request, self._deadline(request.timeout_s))
 
     async def schedule_request(self, request: m.ScheduleRequest) -> m.ScheduleReply:
-        """Place the requests on servers; waits while none can be placed."""
+        """Place the requests on servers; wait while none can be placed."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
         while not self._is_over(request) and self.leases.keep(worker, self._clock()):
@@ -219,12 +217,12 @@ class ManagerService:
         return m.ScheduleReply([])
 
     async def finish_rollout(self, request: m.FinishRequest) -> m.Done:
-        """Take in ends of rollouts and requests, if no other call carries them."""
+        """Record ends of rollouts and requests, if no other call carries them."""
         self._note_call(request)
         return m.Done()
 
     async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
-        """Take in which rollouts were trained and dropped; return the counters and lines to record.
+        """Record the trained and dropped rollouts; return the counters and lines to record.
 
         Raises:
             NotIntroduced: the report is meant for another manager.
@@ -336,10 +334,10 @@ class ManagerService:
         self._end(worker)
 
     def _end(self, ended: str | Replaced) -> None:
-        """Record that a worker's process is over; while the state is not rebuilt, it is applied later."""
+        """Record that a worker's process is over. If the state is not rebuilt yet, this is applied later."""
         worker = ended if isinstance(ended, str) else ended.worker
         if isinstance(ended, Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
-            return  # it has spoken before the state was rebuilt
+            return  # this incarnation reported before the state was rebuilt
         self.leases.end(worker)
         self.routes.release_worker(worker)
         if not self.begun:
@@ -371,11 +369,11 @@ class ManagerService:
         return self.routes.place(request, worker, admitted_at or 0)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
-        """Renew the caller's lease, and take in the ends that its call reports.
+        """Renew the caller's lease, and record the ends that its call reports.
 
         Raises:
-            NotIntroduced: it has no session with this manager.
-            BadRequest: another process is the worker by now; the ends count all the same.
+            NotIntroduced: the caller has no session with this manager.
+            BadRequest: a later process has replaced the worker; the reported ends still count.
         """
         self._check_meant(request.manager)
         if self.begun:
@@ -415,7 +413,7 @@ class ManagerService:
         return request.incarnation < self.newest_incarnation(request.worker)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
-        """Take in the end of a rollout: the trainer has it, or it is dropped."""
+        """Record the end of a rollout: the trainer has it, or it is dropped."""
         self.routes.release_rollout(finished.rollout_id)
         if not self.begun:
             self.roll_call.finish(finished)

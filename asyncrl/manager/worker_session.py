@@ -1,8 +1,9 @@
-"""Reach the present GserverManager, and open a session of a worker with each new one.
+"""Calls to the current GserverManager, and a worker's session with each new manager.
 
-Every call is idempotent (ids are the caller's), so a call whose reply was lost is repeated: with back-off, for up to
-`retry_s`, at the address that name resolution has by then. A worker first opens a session with each manager by
-reporting what it holds (`asyncrl.manager.rollouts.rebuild`). Each of its calls also reports what ended since the last.
+Every call is idempotent, since the caller chooses the ids. So a call whose reply was lost is repeated with back-off for
+up to `retry_s`, each time at the manager's latest address in name resolution. A worker first opens a session with each
+manager by reporting what it holds (`asyncrl.manager.rollouts.rebuild`). Each of its calls also reports the rollouts and
+requests that ended since the last call.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ _Request = TypeVar("_Request", bound=m.WorkerRequest)
 
 
 class ManagerGone(RuntimeError):
-    """The GserverManager did not answer for the whole time in which a call is repeated."""
+    """The GserverManager did not answer within the time for which a call is repeated."""
 
 
 class ManagerConnection:
-    """Repeats each call until the manager answers it, at its present address.
+    """Repeats each call at the manager's current address until the manager answers it.
 
     Args:
-        url: of the manager.
+        url: URL of the manager.
         retry_s: seconds for which a call is repeated while the manager does not answer.
-        find: returns the manager's present URL, for a call that failed: another process may have replaced it.
+        find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
+            manager.
 
     Attributes:
         http: the HTTP connections.
@@ -87,7 +89,7 @@ class ManagerConnection:
         await self.http.close()
 
     async def _look_up(self) -> None:
-        """Look up the manager's address, which is another one after a restart."""
+        """Look up the manager's address, which a restart changes."""
         if self._find is None:
             return
         try:
@@ -96,7 +98,7 @@ class ManagerConnection:
             _log.info("the GserverManager is not registered now: %s", error)
             return
         if url != self._url:
-            _log.warning("the GserverManager is at %s now, before at %s", url, self._url)
+            _log.warning("the GserverManager moved from %s to %s", self._url, url)
             self._url = url
 
 
@@ -112,7 +114,7 @@ class HeldRollouts:
         self._granted |= {each.rollout_id: each for each in rollouts}
 
     def ended(self, rollouts: Iterable[m.FinishedRollout]) -> None:
-        """Add ends, which no manager has confirmed yet."""
+        """Add ends that no manager has confirmed yet."""
         self._ends |= {each.rollout_id: each for each in rollouts}
 
     def confirmed(self, rollouts: Iterable[m.FinishedRollout]) -> None:
@@ -135,7 +137,7 @@ class _Ended:
 
 
 class WorkerSession:
-    """Calls the manager in a worker's name, with the ends of its rollouts and requests.
+    """Makes a worker's calls to the manager, and reports the ends of its rollouts and requests with each call.
 
     No end is lost: it is reported again until the manager of the present session has confirmed it, or has received it
     as held.
@@ -173,10 +175,10 @@ class WorkerSession:
         self._unreported.released.append(request_id)
 
     async def call(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
-        """Call in the worker's name, and report with it what ended.
+        """Make the worker's call, and report its unreported ends with it.
 
-        A reply counts only in the session of its request: the manager that sent it may be dead by now, and its
-        successor does not know of it.
+        A reply counts only in the session of its request. The manager that sent it may have died since, and its
+        successor does not know the reply.
         """
         while True:
             manager = await self._open()
@@ -207,7 +209,7 @@ class WorkerSession:
         self._unreported = _Ended(ended.released + since.released, ended.finished + since.finished)
 
     async def _open(self) -> int:
-        """Return the number of the manager that knows what this worker holds."""
+        """Return the number of the manager that the session is with; open a session first if there is none."""
         async with self._opening:
             if self._manager is None:
                 report = m.HeldReport(self.worker, self._incarnation, self._held.all(), self._launch)

@@ -25,7 +25,7 @@ from ..conftest import LIMIT_S, Gate
 pytestmark = pytest.mark.slow
 
 UNWRITABLE_S = 12.0
-WAITED = re.compile(r"wrote .+ after [\d.]+ s|calls are made again")
+WAITED = re.compile(r"wrote .+ after [\d.]+ s|calls are retried")
 """What of it is told: that it waits cannot be told as long as the logs are full, too."""
 
 

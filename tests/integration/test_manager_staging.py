@@ -205,7 +205,7 @@ async def test_a_full_disk_is_on_the_terminal_with_host_and_folder_once_and_the_
         await hosts.stop(HOSTS)
     finally:
         await command("umount", "--lazy", str(disk))
-    assert told.startswith(f"WARNING: host 127.0.0.{HOSTS + 1} cannot keep v100, it is tried again: ")
+    assert told.startswith(f"WARNING: host 127.0.0.{HOSTS + 1} cannot store v100, it is tried again: ")
     assert told.endswith(f"{disk}/v100: No space left on device")
     assert hosts.told.empty()
 

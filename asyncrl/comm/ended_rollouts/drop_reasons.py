@@ -1,4 +1,4 @@
-"""Reasons for which rollouts are dropped, that is, leave the count without being trained; and the reason of an
+"""Reasons for which rollouts are dropped, that is, leave the count without being trained. Also the reason of an
 evaluation that has no result although nothing failed.
 """
 
@@ -19,9 +19,11 @@ class DropReason(StrEnum):
     failed = auto()
     """The agent, the environment, the dataset or a server raised; see `failed_in`."""
     invalid_prompt = auto()
-    """The row makes no prompt: it is empty, or the chat template refuses it."""
+    """The row gives no prompt: it is empty, or the chat template refuses it."""
     overlong_prompt = auto()
-    """It is longer than `dataset.max_prompt_tokens`: left out as the settings say, and counted at the start."""
+    """The prompt is longer than `dataset.max_prompt_tokens`. It is left out according to the settings, and counted at
+    the start.
+    """
     timeout = auto()
     """It took longer than `rollout.rollout_timeout_s`."""
     agent_rejected = auto()
@@ -31,11 +33,11 @@ class DropReason(StrEnum):
     worker_died = auto()
     """Its RolloutWorker is gone."""
     lost_with_manager = auto()
-    """It ended after the GserverManager's last report to the MasterWorker, and the manager died; its prompt is tried
-    again.
+    """The rollout ended after the GserverManager's last report to the MasterWorker, and the manager died. Its prompt is
+    tried again.
     """
     crashed_worker = auto()
-    """Its RolloutWorker died while working on it, more than once; the prompt is not tried again."""
+    """Its RolloutWorker died more than once while it ran the prompt. The prompt is not tried again."""
 
 
 CUT_SHORT = "cut short by the end of the run"
@@ -46,11 +48,11 @@ FAILURES: dict[str, str] = {
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
     DropReason.crashed_worker: "as their prompts end the RolloutWorker that plays them",
 }
-"""Reasons that someone has to look into; each text continues the sentence "12 rollouts failed ..."."""
+"""Reasons that someone has to look into. Each text continues the sentence "12 rollouts failed ..."."""
 
 
 def failure(reason: str) -> str | None:
-    """Return the message about rollouts dropped for `reason`; None if nobody has to look into them."""
+    """Return the message about rollouts dropped for `reason`; None if nobody has to look into the reason."""
     own, _, label = reason.partition(": ")
     return f"in {label}" if label and own == DropReason.failed else FAILURES.get(own)
 
@@ -76,12 +78,13 @@ def is_filter_reason(reason: str) -> bool:
 
 
 LOST_EPISODES = "rollout/lost_episodes: "
-"""Prefix of the metrics that count episodes dropped while the rest of their groups went on. The text after it says what
-failed and how: `rollout/lost_episodes: env my.py:Game.step raised ValueError`."""
+"""Prefix of the metrics that count episodes dropped while the rest of their groups continued. The text after it names
+what failed and how: `rollout/lost_episodes: env my.py:Game.step raised ValueError`.
+"""
 
 
 def lost_episodes(metrics: Mapping[str, float]) -> Counter[str]:
-    """Return how many episodes `metrics` count as lost, by what failed."""
+    """Return the number of lost episodes in `metrics`, by what failed."""
     begins = LOST_EPISODES
     lost = {name.removeprefix(begins): int(value) for name, value in metrics.items() if name.startswith(begins)}
     return Counter(lost)

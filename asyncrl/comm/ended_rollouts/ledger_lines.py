@@ -1,11 +1,11 @@
-"""The lines of a run's ledger, which records the fate of every rollout. `docs/ledger.md` describes the format and what
+"""The lines of a run's ledger, which records the end of every rollout. `docs/ledger.md` describes the format and what
 it proves.
 
-Each line is one JSON object of one of these types, told apart by `kind`. Lines about single rollouts come from the
+Each line is one JSON object of one of these types, which `kind` identifies. Lines about single rollouts come from the
 GserverManager (admitted, finished, dropped, abandoned) and the MasterWorker (trained); the others are the
 MasterWorker's. All of the latter but `manager` end with a `seal`: the SHA-256 of the previous seal and everything
-written since. So a line that was changed, added or removed is noticed. Times are seconds since 1970 by the clock of the
-process that wrote the line.
+written since. So a changed, added or removed line is detected. Times are seconds since 1970 by the clock of the process
+that wrote the line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 class Manager(_Line, frozen=True, tag="manager"):
     """The lines about rollouts after this one come from the GserverManager with this `number`, counted from 1.
 
-    A MasterWorker that takes over knows from it which of the manager's lines the ledger already has.
+    From it, a MasterWorker that takes over finds the manager's lines that the ledger already has.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
     """The staleness gate let `worker` start the rollout while `version` was served.
 
     `order` is the prompt's position in the data order; its epoch is in its id, `e<epoch>-<row>`. `failures` counts the
-    prompt's earlier tries that raised. `adopted` is true if the manager that let it start has died and its successor
+    prompt's earlier tries that raised. `adopted` is true if the manager that admitted it has died and its successor
     wrote this line.
     """
 
@@ -79,7 +79,7 @@ class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
     """The rollout will not be trained.
 
     A rollout that was dropped as `worker_died` or `lost_with_manager` may have a second such line: the trainer received
-    it, and dropped it for that `reason`.
+    it later, and dropped it for that `reason`.
 
     If its prompt is returned, `attempt` and `failures` are those of the next try (`failures` counts the tries that
     raised). Ledgers of earlier versions of asyncrl have no `attempt`.
@@ -111,12 +111,12 @@ class PolicyTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
-    """The step that made version `step` trained the rollout, whatever earlier lines say of it.
+    """The step that produced version `step` trained the rollout. This overrides all earlier lines about it.
 
     `versions` counts the generated tokens by the policy version that produced them. `reward` is the mean over its
     `episodes`, which gave `samples` samples. `opponents` has the oldest and newest version of each of `policies` that
-    answered in it; 0 for a model that does not change. `policies` has the share of each trained policy, if there are
-    several; `actor` is the run's own.
+    answered in the rollout; 0 for a model that does not change. `policies` has the share of each trained policy, if
+    there are several; `actor` is the run's own.
     """
 
     rollout: str
@@ -144,7 +144,7 @@ class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings by which the lines are judged; `workers` is 0 in a run that trains kept samples."""
+    """The settings that the audit of the lines needs. `workers` is 0 in a run that trains kept samples."""
 
     train_batch_size: int
     max_head_offpolicyness: int
@@ -164,9 +164,8 @@ class _Sealed(_Line, frozen=True, kw_only=True):
 class Begin(_Sealed, frozen=True, tag="begin", kw_only=True):
     """A launch starts at `version`, as lineage `lineage`.
 
-    It continues after line `after`, the line its checkpoint belongs to (0: from the beginning); lines between `after`
-    and this one no longer count. `carried` has the trained and dropped rollouts of before, if the checkpoint names no
-    line.
+    It continues after line `after`, the line of its checkpoint (0: from the beginning). Lines between `after` and this
+    one no longer count. `carried` has the counters up to the checkpoint, if the checkpoint names no line.
     """
 
     lineage: int
@@ -180,7 +179,7 @@ class Begin(_Sealed, frozen=True, tag="begin", kw_only=True):
 class Step(_Sealed, frozen=True, tag="step", kw_only=True):
     """Train step `step` is complete; its `trained` lines precede this one.
 
-    No `books` if the gate could not be asked.
+    `books` is missing if the manager did not answer.
     """
 
     lineage: int
@@ -199,7 +198,7 @@ class Saved(_Sealed, frozen=True, tag="saved", kw_only=True):
 
 
 class End(_Sealed, frozen=True, tag="end", kw_only=True):
-    """The launch ended by itself, with these books."""
+    """The launch ended normally, with these counters."""
 
     lineage: int
     version: int

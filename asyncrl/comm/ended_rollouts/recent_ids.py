@@ -1,15 +1,15 @@
-"""The ids of recently ended rollouts, so that a late or repeated message about one is recognized.
+"""The ids of recently ended rollouts, so that a late or repeated message about a rollout is recognized.
 
 How many
 --------
-`ids_remembered`: several times as many as may be live.
+`ids_remembered`: several times the number of rollouts that may be live.
 
 How
 ---
-A dict that is filled at one end and emptied at the other always takes more memory than its entries need: deleted
-entries keep their places until it is full, and then it is rebuilt with room for three times its entries. So the ids are
-kept in generations, each a dict that is only filled. A new generation begins when the newest is full, and the oldest is
-dropped as a whole once the others hold enough ids. The memory used thus varies by one generation.
+A dict that is filled at one end and emptied at the other takes more memory than its entries need. Deleted entries keep
+their places until it is full. Then it is rebuilt with room for three times its entries. So the ids are kept in
+generations, each a dict that is only filled. A new generation begins when the newest is full, and the oldest is dropped
+as a whole once the others hold enough ids. The memory used thus varies by one generation.
 
 Measured with 65,536 ids: 8 MiB, while an `OrderedDict` takes 15; a plain dict emptied at its front takes 20 times as
 long for each id.
@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 V = TypeVar("V", bound=object)
 
 AT_LEAST = 65_536
-"""At 2,000 rollouts a second, half a minute, which is longer than a client repeats one call; some 10 MB."""
+"""Least number of ids: half a minute at 2,000 rollouts per second, about 10 MB. No client repeats a call for longer."""
 LIVES = 4
 GENERATIONS = 8
 """Number of generations: at most one part in `GENERATIONS` is remembered longer than necessary; more generations make a
@@ -35,16 +35,16 @@ lookup slower.
 
 
 def ids_remembered(batch_size: int, max_staleness: int) -> int:
-    """Return how many ids to remember if `(max_staleness + 1) * batch_size` rollouts may be under way.
+    """Return the number of ids to remember if `(max_staleness + 1) * batch_size` rollouts may be live.
 
     If the workers are cut off, all of these may leave the count at once and come back, and so may the rollouts that
-    took their places. So several times as many ids are remembered as rollouts are live, however many there are.
+    took their places. So the number of remembered ids is several times the number of live rollouts.
     """
     return max(AT_LEAST, LIVES * (max_staleness + 1) * batch_size)
 
 
 class RecentIds(Generic[V]):
-    """The `at_least` most recent ids, each with a value; see the module's docstring.
+    """The `at_least` most recent ids, each with a value, in generations.
 
     Args:
         at_least: number of ids; up to about an eighth more are remembered.
@@ -57,7 +57,7 @@ class RecentIds(Generic[V]):
         self._generations: deque[dict[str, V]] = deque([self._newest])  # the newest first
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all ids."""
         self._newest = {}
         self._generations = deque([self._newest])
 
@@ -105,6 +105,6 @@ class RecentIds(Generic[V]):
             else:
                 kept.appendleft(generation)
         self._newest, self._generations = {}, kept
-        while len(self) - len(kept[-1]) >= self._at_least:  # several, where little is left of each
+        while len(self) - len(kept[-1]) >= self._at_least:  # several generations if each has few ids left
             kept.pop()
         kept.appendleft(self._newest)

@@ -14,13 +14,13 @@ _log = logging.getLogger(__name__)
 class AppendedFile:
     """The open file `path`; its folder is created if it is missing. Nothing else writes to the file.
 
-    Each piece of data is written to its place. So a try that wrote a part of it, or all, does no harm.
+    Each piece of data is written at its own offset, so a repeated write after a partial one is harmless.
 
     Attributes:
-        size: bytes that the file has.
+        size: size of the file in bytes.
 
     Raises:
-        OSError: it cannot be opened; see `retry_write` for when.
+        OSError: the file cannot be opened (`retry_write`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class AppendedFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:
-        """Append all of `data`; the kernel has it when this returns."""
+        """Append all of `data`. When this returns, the kernel has the data."""
         self._put(data, self.size)
         self.size += len(data)
 
@@ -44,7 +44,7 @@ class AppendedFile:
 
         def sync() -> None:
             nonlocal failed
-            if failed:  # the kernel may have dropped it
+            if failed:  # the kernel may have dropped the data
                 self._put(data, place)
             failed = True
             os.fdatasync(self._descriptor)

@@ -1,4 +1,4 @@
-"""An exclusive lock on an open file or folder, which the kernel gives back when its holder ends."""
+"""An exclusive lock on an open file or folder. The kernel releases it when its holder ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 import time
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
-"""Between two looks; flock has no limit of its own."""
+"""Delays in seconds between two attempts, since flock has no time limit."""
 
 
 def take_lock(descriptor: int, limit_s: float = 0.0) -> bool:

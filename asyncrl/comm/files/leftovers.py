@@ -1,4 +1,4 @@
-"""Removing files and folders that no process needs any more. No removal is worth the end of a run."""
+"""Remove files and folders that no process needs any more. A failed removal must not end a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def delete_tree(folder: Path) -> None:
-    """Delete `folder` with all that is in it, if it exists; another process may be deleting it, too.
+    """Delete `folder` and its contents, if it exists. Another process may be deleting it at the same time.
 
     Raises:
         OSError: something in it cannot be deleted. A second call deletes the rest.
@@ -23,7 +23,7 @@ def _unless_gone(call: Callable[..., object], path: str, raised: tuple[object, B
 
 
 def remove_leftover(path: Path, log: logging.Logger) -> None:
-    """Delete the file or folder `path`, if it exists. If it cannot be deleted, the log says so and the rest stays."""
+    """Delete the file or folder `path`, if it exists. If that fails, the rest stays, with a warning in the log."""
     try:
         delete_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:

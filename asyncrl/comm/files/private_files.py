@@ -1,7 +1,7 @@
-"""Folders and files that only their owner can open, whatever the umask, and the check that they are so.
+"""Folders and files that only their owner can open, regardless of the umask, and the check of this.
 
-Names, locks and the run's keys are kept in folders of mode 0700: a lock that others can open they can also hold, and in
-a folder that others can write to they can forge entries.
+Names, locks and the run's keys are in folders of mode 0700. Another user who can open a lock can also hold it, and one
+who can write to a folder can forge entries.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ OTHERS_WRITE = 0o022
 
 
 class NotPrivate(Exception):
-    """A file or folder is another user's, or others can write to it; the message names it and says how to mend that."""
+    """A file or folder belongs to another user, or others can write to it. The message names it and the fix."""
 
 
 def make_private_folder(path: Path) -> None:
-    """Make `path` and its missing parents for this user alone; a folder that exists is checked and closed to others.
+    """Create `path` and its missing parents for this user alone. An existing folder is checked and closed to others.
 
     Raises:
-        NotPrivate: `path` is another user's, or others could have written to it.
+        NotPrivate: `path` belongs to another user, or others could have written to it.
     """
     for folder in reversed([path, *path.parents]):
         try:
-            folder.mkdir(FOLDER_MODE)  # a umask only takes bits away
+            folder.mkdir(FOLDER_MODE)  # a umask only removes bits
         except FileExistsError:
             continue
     check_owned(path)
@@ -50,7 +50,8 @@ def open_private_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def check_owned(path: Path, status: os.stat_result | None = None) -> None:
-    """Check that `path` is this user's and that nobody else can write to it; a symbolic link only has to be ours.
+    """Check that `path` belongs to this user and that nobody else can write to it. A symbolic link only has to belong
+    to them.
 
     Raises:
         NotPrivate: it belongs to another user, or others can write to it.
@@ -73,7 +74,7 @@ def check_tree(root: Path) -> None:
     """Check `root` and everything below it as `check_owned`; symbolic links are not followed.
 
     Raises:
-        NotPrivate: something is another user's, or others can write to it.
+        NotPrivate: something belongs to another user, or others can write to it.
     """
     for path, status in _walk(root):
         check_owned(path, status)

@@ -1,6 +1,6 @@
-"""Writing to a disk that may be full or read-only for a while: the write is retried, and logged, until it succeeds.
+"""Write to a disk that may be full or read-only for a while: the write is retried, and logged, until it succeeds.
 
-Data that may be left out, or can go to another place, is written within `no_retry`: the first failure is raised.
+Optional data, or data that can go to another place, is written within `no_retry`: the first failure is raised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def no_retry(really: bool = True) -> Iterator[None]:
 
 
 class _Patience:
-    """Time that one write has waited, and when that was last logged."""
+    """Time that one write has waited, and the time of the last log line about this."""
 
     def __init__(self, what: str, log: logging.Logger) -> None:
         self._what, self._log = what, log
@@ -51,7 +51,7 @@ class _Patience:
         """Return the delay, in s, before the next try.
 
         Raises:
-            OSError: `error`, where waiting does not help or took too long.
+            OSError: `error`, if waiting does not help or took too long.
         """
         now = time.monotonic()
         self._since = self._since or now
@@ -70,7 +70,7 @@ class _Patience:
 
 
 async def retry_write(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
-    """Call `write`, and retry it while the disk refuses writes; the log says `what` is being written.
+    """Call `write`, and retry it while the disk refuses writes. Log lines name `what` is written.
 
     Raises:
         OSError: another failure, or the disk refused writes for `LIMIT_S`.

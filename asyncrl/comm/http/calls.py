@@ -28,11 +28,11 @@ KEEP_ALIVE_S = 4.0
 uvicorn does so after 5 s.
 """
 CONNECT_TIMEOUT_S = 5.0
-"""Time limit in seconds for a connection; a peer on the same network that takes longer counts as gone."""
+"""Time limit in seconds for a connection. If it takes longer, the call raises `HttpTimeout`."""
 
 
 PIECE_BYTES = 1 << 20
-"""Most that `JsonHttp.pieces` gives at a time."""
+"""Largest piece that `JsonHttp.pieces` yields."""
 _SHOWN_BYTES = 500
 
 
@@ -41,7 +41,7 @@ class HttpError(Exception):
 
 
 class HttpUnreachable(HttpError):
-    """There was no connection, or it broke before the whole reply had arrived: the peer may or may not have acted."""
+    """The connection could not be made, or broke before the whole reply arrived: the peer may or may not have acted."""
 
 
 class HttpTimeout(HttpError):
@@ -49,7 +49,7 @@ class HttpTimeout(HttpError):
 
 
 class HttpRefused(HttpError):
-    """The peer did not answer with a 2xx status; `status` and the beginning of its `body` say why."""
+    """The peer did not answer with a 2xx status; see `status` and the beginning of its `body`."""
 
     def __init__(self, url: str, status: int, body: bytes) -> None:
         super().__init__(f"{url} answered {status}: {body[:500].decode(errors='replace')}")
@@ -58,7 +58,7 @@ class HttpRefused(HttpError):
 
 
 class HttpMalformed(HttpRefused):
-    """The peer answered with a 2xx status but an unexpected body; the message says what is wrong and where."""
+    """The peer answered with a 2xx status but an unexpected body. The message names the wrong field."""
 
     def __init__(self, url: str, status: int, body: bytes, why: str) -> None:
         super().__init__(url, status, body)
@@ -66,11 +66,11 @@ class HttpMalformed(HttpRefused):
 
 
 class JsonHttp:
-    """A pool of connections that all calls of one client share. Make it and close it in the loop that uses it.
+    """A pool of connections that all calls of one client share. Create and close it in the event loop that uses it.
 
     Args:
-        security: the run's token and certificate; None if it has no secret, and for servers that are not the run's.
-        key: a bearer token for servers that are not the run's; these are verified by their own certificates.
+        security: the run's token and certificate; None if it has no secret, and for servers outside the run.
+        key: a bearer token for servers outside the run, which are verified by their own certificates.
     """
 
     def __init__(self, security: HttpSecurity | None, *, key: str | None = None) -> None:
@@ -122,7 +122,8 @@ class JsonHttp:
     async def pieces(
         self, url: str, *, silence_s: float, begin: int = 0, end: int | None = None
     ) -> AsyncGenerator[bytes]:
-        """Yield the body of `url`, of any length, piece by piece as it arrives. Close it if it is not read to its end.
+        """Yield the body of `url`, of any length, piece by piece as it arrives. Close the generator if it is not read
+        to its end.
 
         Args:
             begin, end: range of bytes; None: to the last one.
@@ -149,7 +150,7 @@ class JsonHttp:
             raise HttpUnreachable(f"{url} broke off: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection. Running calls fail."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -170,7 +171,7 @@ class JsonHttp:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Unlimited: bounded by what its user sends at the same time.
+            # Unlimited: the user bounds the number of concurrent calls.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=_JSON)
         return self._session
@@ -189,7 +190,7 @@ def decoded_reply(url: str, status: int, content: bytes, reply: type[T] | None) 
 
 
 def _plain(value: object) -> object:
-    """Return plain data for `value`: agents may give token ids as numpy arrays."""
+    """Return plain data for `value`: agents may pass token ids as numpy arrays."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{value!r:.80} is a {type(value).__name__}; JSON has no such thing")

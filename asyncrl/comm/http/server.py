@@ -1,4 +1,4 @@
-"""The HTTP server under GserverManager and embedded engine: routes, token, TLS, and limits on what a caller may cost.
+"""HTTP server of the GserverManager and the embedded engine: routes, token, TLS, and limits on the cost of a caller.
 
 A caller without the run's token is refused with 401 after the header. If a request is refused before its whole body was
 read, the connection is closed and no more of it is read. A caller with the token may still be faulty, so its cost is
@@ -6,8 +6,8 @@ bounded. The body has a limit per route, enforced while it is read. The handshak
 limit each. Compressed bodies are not unpacked. Refused requests are counted by reason, shown under `/metrics`, and
 logged once per address.
 
-aiohttp's low-level server is used without its router and middleware: at thousands of calls per second on one core they
-cost a fifth.
+aiohttp's low-level server is used without its router and middleware, which cost a fifth of the time at thousands of
+calls per second on one core.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ idle connections after `asyncrl.comm.http.calls.KEEP_ALIVE_S`.
 BODY_LIMIT_S: Final = 60.0
 """Longest time for a body, in s: the largest body at 10 Mbit/s."""
 _GOODBYE_LIMIT_S: Final = 2.0
-"""Longest wait, in s, for the other end of an encrypted connection to confirm its end."""
+"""Longest wait, in s, until the peer confirms the end of an encrypted connection."""
 _SHUTDOWN_S: Final = 1.0
 
 Body: TypeAlias = bytes
@@ -70,11 +70,11 @@ class Refused(Exception):
 
 
 class HttpServer:
-    """Serves `routes`, by path. A handler refuses with `Refused`.
+    """Serves `routes`, by path. A handler raises `Refused` to refuse a request.
 
     Args:
         token: bearer token of every route that is not open; None if there is none.
-        tls: makes it https.
+        tls: TLS context of an https server; None: http.
         registry: gets the counter of refusals.
     """
 
@@ -103,14 +103,14 @@ class HttpServer:
         answering = self._runner.server
         assert answering is not None, "set up"
         handshake_s, goodbye_s = (None, None) if self._tls is None else (HANDSHAKE_LIMIT_S, _GOODBYE_LIMIT_S)
-        self._server = await asyncio.get_running_loop().create_server(  # aiohttp's TCPSite leaves a handshake a minute
+        self._server = await asyncio.get_running_loop().create_server(  # aiohttp's TCPSite allows a handshake a minute
             answering, host, port, ssl=self._tls, ssl_handshake_timeout=handshake_s, ssl_shutdown_timeout=goodbye_s
         )
         scheme, shown = "http" if self._tls is None else "https", f"[{host}]" if ":" in host else host
         return f"{scheme}://{shown}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
-        """Stop listening; calls that are held end."""
+        """Stop listening; held calls end."""
         if self._server is not None and self._runner is not None:
             self._server.close()
             await self._runner.cleanup()
@@ -132,7 +132,7 @@ class HttpServer:
             return refusal(request, json_response(refused.body, refused.status))
 
     def _check_token(self, request: web.BaseRequest) -> None:
-        header = request.headers.get("Authorization", "")  # what is not UTF-8 in it are lone surrogates
+        header = request.headers.get("Authorization", "")  # bytes that are not UTF-8 are lone surrogates
         if self._expected is None or hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
             return
         raise Refused(401, {"error": "missing or wrong bearer token"}, "unauthorized")
@@ -147,7 +147,7 @@ async def careful_runner(handle: Callable[[web.BaseRequest], Awaitable[web.Strea
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=HEADER_LIMIT_S,
-        lingering_time=0,  # what is left of a refused body is not read
+        lingering_time=0,  # the rest of a refused body is not read
         auto_decompress=False,
     )
     runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -183,12 +183,12 @@ async def read_body(request: web.BaseRequest, limit: int) -> Body:
     """Read and return the request's body.
 
     Raises:
-        Refused: it is larger than `limit`, which is noticed while reading, or does not arrive in time.
+        Refused: the body is larger than `limit`, which is checked while reading, or does not arrive in time.
     """
     content = request.content
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
-    if content.is_eof():  # it came with the header, as those of most calls do
+    if content.is_eof():  # the body came with the header, as in most calls
         body: bytes = content.read_nowait()
         if len(body) > limit:
             raise _too_large(limit)

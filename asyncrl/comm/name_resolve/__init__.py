@@ -52,7 +52,7 @@ def make_resolver(
     retried for `patience_s` seconds.
 
     Raises:
-        NameResolveError: the back end cannot be reached, or refuses; or `etcd` is invalid.
+        NameResolveError: the back end cannot be reached or refuses access, or `etcd` is invalid.
         ValueError: there is no such back end.
     """
     if NameBackend(backend) == NameBackend.file:

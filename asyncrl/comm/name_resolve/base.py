@@ -1,24 +1,24 @@
 """The interface of name resolution: a small shared dictionary in which the processes of a run find each other.
 
 Names are paths (`workers/model_worker/0`) relative to the resolver's root. An entry added with a lease lives as long as
-its owner's resolver renews it; when the owner dies, the entry is gone once the lease has run out. An owner that was
-only stalled gets its entry back with the next renewal, unless another owner took the name.
+its owner's resolver renews it. If the owner dies, the entry is gone once the lease has run out. An owner that was only
+stalled gets its entry back with the next renewal, unless another owner took the name.
 
 Fences. An owner that was replaced while it was cut off must not get its entries back or add others, even before its
-successor has registered: other processes would meet the wrong one. So an owner may set `fences`: names with values,
-without leases, that its replacement changes first. Its entries are added and put back only while the fences stand.
-While they do, the name is its own: an entry that was deleted, or taken and left by another owner, is put back. Without
-fences a deletion is final.
+successor has registered. Otherwise other processes would reach the wrong owner. So an owner may set `fences`: names
+with values, without leases, that its replacement changes first. Its entries are added and put back only while the
+fences have these values. During this time the owner keeps the name: an entry that was deleted, or taken and left by
+another owner, is put back. Without fences a deletion is final.
 
-Outages. A call that fails with `NameResolveUnavailable` is retried (`patience`), and raises it only when the outage has
-lasted too long. Leases are renewed for ever; one that ran out meanwhile is added again.
+Outages. A call that fails with `NameResolveUnavailable` is retried (`patience`), and raises the error only if the
+outage has lasted too long. Renewals are retried for ever. An entry whose lease ran out meanwhile is added again.
 
-A name that is read again and again is followed instead: `follow` returns a `Subtree`, which a thread of the resolver
-keeps up to date, through any outage. So an idle process makes no calls, however many other processes there are.
+A name that is read repeatedly is followed instead: `follow` returns a `Subtree`, which a thread of the resolver keeps
+up to date, through any outage. So an idle process makes no calls, however many other processes there are.
 
-A back end implements the underscored primitives; everything a user calls is here. Every call may be made from any
-thread. Calls take micro- to milliseconds except `wait` and `watch`, and any call in an outage: use `asyncio.to_thread`
-in an event loop. A resolver does not survive `fork`: make one per process.
+A back end implements the underscored primitives; all methods for users are here. Every method may be called from any
+thread. Calls take micro- to milliseconds, except `wait` and `watch`, and any call in an outage. In an event loop, use
+`asyncio.to_thread`. A resolver does not survive `fork`: create one per process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ LAST_POLL_S = 0.05
 FOLLOW_POLL_S = 0.1
 """Interval, in s, between polls of a back end that reports no changes by itself."""
 _SETTLED_S = 5.0
-"""A subscription that lasted this long, in s, before it broke counts as one that worked."""
+"""A subscription that breaks after this time, in s, counts as successful until then."""
 
 
 def check_name(name: str) -> str:
@@ -109,13 +109,13 @@ class NameResolver(ABC):
         """Publish `value` under `name`.
 
         Args:
-            lease_s: seconds without renewal until the entry ends, so that it ends with this process; None: never.
+            lease_s: seconds without renewal after which the entry ends, so that it ends with this process; None: never.
             replace: True to replace an entry of any owner.
 
         Raises:
             NameEntryExists: the name is taken by a living entry and `replace` is False.
             OwnerFenced: this owner was replaced, according to its `fences`.
-            NameResolveUnavailable: the back end is away for too long; every method below may raise it too.
+            NameResolveUnavailable: the back end was away for too long. Every method below may raise this too.
             ValueError: the name or the lease is not valid.
         """
         check_name(name)
@@ -181,7 +181,7 @@ class NameResolver(ABC):
         return value
 
     def watch(self, name: str, timeout_s: float, last: str | None = None) -> str | None:
-        """Wait until the value of `name` differs from `last` and return it; both may be None, for no entry.
+        """Wait until the value of `name` differs from `last`, and return the value. None stands for no entry in both.
 
         Raises:
             NameResolveTimeout: it did not change within `timeout_s` seconds.
@@ -214,7 +214,7 @@ class NameResolver(ABC):
             raise NameEntryNotFound(name, self.root)
 
     def withdraw(self, name: str) -> bool:
-        """Remove the entry if it is this resolver's own; return True if a living entry was removed."""
+        """Remove the entry if this resolver owns it; return True if a living entry was removed."""
         self._renewer.forget(check_name(name))
         return self._patiently("delete", self._remove, name, only_own=True)
 
@@ -243,7 +243,7 @@ class NameResolver(ABC):
     def close(self) -> None:
         """Stop renewing, and remove the leased entries of this resolver; entries without a lease stay.
 
-        If the back end is away, the leases run out.
+        If the back end is away, the entries end with their leases.
         """
         if self._closing.is_set():
             return
@@ -277,7 +277,7 @@ class NameResolver(ABC):
         return value
 
     def _keep_following(self, subtree: Subtree) -> None:
-        """Follow `subtree` through any outage. Runs in a thread."""
+        """Follow `subtree` through any outage, in a thread."""
         failures = 0
         while not self._closing.is_set():
             began = time.monotonic()
@@ -311,12 +311,12 @@ class NameResolver(ABC):
         return any(value not in (None, self.fences[name]) for name, value in found.items())
 
     def _found(self, subtree: Subtree, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
-        """Store all entries of `subtree`; the back end works. `in_trouble`: it may not have worked until just now."""
+        """Store all entries of `subtree`; the back end works. `in_trouble`: it may have failed until just now."""
         subtree.replace(found, in_trouble=in_trouble)
         self._patience.worked(_kind_of_following(subtree))
 
     def _follow(self, subtree: Subtree) -> None:
-        """Keep `subtree` up to date until the resolver is closed. Polls; a back end may have a better way.
+        """Keep `subtree` up to date until the resolver is closed. This default polls.
 
         Raises:
             NameResolveUnavailable: the back end is away; the caller retries.
@@ -329,7 +329,7 @@ class NameResolver(ABC):
         """Renew the lease of the entry, or restore the entry if its name is free.
 
         Returns:
-            False if another owner has the entry, or if it was deleted and no fences say whether it may return.
+            False if another owner has the entry, or if it was deleted and this owner has no fences.
 
         Raises:
             OwnerFenced: this owner was replaced.
@@ -350,24 +350,24 @@ class NameResolver(ABC):
         except OwnerFenced:
             self.on_fenced()
             raise
-        if name not in self._renewer.names():  # deleted by its owner meanwhile
+        if name not in self._renewer.names():  # its owner deleted it meanwhile
             self._remove_value(name, value)
         else:
             _log.warning("name %r was gone; it is put back", name)
         return True
 
     def _lost(self, name: str) -> bool:
-        """Report an entry that is no longer this owner's; return True if it may become so again."""
+        """Report that this owner lost an entry; return True if the entry may return to it."""
         self.on_lost(name)
         return bool(self.fences)
 
     def _give_up(self, names: Collection[str]) -> None:
-        """Remove these leased entries if they are still this resolver's own."""
+        """Remove these leased entries if this resolver still owns them."""
         for name in names:
             self._remove(name, only_own=True)
 
     def _patiently(self, kind: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Retry `call` until it works and return its result."""
+        """Retry `call` until it succeeds, and return its result."""
         for failures in itertools.count(1):
             try:
                 result = call(*args, **kwargs)
@@ -379,10 +379,10 @@ class NameResolver(ABC):
         raise AssertionError("unreachable")
 
     def _pause(self, kind: str, error: NameResolveUnavailable, failures: int, limit_s: float) -> None:
-        """Wait before a call that failed is made again, `limit_s` at most.
+        """Wait before a failed call is retried, `limit_s` at most.
 
         Raises:
-            NameResolveUnavailable: it has been failing for too long.
+            NameResolveUnavailable: the call has been failing for too long.
         """
         self._closing.wait(min(self._patience.failed(kind, error, failures), limit_s))
         self._check_open()
@@ -393,11 +393,13 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        """Store the entry as this resolver's own unless it is `_fenced`; raises NameEntryExists, OwnerFenced."""
+        """Store the entry with this resolver as owner, unless the resolver is `_fenced`. Raises NameEntryExists,
+        OwnerFenced.
+        """
 
     @abstractmethod
     def _read(self, name: str) -> str | None:
-        """Return the value of the living entry; None if there is none."""
+        """Return the value of the living entry; None if there is no such entry."""
 
     @abstractmethod
     def _read_subtree(self, root: str) -> dict[str, str]:
@@ -417,8 +419,8 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _renew(self, name: str) -> bool:
-        """Extend the lease of this resolver's own entry, put back one whose lease has run out unless it is `_fenced`;
-        False if it is gone or another owner's.
+        """Extend the lease of this resolver's entry. Put the entry back if its lease has run out, unless the resolver
+        is `_fenced`. Return False if the entry is gone or belongs to another owner.
         """
 
 

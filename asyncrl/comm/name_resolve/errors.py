@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class NameResolveError(Exception):
-    """Base of the errors below; raised itself if a back end refuses (permissions, a damaged entry, being closed)."""
+    """Base of the errors below. Raised itself if a back end refuses access or is closed, or an entry is damaged."""
 
 
 class NameResolveUnavailable(NameResolveError):
-    """The back end does not answer, or answers wrongly (connection, stale handle, full disk); a later call may work."""
+    """The back end does not answer, or fails (connection, stale handle, full disk). A later call may work."""
 
 
 class NameEntryExists(NameResolveError):
@@ -22,7 +22,9 @@ class OwnerFenced(NameResolveError):
     """An owner that was replaced, according to its `fences`, tried to add an entry."""
 
     def __init__(self, name: str, root: str) -> None:
-        super().__init__(f"name {name!r} under {root!r} is not for this process any more: another is in its place")
+        super().__init__(
+            f"name {name!r} under {root!r} no longer belongs to this process: another process has replaced it"
+        )
 
 
 class NameEntryNotFound(NameResolveError):

@@ -1,22 +1,22 @@
 """Name resolution in etcd: for clusters without a shared file system. Needs the extra `etcd`.
 
-Keys are `<root>/<name>`, values the text itself. Only what a read finds counts: `follow`, `wait` and `watch` read, and
-an etcd watch from that revision on says when to read again. So a watch that ends (compaction, a lost connection) or
-stays silent loses no change: all is read again at the latest after CHECK_S.
+Keys are `<root>/<name>`, values the text itself. Only reads count: `follow`, `wait` and `watch` read, and an etcd watch
+from that revision on triggers the next read. So a watch that ends (compaction, a lost connection) or stays silent loses
+no change: everything is read again after CHECK_S at the latest.
 
 Each part is needed for one guarantee that the client `etcd3` does not give:
 
 - One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL_S, etcd's own floor): a process
   renews once for all its entries, so etcd's load does not grow with their number.
-- A renewal asks for the keys on the lease (`_is_alive`): an entry that was deleted, or taken by another owner, is
-  noticed.
+- A renewal reads the keys on the lease (`_is_alive`): this detects an entry that was deleted, or taken by another
+  owner.
 - A lease that has run out is replaced, and its entries are put back unless their names are taken (`_renew`): a process
   survives an outage that is longer than its lease.
 - The fences are conditions of the transaction that adds an entry (`_unfenced`): a replaced process cannot add or
   restore an entry, however close the race.
-- A refused put compares value and lease (`_put`): a put whose reply was lost is not taken for another owner.
+- A refused put compares value and lease (`_put`): a put whose reply was lost is not mistaken for another owner's.
 - A removal compares the lease or the value: a process removes its own entry only, never its successor's.
-- A removal after an outage is held back (`Subtree.replace`): expired leases do not look as if all processes had died.
+- A removal after an outage is delayed (`Subtree.replace`): expired leases do not look as if all processes had died.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncrl.comm.name_resolve.subtree import Subtree
 
 MIN_TTL_S = 2
 CHECK_S = 60.0
-"""Longest time in seconds between two reads of what is followed. Some hundred keys are some 10 kB."""
+"""Longest time in seconds between two reads of a followed subtree. A hundred keys are about 10 kB."""
 _WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
 _STOOD_STILL = 2 / 3
@@ -46,7 +46,7 @@ _STOOD_STILL = 2 / 3
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease of this resolver, and the keys that hung on it at `looked_at` (monotonic seconds)."""
+    """A lease of this resolver, and the keys that were attached to it at `looked_at` (monotonic seconds)."""
 
     id: int
     ttl_s: int
@@ -56,7 +56,7 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """The lease of an entry of this resolver, which was there at `put_at` (monotonic seconds)."""
+    """The lease of an entry of this resolver, which was stored at `put_at` (monotonic seconds)."""
 
     lease: _Lease
     put_at: float
@@ -86,12 +86,12 @@ class EtcdResolver(NameResolver):
             raise
 
     def end_soon(self) -> None:
-        """See the base class; silent members are not waited for either."""
+        """See the base class. Calls to silent members end soon, too."""
         super().end_soon()
         self._link.hurry()
 
     def close(self) -> None:
-        """See the base class; also disconnect."""
+        """See the base class. Also disconnect."""
         super().close()
         self._link.close()
 
@@ -127,7 +127,9 @@ class EtcdResolver(NameResolver):
         found = reply.responses[0].response_range.kvs[0]
         is_own = lease is not None and found.lease == lease_id and found.value == value.encode()
         known = self._own.get(name)
-        if not is_own or (known is not None and known.lease is lease):  # else a call put it whose reply was lost
+        if not is_own or (
+            known is not None and known.lease is lease
+        ):  # else an earlier call stored it, and its reply was lost
             raise NameEntryExists(name, self.root)
 
     def _read(self, name: str) -> str | None:
@@ -152,7 +154,7 @@ class EtcdResolver(NameResolver):
             removed = self._transact([same], etcdrpc.RequestOp(request_delete_range=delete)).succeeded
         else:
             removed = self._link.call(lambda to: to.kv.DeleteRange(delete, **to.options)).deleted
-        if own is not None:  # only now: a call that failed is made again
+        if own is not None:  # only now, since a failed call is retried
             self._disown(name, own)
         return bool(removed)
 
@@ -217,7 +219,7 @@ class EtcdResolver(NameResolver):
         request = etcdrpc.LeaseGrantRequest(TTL=ttl_s)
         granted = _Lease(self._link.call(lambda to: to.lease.LeaseGrant(request, **to.options)).ID, ttl_s)
         with self._lock:
-            return self._leases.setdefault(ttl_s, granted)  # of two at once one runs out unused
+            return self._leases.setdefault(ttl_s, granted)  # if two are requested at once, one runs out unused
 
     def _forget(self, lease: _Lease | None) -> None:
         """Forget a lease that has run out."""

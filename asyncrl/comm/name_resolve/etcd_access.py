@@ -24,7 +24,7 @@ class EtcdAccessError(NameResolveError):
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """Members as `host:port`, and files; "" is none. With `ca_file` every connection is encrypted."""
+    """Members as `host:port`, and files; "" means no file. With `ca_file` every connection is encrypted."""
 
     members: tuple[str, ...]
     user: str = ""
@@ -42,15 +42,15 @@ class EtcdAccess:
         """Yield an error message for each invalid setting: `setting=value: problem; fix`."""
         if not self.members:
             yield (
-                f"{ADDRESS}='': name_resolve=etcd3 needs the server's address; give host:port, of a cluster all "
-                "members' separated by spaces"
+                f"{ADDRESS}='': name_resolve=etcd3 needs the server's address; give host:port, for a cluster "
+                "those of all members, separated by spaces"
             )
         for member in self.members:
             host, _, port = member.rpartition(":")
             if not host or not port.isdecimal() or int(port) not in _PORTS:
                 yield (
-                    f"{ADDRESS}={member!r}: not valid; use host:port, for example 127.0.0.1:2379, of several members "
-                    "separated by spaces"
+                    f"{ADDRESS}={member!r}: not valid; use host:port, for example 127.0.0.1:2379, for several "
+                    "members separated by spaces"
                 )
         for name, other in (("user", "password_file"), ("certificate_file", "key_file")):
             for given, missing in ((name, other), (other, name)):
@@ -69,10 +69,10 @@ class EtcdAccess:
                 yield from _file_faults(f"{SETTINGS}.{name}", Path(path), name in ("password_file", "key_file"))
 
     def check(self) -> None:
-        """Return if all is well.
+        """Check the settings.
 
         Raises:
-            EtcdAccessError: something is wrong.
+            EtcdAccessError: a setting is invalid; the message lists all faults.
         """
         if faults := list(self.faults()):
             raise EtcdAccessError("; ".join(faults))
@@ -93,7 +93,7 @@ def _is_loopback(member: str) -> bool:
 
 def _file_faults(setting: str, path: Path, secret: bool) -> Iterator[str]:
     if not path.is_absolute():
-        yield f"{setting}={str(path)!r}: give the whole path; the processes of a run begin in other folders"
+        yield f"{setting}={str(path)!r}: give the absolute path; the processes of a run start in other folders"
         return
     try:
         mode, content = path.stat().st_mode, path.read_bytes()

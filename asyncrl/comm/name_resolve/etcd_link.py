@@ -1,19 +1,19 @@
-"""The connection to an etcd cluster: to one member at a time, and to the next one after any failure.
+"""The connection to an etcd cluster: to one member at a time, and to the next member after any failure.
 
-Of the client etcd3, only messages and stubs are used. Its classes for clients and watches, in the last version 0.12,
-keep to one server, drop the server's error messages, and do not authenticate again when a token is no longer valid. A
-watch whose connection broke reports that once and is silent afterwards. etcd's JSON gateway needs no gRPC, but with
-authentication it refuses every client whose certificate has a common name, a login as well (tried with etcd 3.4: "will
+Only messages and stubs of the client etcd3 are used. Its classes for clients and watches (last version, 0.12) use one
+server only and drop the server's error messages. They do not authenticate again when a token is no longer valid. A
+watch whose connection broke reports that once and is silent afterwards. etcd's JSON gateway needs no gRPC. But with
+authentication it refuses every client whose certificate has a common name, even its login (tried with etcd 3.4: "will
 be ignored and not used as expected"). Instead:
 
 - A call that fails closes the channel. The next call opens a new one to the next member, and authenticates there. So an
   old token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
-- Keep-alives of HTTP/2 find a peer that went silent under an open watch within KEEPALIVE_S + KEEPALIVE_LIMIT_S.
+- Keep-alives of HTTP/2 detect a peer that goes silent during an open watch within KEEPALIVE_S + KEEPALIVE_LIMIT_S.
 
 etcd3 was generated for protobuf 3. Later versions (4 to 7) load it only in their pure Python implementation. protobuf
 chooses its implementation once, when it is first imported, so it is chosen here, before etcd3 imports protobuf. The
 launcher imports this module before it starts a process, and its environment is inherited, so the choice holds in every
-process of the run. For names the cost does not matter: 1,250 puts and 2,180 gets per second.
+process of the run. The slower implementation suffices for names: 1,250 puts and 2,180 gets per second.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ CALL_LIMIT_S = 4.0
 renewed three times per lease.
 """
 LAST_CALL_LIMIT_S = 0.5
-"""Time limit in seconds of one call of a process that is about to end, and that is killed if it takes long
-(`EtcdLink.hurry`).
+"""Time limit in seconds of one call of a process that is about to end (`EtcdLink.hurry`). It is killed if it takes
+long.
 """
 KEEPALIVE_S = 10.0
 """etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
 KEEPALIVE_LIMIT_S = 5.0
 _SLOW_CALL_S = 0.5
-_EARLY_S = 0.1  # by which the end of a wait may seem to come too early
+_EARLY_S = 0.1  # tolerance for a wait that ends slightly early
 _NEEDS_LEADER = (("hasleader", "true"),)
-"""Asks a member that is cut off from the others to end a watch instead of staying silent."""
+"""Makes a member that is cut off from the others end a watch instead of staying silent."""
 _OPTIONS = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_LIMIT_S * 1000)),
@@ -76,7 +76,7 @@ _REFUSALS = {
 _WRONG_LOGINS = {
     "authentication failed": f"{SETTINGS}.user={{user!r}}, {SETTINGS}.password_file={{password_file!r}}: etcd refuses "
     "this user or password",
-    "user name is empty": f"{SETTINGS}.user='': etcd wants a user and a password; give {SETTINGS}.user and "
+    "user name is empty": f"{SETTINGS}.user='': etcd requires a user and a password; give {SETTINGS}.user and "
     f"{SETTINGS}.password_file",
     "authentication is not enabled": f"{SETTINGS}.user={{user!r}}: etcd has authentication switched off; leave user "
     "and password_file empty, or switch it on (`etcdctl auth enable`)",
@@ -86,12 +86,12 @@ T = TypeVar("T")
 
 
 class LeaseGone(NameResolveUnavailable):
-    """The lease has run out; with another lease the call works."""
+    """The lease has run out. With another lease the call works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stubs:
-    """One channel to one member, and the stubs for calls through it; `options` belong to each call but a watch."""
+    """One channel to one member, and the stubs for calls through it. `options` are for each call except a watch."""
 
     member: str
     channel: Any
@@ -140,10 +140,11 @@ class Troubles:
 
     @property
     def now(self) -> bool:
-        """True if etcd hangs, or did until a moment ago. An owner that could not renew its lease has then lost it.
+        """True if etcd hangs, or did until a moment ago. Owners that could not renew their leases have then lost them.
 
-        A lease expires if its owner could not renew it for two thirds of it. Every process that has a lease renews it
-        each third. So by then a call of this process has been running or failing, or this process stood still itself.
+        A lease expires if its owner could not renew it for two thirds of its length. Every process that has a lease
+        renews it each third. So before any lease expires, a call of this process has been slow or has failed, or this
+        process was paused itself.
         """
         now = self._clock()
         return now < self._until or any(now > began + _SLOW_CALL_S for began in list(self._running.values()))
@@ -184,7 +185,7 @@ class EtcdLink:
                 result = ask(stubs)
             except (grpc.RpcError, ValueError) as error:
                 if isinstance(error, ValueError) and "channel" not in str(error).lower():
-                    raise  # not gRPC's error about a channel that was closed by a failed call of another thread
+                    raise  # else gRPC's error about a channel that a failed call of another thread closed
                 raise self.failed(stubs, error) from error
             self._was_connected = True
             return result
@@ -193,8 +194,8 @@ class EtcdLink:
         """Return if a key of the etcd watch `create` has changed, after `limit_s` seconds at the latest.
 
         Raises:
-            NameResolveUnavailable: the watch ended, with its connection, its leader, or because the history since its
-                first revision was compacted away. Read again.
+            NameResolveUnavailable: the watch ended with its connection or its leader, or because the history since its
+                first revision was compacted. Read again.
         """
         stubs, done = self.call(lambda to: to), threading.Event()
         over, reported = time.monotonic() + limit_s - _EARLY_S, None
@@ -257,19 +258,20 @@ class EtcdLink:
 
     def _connect(self, member: str) -> Stubs:
         access = self._access
+        files = (access.ca_file, access.key_file, access.certificate_file)
+        try:
+            contents = [Path(path).read_bytes() if path else None for path in files]
+            password = access.password if access.user else ""
+        except OSError as error:  # in a thread that renews leases, any other error would end the renewals
+            raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
         if access.ca_file:
-            files = (access.ca_file, access.key_file, access.certificate_file)
-            try:
-                contents = [Path(path).read_bytes() if path else None for path in files]
-            except OSError as error:
-                raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
             channel = grpc.secure_channel(member, grpc.ssl_channel_credentials(*contents), options=_OPTIONS)
         else:
             channel = grpc.insecure_channel(member, options=_OPTIONS)
         stubs = (etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel))
         if not access.user:
             return Stubs(member, channel, *stubs, metadata=(), limit_s=lambda: self._limit_s)
-        request = etcdrpc.AuthenticateRequest(name=access.user, password=access.password)
+        request = etcdrpc.AuthenticateRequest(name=access.user, password=password)
         try:
             token = etcdrpc.AuthStub(channel).Authenticate(request, timeout=self._limit_s).token
         except grpc.RpcError:
@@ -279,7 +281,7 @@ class EtcdLink:
         return Stubs(member, channel, *stubs, metadata=(("token", token),), limit_s=lambda: self._limit_s)
 
     def _drop(self, stubs: Stubs | None) -> None:
-        """Close the connection, unless another one is used by now."""
+        """Close the connection, unless a newer one has replaced it."""
         with self._lock:
             if stubs is None or stubs is not self._stubs:
                 return

@@ -19,7 +19,7 @@ _SETTINGS_FRAME = 4
 
 def tls_fault(member: str, access: EtcdAccess) -> str | None:
     """Return the TLS fault between this member and the settings; None if the fault is not about TLS, or cannot be found
-    out now.
+    now.
     """
     host, _, port = member.rpartition(":")
     address = (host.strip("[]"), int(port))
@@ -32,7 +32,7 @@ def tls_fault(member: str, access: EtcdAccess) -> str | None:
             return f"{SETTINGS}.ca_file={access.ca_file!r}: etcd at {member} speaks no TLS ({ADDRESS}); leave it empty"
         with socket.create_connection(address, _LIMIT_S) as plain:
             return _encrypted_fault(plain, address[0], member, access)
-    except OSError:  # nobody listens, or it broke: a matter of time
+    except OSError:  # nothing listens, or the connection broke: a retry may work
         return None
 
 
@@ -74,11 +74,11 @@ def _encrypted_fault(plain: socket.socket, host: str, member: str, access: EtcdA
     try:
         with context.wrap_socket(plain, server_hostname=host) as encrypted:
             encrypted.sendall(_PREFACE)
-            encrypted.recv(1)  # with TLS 1.3 a server says only now what it thinks of the client's certificate
+            encrypted.recv(1)  # with TLS 1.3 the server only now accepts or refuses the client's certificate
     except ssl.SSLCertVerificationError as error:
         return (
-            f"{SETTINGS}.ca_file={access.ca_file!r}: the certificate of etcd at {member} is not good by it "
-            f"({error.verify_message}); give the authority that signed it, and an address that it is for"
+            f"{SETTINGS}.ca_file={access.ca_file!r}: it does not verify the certificate of etcd at {member} "
+            f"({error.verify_message}); give the authority that signed it, and an address that it is valid for"
         )
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).lower().replace("_", " ")

@@ -2,13 +2,13 @@
 
 One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`, written aside and renamed, so a reader
 sees a whole entry or none and needs no lock. Adding and deleting hold an advisory lock on `.lock` in the directory,
-which the kernel releases when its holder dies. So of two adders exactly one wins, and an expired entry is replaced
-without a race against its fresh owner. The directory and every file in it belong to its user alone (mode 0700): a
-forged entry would misdirect a process, and a user who can open the lock can hold it.
+which the kernel releases when its holder dies. So exactly one of two adders wins, and an expired entry is replaced
+without a race against its new owner. The directory and every file in it belong to its user alone (mode 0700): a forged
+entry would misdirect a process, and a user who can open the lock can hold it.
 
-A lease is the file's modification time plus the seconds written in it. Its owner renews by touching the file through a
-descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is
-the file system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
+A lease is the file's modification time plus the seconds written in it. Its owner renews it by touching the file through
+a descriptor whose content it has checked. So an owner that was stalled can only touch its own file. "Now" is the file
+system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
 
 To follow entries, `_Scan` opens the directory ten times a second and checks its modification time. Entries appear,
 change and disappear by renaming and unlinking, which change that time; renewals do not. The entries are read again only
@@ -49,7 +49,7 @@ _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-
 _LOCK_TIMEOUT_S = 30.0
 _SLOW_LOOK_S = 1.0
 _RACY_S = 2.0
-"""Time in s within which a second change may have the same modification time: file systems' clocks are coarse."""
+"""Time in s within which a second change may have the same modification time, since file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that a retry cannot fix. They raise NameResolveError at once; other OSErrors are retried."""
 
@@ -66,7 +66,7 @@ class FileResolver(NameResolver):
     """Resolver over the directory `root`, which is created for this user alone if it does not exist.
 
     Raises:
-        NameResolveError: the directory cannot be made, is another user's, or others could have written to it.
+        NameResolveError: the directory cannot be created, belongs to another user, or others could have written to it.
     """
 
     def __init__(self, root: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> None:
@@ -86,7 +86,9 @@ class FileResolver(NameResolver):
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
-            with open(open_private_file(aside), "wb") as file:
+            with open(
+                open_private_file(aside, os.O_WRONLY | os.O_TRUNC), "wb"
+            ) as file:  # a failed add may have left one
                 file.write(msgspec.json.encode(_Record(value, self._owner, lease_s)))
             aside.replace(self._path(name))
 
@@ -111,7 +113,9 @@ class FileResolver(NameResolver):
             with self._translated():
                 found = scan.look()
             before, looked = looked, time.monotonic()
-            if looked > before + FOLLOW_POLL_S + _SLOW_LOOK_S:  # files, or the machine, stood still, for owners too
+            if (
+                looked > before + FOLLOW_POLL_S + _SLOW_LOOK_S
+            ):  # the file system or the machine was paused, for owners too
                 subtree.trouble()
             self._found(subtree, found)
             self._closing.wait(FOLLOW_POLL_S)
@@ -205,7 +209,7 @@ class _Seen:
 
 
 class _Scan:
-    """The entries of `directory` at or below `root`, scanned repeatedly; see the module's docstring."""
+    """The entries of `directory` at or below `root`, scanned repeatedly."""
 
     def __init__(self, directory: Path, root: str, clock: _FileSystemClock) -> None:
         self._directory, self._root, self._clock = directory, root, clock
@@ -242,16 +246,14 @@ class _Scan:
         return seen
 
     def _look_at_lease(self, name: str) -> None:
-        """Read when the entry's lease now ends: its owner may have renewed it, even after it lapsed if it was only
-        stalled.
-        """
+        """Read the present end of the entry's lease. Its owner may have renewed it, even after it ran out."""
         seen = self._seen[name]
         with contextlib.suppress(FileNotFoundError):  # the next look sees the directory changed
             seen.expires = _expiry(seen.record, os.stat(_path(self._directory, name)))
 
 
 class _FileSystemClock:
-    """The file system's idea of the time, in seconds, from the modification time of a probe file."""
+    """The file system's time, in seconds, from the modification time of a probe file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

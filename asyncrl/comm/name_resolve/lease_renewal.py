@@ -1,9 +1,9 @@
-"""Keeps leased entries alive from one daemon thread.
+"""Keep leased entries alive from one daemon thread.
 
 An entry with a lease of L seconds is renewed every L/3, so two renewals may fail or be late before the entry lapses. A
-failed renewal is retried soon, and for ever: an entry that lapsed in an outage comes back after it. The thread starts
-with the first lease and ends with `stop`. It is a daemon, so it dies with its process: the entries of a killed owner
-disappear because nothing renews them.
+failed renewal is retried soon, and for ever: an entry that lapsed in an outage returns after it. The thread starts with
+the first lease and ends with `stop`. It is a daemon, so it ends with its process. So the entries of a killed owner
+disappear.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LeaseRenewer:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
     Args:
-        renew: returns False while the entry is not its owner's (deleted, or taken by another). OwnerFenced ends the
-            renewals of the name; after any other error the renewal is retried.
+        renew: returns False while the entry is deleted or taken by another owner. OwnerFenced ends the renewals of the
+            name; after any other error the renewal is retried.
         patience: records outages.
         lost: called once with the name when `renew` first returns False; returns True if `renew` must be called again.
     """
@@ -113,7 +113,7 @@ class LeaseRenewer:
             return lost
 
     def _again_soon(self, name: str, error: NameResolveError) -> None:
-        with contextlib.suppress(NameResolveUnavailable):  # other processes may need this entry however long it takes
+        with contextlib.suppress(NameResolveUnavailable):  # no limit: other processes may need this entry
             self._patience.failed(_kind(name), error, 1)
         with self._changed:
             if name in self._leases:

@@ -1,7 +1,7 @@
-"""Retry calls while a back end is away: etcd elects a leader or restarts, a file system has a stale handle or is full.
+"""Retry calls while a back end is away: etcd restarts or elects a leader, a file system is full or has a stale handle.
 
-A failed call is retried with growing waits, until it works or calls of its kind have failed for `limit_s` without a
-success. Kinds are separate because a full disk can be read and not written. An outage is one line in the log, for all
+A failed call is retried with growing delays, until it works or calls of its kind have failed for `limit_s` without a
+success. Kinds are separate because a full disk can be read but not written. An outage is one line in the log, for all
 calls and retries together.
 """
 
@@ -55,7 +55,7 @@ class Patience:
             raise NameResolveUnavailable(f"{error} (name resolution has failed for {now - since:.0f} s)") from error
         if begins:
             _log.warning(
-                "name resolution under %r fails, calls are made again for up to %g s: %s",
+                "name resolution under %r fails, calls are retried for up to %g s: %s",
                 self._root, self.limit_s, error,
             )  # fmt: skip
         return BACKOFF.delay(failures)

@@ -4,8 +4,8 @@ A back end reports all entries that it finds (`replace`). Reading (`entries`) ma
 does not grow with the number of processes.
 
 An outage must not look as if all processes had died. While a back end is away no lease can be renewed. When it is back
-(etcd that was stopped, a link that was cut) the leases have run out: every entry is removed, and put back by its owner
-a moment later. So after a sign of trouble (`trouble`: a call failed, or took long) a removal takes effect `GRACE_S`
+(etcd was stopped, or a link was cut), the leases have run out: every entry is removed, and put back by its owner a
+moment later. So after a sign of trouble (`trouble`: a call failed, or took long), a removal takes effect `GRACE_S`
 late, and not at all if the entry is back by then. Without trouble it takes effect at once.
 
     t=0 s     etcd stops answering
@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping
 from asyncrl.comm.name_resolve.errors import NameResolveError
 
 GRACE_S = 8.0
-"""Longer than an owner takes to put its entry back: a call that hangs until its limit (4 s), a retried renewal (0.5 s),
-a new connection (1 s)."""
+"""Delay of removals, in s; longer than an owner takes to put its entry back: a call that hangs until its limit (4 s), a
+retried renewal (0.5 s), a new connection (1 s).
+"""
 
 
 class Subtree:
@@ -47,7 +48,7 @@ class Subtree:
         self._lock = threading.Lock()
 
     def entries(self) -> dict[str, str]:
-        """Return the living entries by full name, sorted; during an outage those from before it.
+        """Return the living entries by full name, sorted; during an outage the last known ones.
 
         Raises:
             NameResolveError: the back end refuses access.
@@ -65,7 +66,7 @@ class Subtree:
         return self.entries().get(name)
 
     def replace(self, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
-        """Store all entries; the back end works. `in_trouble`: it may not have worked until a moment ago."""
+        """Store all entries; the back end works. `in_trouble`: it may have failed until a moment ago."""
         with self._lock:
             now = self._clock()
             gone = self._present.keys() - found.keys()

@@ -21,7 +21,7 @@ from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
 from asyncrl.comm.trajectory_codec.array_messages import decode_typed
 from asyncrl.comm.typed import msgpack_decoder
 
-BATCH_BYTES = 1 << 20  # of arrays in one message: beyond it what is paid per message no longer shows
+BATCH_BYTES = 1 << 20  # of arrays in one message: above this size the cost per message is negligible
 BATCH_TRAJECTORIES = 64  # in one message: a quarter of what a pusher holds by default, so that both ends have work
 MAX_REASON = 500  # characters of a refusal's reason
 DEFAULT_MAX_BYTES = 256 << 20
@@ -49,7 +49,7 @@ Numbers: TypeAlias = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec
 
 
 class Accepted(msgspec.Struct, tag="accepted", frozen=True):
-    """The trajectories with these numbers were accepted; sent again for duplicates."""
+    """The trajectories with these numbers were accepted. Duplicates get this reply again."""
 
     numbers: Numbers
 

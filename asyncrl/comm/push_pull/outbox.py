@@ -1,4 +1,4 @@
-"""The sender's bookkeeping of unacknowledged entries: a pure state machine, without sockets or clocks.
+"""The sender's unacknowledged entries: a pure state machine, without sockets or clocks.
 
 Life of an entry:
 
@@ -6,11 +6,11 @@ Life of an entry:
               ▲                │
               └─ expire / lost / untake / set_peers without its peer
 
-An entry is kept until it is acknowledged. If it is in flight for longer than `resend_after_s` it waits again for the
-same peer: a slow peer must not make a second one receive it too. If its connection is lost or its peer leaves, it may
-go to any peer. At most `high_water` entries are kept, which bounds the sender's memory. New entries go to the
-peer with the fewest in flight. Delivery is at least once: receivers drop duplicates by rollout id, and if two peers
-received one the MasterWorker keeps the first.
+An entry is kept until it is acknowledged. If it is in flight for longer than `resend_after_s`, it waits again for the
+same peer: a slow peer must not cause a copy at a second one. If its connection is lost or its peer leaves, it may go to
+any peer. At most `high_water` entries are kept, which bounds the sender's memory. New entries go to the peer with the
+fewest in flight. Delivery is at least once. Receivers drop duplicates by rollout id. If two peers received the same
+rollout, the MasterWorker keeps the first.
 
 Example: peers A and B, `resend_after_s` 5. At t=0 entries 1, 2, 3 go to A, B, A. B acknowledges 2. At t=3 A's
 connection is lost: 1 and 3 wait, and go to B. Had A stayed silent instead, they would go to A again at t=5.
@@ -32,7 +32,7 @@ class OutboxFull(Exception):
 
 @dataclass(slots=True, eq=False)
 class OutboxEntry(Generic[T]):
-    """One item: its number, its label, what to send; `peer` is where it is or must go, None if anywhere."""
+    """One item: its number, label and content. `peer` is the peer that it was sent to or must go to; None: any."""
 
     seq: int
     label: str
@@ -88,7 +88,7 @@ class Outbox(Generic[T]):
         return entry
 
     def take(self, writable: Collection[str], now: float) -> tuple[OutboxEntry[T], str] | None:
-        """Put the first waiting entry that a writable peer may take in flight; returns both."""
+        """Move the first waiting entry that a writable peer may take in flight; return both."""
         while self._waiting and self._waiting[0].done:
             self._waiting.popleft()
         if not writable:
@@ -111,7 +111,7 @@ class Outbox(Generic[T]):
         self._wait_again(entries, keep_peer=False)
 
     def acked(self, seq: int) -> OutboxEntry[T] | None:
-        """Forget entry `seq`; returns it, or None if it was acknowledged before."""
+        """Forget entry `seq`, and return it; None if it was acknowledged before."""
         entry = self._entries.pop(seq, None)
         if entry is None:
             return None
@@ -120,7 +120,7 @@ class Outbox(Generic[T]):
         return entry
 
     def expire(self, now: float) -> list[OutboxEntry[T]]:
-        """Let entries that are overdue wait again, for the same peer; returns them."""
+        """Let overdue entries wait again, for the same peer; return them."""
         expired = []
         for entry in self._in_flight.values():
             if entry.due > now:
@@ -137,14 +137,14 @@ class Outbox(Generic[T]):
                 entry.peer = None
 
     def set_peers(self, peers: Iterable[str]) -> None:
-        """Use these peers from now on; entries of those that left may go anywhere."""
+        """Use these peers from now on. Entries of the others may go to any peer."""
         kept = {peer: self._in_flight_at.get(peer, 0) for peer in peers}
         for gone in [peer for peer in self._in_flight_at if peer not in kept]:
             self.lost(gone)
         self._in_flight_at = kept
 
     def next_due(self) -> float | None:
-        """Return the time at which `expire` next has work to do; None if nothing is in flight."""
+        """Return the time at which the next entry expires; None if nothing is in flight."""
         return next((entry.due for entry in self._in_flight.values()), None)
 
     def _least_loaded(self, peers: Collection[str]) -> str:

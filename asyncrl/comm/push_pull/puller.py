@@ -31,12 +31,14 @@ _CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just bef
 
 @dataclass(slots=True)
 class PullerCounters:
-    """Counters of arrivals. Each trajectory is counted in one of the first four, a refused handshake in the last."""
+    """Counters of arrivals. Each trajectory is counted in one of the first four, and a refused handshake in the last. A
+    message that cannot be decoded counts as one.
+    """
 
     received: int = 0
     """Accepted by the consumer."""
     duplicates: int = 0
-    """Seen before; acknowledged again."""
+    """Received before; acknowledged again."""
     malformed: int = 0
     """Not decodable, too large, or invalid for the consumer."""
     refused: int = 0
@@ -46,11 +48,11 @@ class PullerCounters:
 
 
 class InvalidTrajectory(ValueError):
-    """The consumer will never take this trajectory; the message says why."""
+    """The consumer will never accept this trajectory; the message has the reason."""
 
 
 class Deliveries:
-    """Decodes messages, drops duplicates, and hands each new trajectory to the consumer. No sockets.
+    """Decodes messages, drops duplicates, and passes each new trajectory to the consumer. No sockets.
 
     Args:
         on_message: the consumer, see `TrajectoryPuller`.
@@ -104,7 +106,7 @@ class Deliveries:
         """Deliver the trajectory unless it is a duplicate; return True if it must be acknowledged.
 
         Raises:
-            InvalidTrajectory: the consumer will never take it.
+            InvalidTrajectory: the consumer will never accept it.
         """
         if trajectory.rollout_id in self._seen:
             self.counters.duplicates += 1
@@ -139,14 +141,14 @@ class TrajectoryPuller:
     """Receives trajectories at `endpoint`, drops duplicates, acknowledges what its consumer has accepted.
 
     The consumer, `on_message(trajectory)`, is called in the puller's thread and accepts by returning; it may block for
-    a while, which holds back the senders. If it raises `InvalidTrajectory`, the trajectory is refused for good, and
-    `push` raises the reason at its sender. If it raises anything else, the trajectory is sent again.
+    a while, which slows the senders. If it raises `InvalidTrajectory`, the trajectory is refused for good, and `push`
+    raises the reason at its sender. If it raises anything else, the trajectory is sent again.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
         security: the run's keys, or None for plaintext.
         max_bytes: limit of one message; at least twice BATCH_BYTES, and above the pushers' `max_bytes`.
-        remembered: how many ids are kept to recognize duplicates (`ids_remembered`).
+        remembered: number of ids that are kept to recognize duplicates (`ids_remembered`).
         accepted: ids that an earlier process accepted and this one still has. If the acknowledgement was lost with that
             process, the sender repeats the trajectory.
     """
@@ -163,13 +165,14 @@ class TrajectoryPuller:
     ) -> None:
         if max_bytes < 2 * messages.BATCH_BYTES:
             raise ValueError(
-                f"max_bytes={max_bytes} is less than a message of small ones: use at least {2 * messages.BATCH_BYTES}"
+                f"max_bytes={max_bytes} is less than a message of small trajectories needs: use at least "
+                f"{2 * messages.BATCH_BYTES}"
             )
         self._deliveries = Deliveries(on_message, max_bytes, remembered, accepted)
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()
         self._context = Context()
-        # A message of up to twice the limit is still read, counted and refused. libzmq cuts the connection of a larger.
+        # A message of up to twice the limit is read, counted and refused. For a larger one libzmq ends the connection.
         self._socket, self.endpoint, self._gate = bind(
             self._context,
             bind_host,
@@ -222,4 +225,4 @@ class TrajectoryPuller:
 
     def _reply(self, sender: bytes, reply: messages.Reply) -> None:
         if not send(self._socket, [sender, messages.encode(reply)]):
-            _log.debug("a sender takes no acknowledgement now; it will send again and be answered then")
+            _log.debug("a sender accepts no acknowledgement now; it will send again and be answered then")

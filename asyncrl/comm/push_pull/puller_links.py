@@ -17,7 +17,7 @@ _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox
 
 
 class PullerLinks:
-    """One link to each puller. Make and use it in one running asyncio loop.
+    """One link to each puller. Create and use it in one running asyncio loop.
 
     Args:
         security: the run's keys, or None for plaintext.

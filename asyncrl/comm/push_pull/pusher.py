@@ -25,13 +25,11 @@ DEFAULT_PUSH_TIMEOUT_S = 600.0
 
 
 class TrajectoryRejected(Exception):
-    """The puller refused the trajectory: it is invalid, or the sender's version or limits differ from the
-    receiver's.
-    """
+    """The puller refused the trajectory. It is invalid, or sender and receiver have different versions or limits."""
 
 
 class _Alarm:
-    """One timer, which calls `act` at the earliest of the requested times: a timer per push would cost as much as
+    """One timer that calls `act` at the earliest of the requested times. A timer per push would cost as much as
     sending.
     """
 
@@ -62,7 +60,7 @@ class _Alarm:
 class TrajectoryPusher:
     """Sends trajectories to the pullers at `addresses` and holds each until it is acknowledged.
 
-    Make and use it in one running asyncio loop.
+    Create and use it in one running asyncio loop.
 
     Args:
         addresses: endpoints of the pullers; may be empty at first, see `set_addresses`.
@@ -103,7 +101,7 @@ class TrajectoryPusher:
         return self._outbox.labels
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Send to these pullers from now on; trajectories in flight to others are sent again to one of these."""
+        """Send to these pullers from now on. Trajectories in flight to other pullers are sent again to one of these."""
         addresses = list(dict.fromkeys(addresses))
         self._links.set_addresses(addresses)
         self._outbox.set_peers(addresses)
@@ -116,7 +114,7 @@ class TrajectoryPusher:
 
         Raises:
             CodecError: it cannot be encoded; nothing was sent.
-            TrajectoryRejected: the puller found it invalid; the message says why, and it is no longer held.
+            TrajectoryRejected: the puller refused it, for the reason in the message; it is no longer held.
             PushTimeout: no acknowledgement, or no place, within `timeout_s` seconds.
         """
         prepared = prepare(trajectory)
@@ -168,7 +166,7 @@ class TrajectoryPusher:
         )
 
     def _pump_soon(self) -> None:
-        """Send in the loop's next round, together with what other tasks push until then."""
+        """Send in the event loop's next turn, together with what other tasks push until then."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -183,7 +181,7 @@ class TrajectoryPusher:
             batch = filling.get(address)
             if batch is None or not batch.add(entry):
                 if batch is not None:
-                    self._send(address, batch)  # if the puller now takes no more, at most this entry was taken in vain
+                    self._send(address, batch)  # if the puller accepts no more now, at most this entry is taken back
                 filling[address] = batch = messages.Batch()
                 batch.add(entry)
         for address, batch in filling.items():
@@ -197,7 +195,7 @@ class TrajectoryPusher:
         else:
             self._outbox.untake(batch.entries)
         if self._links.writable and address not in self._links.writable:
-            self._pump_soon()  # others may take what this one did not
+            self._pump_soon()  # other pullers may accept these entries
 
     def _on_alarm(self) -> None:
         """End expired pushes and send overdue trajectories again."""
@@ -237,8 +235,8 @@ Groups = dict[str, tuple[str, ...]]
 def group(pushers: Iterable[str], pullers: Iterable[str]) -> Groups:
     """Assign pushers to pullers, for any number of either; without pullers every pusher has none.
 
-    The larger side is dealt out over the smaller in turn. With at least as many pushers as pullers, every pusher has
-    one puller, and the pullers' loads differ by at most one. With fewer, every puller has one pusher, and the pushers'
+    The larger side is assigned to the smaller in turn. With at least as many pushers as pullers, every pusher has one
+    puller, and the pullers' loads differ by at most one. With fewer, every puller has one pusher, and the pushers'
     shares differ by at most one. So no puller is left without data.
 
         group(["a", "b", "c"], ["P"])         {"a": ("P",), "b": ("P",), "c": ("P",)}
@@ -246,8 +244,8 @@ def group(pushers: Iterable[str], pullers: Iterable[str]) -> Groups:
         group(["a"], ["P", "Q"])              {"a": ("P", "Q")}
 
     The result depends only on the present members, so every pusher computes its own share and all agree. To keep more
-    of the previous assignment when a member comes or goes, the pushers would have to agree on that assignment: two that
-    saw the others arrive in different orders could leave a puller without any.
+    of the previous assignment when a member joins or leaves, the pushers would have to agree on that assignment. If two
+    pushers saw the others arrive in different orders, a puller could be left without a pusher.
     """
     pushers, pullers = sorted(set(pushers)), sorted(set(pullers))
     if not pushers or not pullers:

@@ -62,7 +62,7 @@ class Pushes:
         self._held[seq] = push
 
     def settle(self, seq: int, error: Exception | None) -> None:
-        """Return the held call `seq`, or raise `error` from it."""
+        """Make the held call `seq` return, or raise `error` from it."""
         accepted = self._held.pop(seq).accepted
         if accepted.done():
             return
@@ -75,7 +75,7 @@ class Pushes:
         """End the calls past their deadline and return the earliest deadline of the others; infinity if none is left.
 
         Args:
-            timeout: makes the error for a call and what the call waited for.
+            timeout: builds the error from a call and the thing that it waited for.
         """
         due = math.inf
         awaited = ((self._held.values(), "an acknowledgement"), (self._queued, "a place among those held"))

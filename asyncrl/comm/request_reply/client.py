@@ -51,16 +51,16 @@ class _Call:
 
 
 class RequestClient:
-    """Calls the server at `address`.
+    """Makes calls to the server at `address`.
 
-    Make and use it in one running asyncio loop.
+    Create and use it in one running asyncio loop.
 
     Args:
         address: the server's endpoint.
         security: the run's keys, or None for plaintext.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
         max_bytes: limit of one reply.
-        router: shared with other clients; its owner closes it after them. None: the client makes its own.
+        router: router shared with other clients; its owner closes it after them. None: the client creates its own.
 
     Raises:
         ValueError: `address` is not an endpoint, another client of `router` has it, or the router has other keys.
@@ -100,7 +100,7 @@ class RequestClient:
         """Make the call and return its reply. Requests reach the server in the order of the calls.
 
         Raises:
-            RemoteError: the handler raised, the server does not know the call, or it found a field wrong.
+            RemoteError: the handler raised, the server does not know the call, or a field was invalid.
             RequestTimeout: no answer within `timeout_s` seconds in which this process ran, while the connection
                 stayed open.
             PeerGone: the connection broke, could not be made within `timeout_s`, or the client was closed.
@@ -137,7 +137,7 @@ class RequestClient:
             self._unsent.popleft()
 
     def _on_lost(self) -> None:
-        self._fail_all("the connection broke: the process died, or the network did")
+        self._fail_all("the connection broke: the process died, or the network failed")
 
     def _on_message(self, frames: list[memoryview]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The server's end of its connections: a bound socket, and the event loop in a thread that serves it."""
+"""The server's end of its connections: a bound socket, and a thread with the event loop that serves it."""
 
 from __future__ import annotations
 

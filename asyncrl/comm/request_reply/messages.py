@@ -102,7 +102,7 @@ def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
     """Return the body in `encoded`, which may be any bytes, as `body_type`.
 
     Raises:
-        MessageError: it is not of that type; the message has the path of the first wrong field and what was expected.
+        MessageError: it is not of that type. The message has the path of the first wrong field and the expected type.
     """
     if encoded.nbytes > max_bytes:
         raise MessageError(f"{body_type.__name__} of {encoded.nbytes} bytes is over the limit of {max_bytes}")
@@ -134,7 +134,7 @@ def unpack(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
 
 
 def _as_builtin(value: Any) -> Any:
-    """Return `value` as the built-in number it derives from: `numpy.float64` is a float and occurs in users'
+    """Return `value` as the built-in number that it derives from. `numpy.float64` is a float, and occurs in users'
     statistics.
     """
     for builtin in (float, int):

@@ -1,4 +1,4 @@
-"""The answering end of request-reply: I/O in a separate thread, queued handlers in the caller's."""
+"""The answering end of request-reply: I/O in a separate thread, queued handlers in the thread of `serve_one`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 ImmediateHandler: TypeAlias = Callable[[Any], Awaitable[Reply]]
 QueuedHandler: TypeAlias = Callable[[Any], Reply]
-"""Takes a request of the type under which it is registered and returns that type's reply."""
+"""A function from a request of the registered type to that type's reply."""
 
 
 class UnknownCall(Exception):
@@ -48,8 +48,8 @@ class RequestServer:
         security: the run's keys, or None for plaintext.
         immediate: async handlers, run on the I/O thread's loop.
         queued: handlers that `serve_one` runs, in order of arrival.
-        inbox_capacity: largest number of waiting queued calls; more are answered with ServerBusy.
-        max_immediate: largest number of outstanding immediate calls; more are answered with ServerBusy.
+        inbox_capacity: largest number of waiting queued calls; further calls are answered with ServerBusy.
+        max_immediate: largest number of outstanding immediate calls; further calls are answered with ServerBusy.
         max_bytes: limit of one request.
 
     Raises:
@@ -98,9 +98,10 @@ class RequestServer:
         return self._io.unauthenticated
 
     def serve_one(self, timeout_s: float) -> bool:
-        """Run the oldest queued call in this thread and answer it; False if none came within `timeout_s` seconds.
+        """Run the oldest queued call in this thread and answer it; return False if no call came within `timeout_s`
+        seconds.
 
-        An exception of the handler reaches the client as RemoteError; an exit or interrupt is raised here as well.
+        The client receives an exception of the handler as RemoteError. An exit or interrupt is also raised here.
         """
         try:
             call = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
@@ -118,7 +119,7 @@ class RequestServer:
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop serving. Replies given so far are sent; for outstanding calls the connection breaks."""
+        """Stop serving. Finished replies are sent; for outstanding calls the connection breaks."""
         self._io.close(timeout_s)
 
     def _on_request(self, frames: list[zmq.Frame]) -> None:
@@ -129,7 +130,7 @@ class RequestServer:
             self._count_malformed(frames, error)
             return
         if (request_type := self._types.get(verb)) is None:
-            unknown = UnknownCall(f"there is no call {verb!r:.80}; there are: {', '.join(sorted(self._types))}")
+            unknown = UnknownCall(f"there is no call {verb!r:.80}; the calls are: {', '.join(sorted(self._types))}")
             self._count_malformed(frames, unknown)
             self._fail(client, number, unknown)
             return

@@ -1,11 +1,11 @@
 """The connections of many clients to their servers, over one socket.
 
 The socket is a ROUTER that connects instead of binding. It names each connection itself and routes messages both ways
-by these names, so no server can use another's. A connection takes one descriptor, the least possible over TCP: with
-1,256 connections the master's limit of open files must be above 1,256.
+by these names, so no server can use another's. A connection takes one descriptor, the minimum for TCP. With 1,256
+connections, the master's limit of open files must be above 1,256.
 
-The servers bind, not the master. A ROUTER that binds does not learn whose connection broke, so a dead process would be
-noticed only by its silence. If it connects, its monitor names the address.
+The servers bind, not the master. A ROUTER that binds cannot see whose connection broke, so a dead process would be
+noticed only by its silence. If it connects, its monitor reports the address.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Connection:
         return self._router.send(self, frames)
 
     def close(self) -> None:
-        """Disconnect; what libzmq has not sent is discarded."""
+        """Disconnect; messages that libzmq has not sent are discarded."""
         self._router.drop(self)
 
 
 class CallRouter:
-    """Connections to bound sockets, each to another address. Make and use it in one running asyncio loop.
+    """Connections to bound sockets, each at a different address. Create and use it in one running asyncio loop.
 
     Args:
         security: the run's keys, or None for plaintext.
@@ -69,13 +69,13 @@ class CallRouter:
         self._loop = asyncio.get_running_loop()
         self._context = Context()
         socket = connecting(self._context, zmq.ROUTER, security, high_water=_REPLIES_HIGH_WATER)
-        socket.sndhwm = 0  # a call that did not wait here would wait in its client, and each has a caller with a limit
+        socket.sndhwm = 0  # no limit: calls would else wait in their clients, and each has a caller with a time limit
         socket.router_mandatory = True
         self._monitor = LoopSocket(_monitor(self._context, socket), self._loop, self._observe)
         self._main = LoopSocket(socket, self._loop, self._serve)
         self._by_address: dict[str, Connection] = {}
         self._by_name: dict[bytes, Connection] = {}
-        self._names: dict[Connection, bytes] = {}  # of those that stand or are being made
+        self._names: dict[Connection, bytes] = {}  # of connections that exist or are being made
         self._made = 0
         self._again: dict[Connection, asyncio.TimerHandle] = {}
 
@@ -87,7 +87,7 @@ class CallRouter:
         on_message: Callable[[list[memoryview]], None],
         on_lost: Callable[[], None],
     ) -> Connection:
-        """Return a connection to `address`, which is made, and made again whenever it breaks, until it is closed.
+        """Return a connection to `address`. It reconnects whenever it breaks, until it is closed.
 
         Args:
             on_connected: called when it accepts messages.
@@ -112,7 +112,7 @@ class CallRouter:
         try:
             return send(self._main.socket, [self._names[connection], *frames])
         except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:  # it broke, which its monitor is about to tell
+            if error.errno != errno.EHOSTUNREACH:  # it broke; its monitor is about to report this
                 raise
             return False
         finally:
@@ -138,9 +138,9 @@ class CallRouter:
 
     def _open(self, connection: Connection) -> None:
         self._again.pop(connection, None)
-        self._observe(0)  # what is told of a connection to this address until now is told of one before this
+        self._observe(0)  # events until now belong to an earlier connection to this address
         self._made += 1
-        # A name is never used twice: what one before this was sent is no answer to this one's calls.
+        # A name is never used twice: replies to an earlier connection must not answer this one's calls.
         name = self._names[connection] = b"%d" % self._made
         self._by_name[name] = connection
         self._main.socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
@@ -151,7 +151,7 @@ class CallRouter:
         connection.connected = False
         if (name := self._names.pop(connection, None)) is not None:
             del self._by_name[name]
-            with contextlib.suppress(zmq.ZMQError):  # libzmq has given it up by itself: the peer does not speak ZMTP
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has already dropped it: the peer does not speak ZMTP
                 self._main.socket.disconnect(connection.address)
             self._main.recheck()
 
@@ -161,7 +161,7 @@ class CallRouter:
             self._main.recheck()  # there may be more
 
     def _deliver(self, limit: int) -> None:
-        """Pass on up to `limit` messages that have arrived."""
+        """Deliver up to `limit` messages that have arrived."""
         for _ in range(limit):
             if self._main.socket.closed or (frames := receive(self._main.socket)) is None:  # closed by a receiver
                 return
@@ -182,9 +182,9 @@ class CallRouter:
                 self._lose(connection)
 
     def _lose(self, connection: Connection) -> None:
-        """Deliver the messages that have arrived, leave the connection, and make it again after a moment."""
+        """Deliver the messages that have arrived, disconnect, and reconnect after a moment."""
         self._deliver(sys.maxsize)
-        if connection.connected:  # a receiver may have closed it
+        if connection.connected:  # the receiver of a message may have closed it
             self._disconnect(connection)
             self._again[connection] = self._loop.call_later(RECONNECT_MS / 1000, self._open, connection)
             connection.on_lost()

@@ -1,11 +1,11 @@
-"""The gate of a bound socket: who may finish the handshake, and the count of those who may not.
+"""The gate of a bound socket: it admits the run's clients to the handshake, and counts the refused ones.
 
 libzmq asks a ZAP handler (RFC 27) about every CURVE client: pyzmq's `Authenticator`, which asks the gate for each key.
-Two things are our own, because pyzmq has neither. Its callback gets the key but not the address, which the log needs,
-so the gate reads each request before the Authenticator does. A client without CURVE, or with a wrong server key,
-fails before ZAP and shows only as an event on the socket's monitor. So one thread serves both ZAP and the monitor; a
-`ThreadAuthenticator` would serve ZAP alone. The thread ends when the context is terminated, and one context has
-one gate.
+This module adds two things that pyzmq lacks. The callback receives the key but not the address, which the log needs. So
+the gate reads each request before the Authenticator does. A client without CURVE, or with a wrong server key, fails
+before ZAP and appears only as an event on the socket's monitor. So one thread serves both ZAP and the monitor, while a
+`ThreadAuthenticator` would serve only ZAP. The thread ends when the context is terminated, and one context has one
+gate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _REFUSED_EARLY = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL  # ZAP's refusals are counted by ZAP
 )
-MAX_SOURCES = 1024  # bounds what a stranger can make us remember and log
+MAX_SOURCES = 1024  # bounds the memory and the log lines that strangers can cause
 
 
 class SourceLog:
@@ -48,7 +48,7 @@ class SourceLog:
 class PeerGate(Authenticator):
     """Admits the run's clients to `socket` and counts the refused handshakes in `refused`.
 
-    Make it in the thread that owns `socket`, before `bind`. With `security` None every peer is admitted and no thread
+    Create it in the thread that owns `socket`, before `bind`. With `security` None every peer is admitted and no thread
     runs.
     """
 
@@ -61,7 +61,7 @@ class PeerGate(Authenticator):
         if security is None:
             return
         self._admitted = security.client_public
-        self._address = ""  # of the client being looked at
+        self._address = ""  # of the client that is being checked
         self.configure_curve_callback(credentials_provider=self)
         self.start()
         self._monitor = socket.get_monitor_socket(int(_REFUSED_EARLY))

@@ -1,16 +1,15 @@
-"""The run's secret and what comes with it: ZMQ CURVE keys, the HTTP bearer token, and a certificate.
+"""The run's secret and what is derived from it: ZMQ CURVE keys and the HTTP bearer token. Also a certificate.
 
 A run has one secret, 32 random bytes in a file that only its owner may read. Every process of the run reads it and
 derives the same keys with HMAC-SHA256 under distinct labels: one CURVE key pair for all servers, one for all clients,
-and the bearer token. The same file holds a private key and its self-signed certificate, made together with the secret:
-the run's HTTP servers use them for TLS, and its clients trust only this certificate, at any address. So a server proves
-that it belongs to the run before it is sent the token or anything else, and an entry in name resolution that names a
-foreign server does no harm.
+and the bearer token. The same file holds a private key and its self-signed certificate, created together with the
+secret. The run's HTTP servers use them for TLS, and its clients trust only this certificate, at any address. So a
+server proves that it belongs to the run before a client sends the token or anything else. A forged entry in name
+resolution that names a foreign server is therefore harmless.
 
-On ZMQ sockets every process that knows the secret is a peer, and all others fail the handshake. It cannot begin without
-the server's public key, which is published nowhere. The `PeerGate` (a ZAP handler) refuses every client key but the
-run's. Refused handshakes are counted, logged once per source, and have no other
-effect.
+On ZMQ sockets every process that knows the secret is a peer, and all others fail the handshake. The handshake cannot
+begin without the server's public key, which is not published. The `PeerGate` (a ZAP handler) refuses every client key
+except the run's. Refused handshakes are counted and logged once per source, and have no other effect.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 
 class SecretError(Exception):
-    """The secret's file is missing, readable by others, another user's, or damaged."""
+    """The secret's file is missing, readable by others, owned by another user, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,8 @@ class HttpSecurity:
         token: the bearer token, which clients send only to the run's servers.
         file: PEM file with the servers' private key and certificate.
         certificate: the certificate, PEM.
-        adopted: URLs of servers that are not the run's; they are never sent the token, and the run's certificate is not
-            expected of them.
+        adopted: URLs of servers outside the run. Clients never send them the token, and do not expect the run's
+            certificate.
     """
 
     token: str = field(repr=False)
@@ -116,8 +115,8 @@ class RunSecret:
     def create(cls, path: str | os.PathLike[str]) -> RunSecret:
         """Create a new secret and certificate in `path`, with mode 0600.
 
-        The file appears complete (written aside, then linked): if several processes create it, one wins and all can
-        load it.
+        The file is written aside and then linked, so it is always complete. If several processes create it, one wins
+        and all can load it.
 
         Raises:
             FileExistsError: `path` exists.
@@ -140,7 +139,7 @@ class RunSecret:
         """Load the secret in `path`.
 
         Raises:
-            SecretError: the file is missing, others may read it, it is another user's, or it is damaged.
+            SecretError: the file is missing, readable by others, owned by another user, or damaged.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -171,7 +170,7 @@ class RunSecret:
         return self._derive("http-bearer").hex()
 
     def http(self, adopted: Collection[str] = ()) -> HttpSecurity:
-        """Return the token and the certificate, with the servers that are not the run's.
+        """Return the token and the certificate, with the URLs of servers outside the run.
 
         Raises:
             SecretError: the secret's file has no certificate.
@@ -196,9 +195,7 @@ class RunSecret:
 
 
 def _make_certificate() -> tuple[str, str]:
-    """Return a private key and its self-signed certificate, PEM. The certificate does not expire, as the run ends
-    anyway.
-    """
+    """Return a private key and its self-signed certificate, PEM. The certificate does not expire."""
     import datetime  # cryptography is loaded by the launcher alone
 
     from cryptography import x509

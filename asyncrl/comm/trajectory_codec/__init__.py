@@ -1,15 +1,16 @@
-"""Trajectories as messages: all arrays joined end to end, so that the cost follows tokens, not trajectories or samples.
+"""Trajectories as messages: all arrays are joined end to end, so the cost depends on tokens, not on trajectories or
+samples.
 
-One message carries one trajectory or many, so the cost of a call to numpy and msgpack is paid once for all of them. For
-the same reason everything is in columns, whose types and bounds are checked for a whole column at a time.
+One message carries one or many trajectories, which share the cost of calls to numpy and msgpack. For the same reason
+all data is in columns, whose types and bounds are checked for a whole column at a time.
 
 A trajectory's prompt is the longest run of tokens that all its samples begin with and that no policy generated
 (loss_mask 0, behave_logprobs 0, versions -1). It is sent once, and only as tokens: 4 bytes per token instead of 13 in
 every sample.
 
-Arrays; R are the trajectories of the message, S their samples, N those of trajectories with comparison groups, P the
-tokens of their prompts and T those that follow a prompt, W those of T in trajectories whose turns were rewarded, K
-numbers, B and C bytes, all in order:
+Arrays, all in order. The message has R trajectories with S samples; N of these are in trajectories with comparison
+groups. P counts the tokens of prompts and T those after a prompt. W counts those of T in trajectories whose turns were
+rewarded. K counts numbers, B and C count bytes.
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -23,7 +24,7 @@ numbers, B and C bytes, all in order:
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
-and of these only the pairs of which some trajectory of the message has any:
+and these pairs, each only if a trajectory of the message has such data:
 
     token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
     rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
@@ -42,9 +43,9 @@ Pictures that all samples begin with belong to the prompt; a prompt ends where p
 
 Meta: a list of R `TrajectoryHeader`s, whose numbers are finite.
 
-The bounds are checked once, where bytes arrive: a receiver must not trust its input, and its refusal comes back to the
-sender, so an agent's mistake is raised in the process that made it. Decoded columns are read-only views into the
-message; samples, with their prompts repeated, are made from them only on request.
+The bounds are checked once, by the receiver, which must not trust its input. The sender receives the refusal, so an
+agent's mistake is raised in its own process. Decoded columns are read-only views into the message. Samples, with their
+prompts repeated, are built from them only on request.
 """
 
 from asyncrl.comm.trajectory_codec.decode import decode_each, decode_trajectories

@@ -6,11 +6,11 @@ A message travels as one or two frames:
     payload   the arrays' raw little-endian bytes one after the other, each start rounded up to a multiple of 8
 
 The payload frame is left out when there are no arrays. One payload frame instead of one per array costs a copy at the
-sender (a memcpy, some 10 GB/s) and saves libzmq a system call or more per array: measured on plain sockets, twice the
-rate of eight frames at both 13 kB and 208 kB per message. The receiver makes read-only views into the payload.
+sender (a memcpy, about 10 GB/s). It saves libzmq at least one system call per array: on plain sockets, the rate is
+twice that of eight frames, at both 13 kB and 208 kB per message. The receiver makes read-only views into the payload.
 
-Each kind of message has a type for its meta. Whatever bytes arrive, `decode_as` either returns a header whose meta has
-that type, and the arrays, or raises CodecError, which names the header's field and what was expected there.
+Each kind of message has a type for its meta. For any bytes, `decode_as` either returns the arrays and a header whose
+meta has that type, or raises CodecError. The error names the header's field and the expected type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array: TypeAlias = NDArray[Any]
 MAGIC: Final = "asyncrl"
 PROTOCOL_VERSION: Final = 2
 DEFAULT_MAX_BYTES = 1 << 30
-"""Limit of one message, header and payload together: a GiB is 80 million trajectory tokens."""
+"""Limit of one message, header and payload together. A GiB is 80 million trajectory tokens."""
 MAX_HEADER_BYTES = 64 << 20  # the master's metadata of a very large batch; strings and lists within are bounded by it
 MAX_ARRAYS = 4096
 MAX_DIMS = 8
@@ -83,12 +83,13 @@ class Column:
 def encode_joined(
     kind: str, meta: Any, columns: Mapping[str, Column], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> list[Frame]:
-    """Return the frames of a message whose arrays are given in parts, joined end to end: one copy instead of two.
+    """Return the frames of a message whose arrays are given in parts. Joining the parts here takes one copy instead of
+    two.
 
     `meta` is plain data, or an object that msgspec turns into plain data.
 
     Raises:
-        CodecError: `meta` is neither, an array's dtype is not a number or bool, or the message is larger than
+        CodecError: `meta` is not plain data, an array's dtype is not a number or bool, or the message is larger than
             `max_bytes`.
     """
     specs: list[ArraySpec] = []
@@ -146,8 +147,8 @@ def decode_typed(decoder: msgspec.msgpack.Decoder[M], data: Frame | msgspec.Raw,
     """Decode `data` as the decoder's type.
 
     Raises:
-        CodecError: it is not of that type; the message calls it `what`, and says which field is wrong (`$` is the
-            whole) and what was expected there.
+        CodecError: `data` is not of that type. The message names it as `what`, with the wrong field (`$` is the whole)
+            and the expected type.
     """
     try:
         return decoder.decode(data)
@@ -160,7 +161,7 @@ def _decode_arrays(specs: list[ArraySpec], payload: memoryview) -> dict[str, Arr
     offset = 0
     for spec in specs:
         dtype, count = _DTYPES[spec.dtype], math.prod(spec.shape)
-        if math.prod(length or 1 for length in spec.shape) > _MAX_ITEMS:  # numpy limits it even of an empty array
+        if math.prod(length or 1 for length in spec.shape) > _MAX_ITEMS:  # numpy limits this also for an empty array
             raise CodecError(f"array {spec.name!r:.80} has shape {spec.shape}: it is too large")
         end = offset + count * dtype.itemsize
         if end > payload.nbytes or spec.name in arrays:

@@ -1,4 +1,4 @@
-"""Frames to trajectories: all their contents are checked, and each trajectory is refused separately."""
+"""Decode frames into trajectories. All contents are checked, and each invalid trajectory is refused separately."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from asyncrl.comm.trajectory_codec.message_layout import (
 from asyncrl.comm.typed import msgpack_decoder
 
 _ENTRY = msgpack_decoder(TrajectoryHeader)
-_HEADER = msgpack_decoder(Header[list[msgspec.Raw]])  # raw, so that a faulty entry refuses itself alone
+_HEADER = msgpack_decoder(Header[list[msgspec.Raw]])  # raw, so that an invalid entry affects only its own trajectory
 
 
 def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory]:
@@ -54,7 +54,7 @@ def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX
 
 
 def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory | CodecError]:
-    """Return, for every trajectory in `frames`, the trajectory or the error in it.
+    """Return each trajectory in `frames`, or the error in it.
 
     Raises:
         CodecError: the frames are malformed or larger than `max_bytes` as a whole.
@@ -68,7 +68,9 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     by_sample: list[Any] = [
         _array(arrays, name, len(lengths)) for name in ("lengths", "rewards", "truncated", "episodes")
     ]
-    sound = _fault(prompts, SampleColumns(*columns, *by_sample)) is None  # only if that finds a fault, look at each
+    sound = (
+        _fault(prompts, SampleColumns(*columns, *by_sample)) is None
+    )  # check each trajectory only if this finds a fault
     token_ends = list(accumulate(lengths))
     token_rewards = _token_rewards(arrays, sizes, token_ends)
     routing, token_columns, contents = (
@@ -115,7 +117,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
 
 
 def _parts(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], dict[str, Array]]:
-    """Return the entries of the trajectories, not decoded yet, and the arrays of all."""
+    """Return the undecoded entries of the trajectories, and the arrays of the message."""
     header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
     if header.kind != KIND:
         raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
@@ -151,7 +153,7 @@ def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
     """Return the comparison group of each sample.
 
     Raises:
-        CodecError: a number has no name in `names`, two of these are equal, or one is not a valid name.
+        CodecError: a number has no name in `names`, or the names are not distinct or not valid.
     """
     if len({*names}) != len(names) or not numbers or max(numbers) >= len(names):
         raise CodecError(f"trajectory.groups has the numbers {numbers!r:.80} of the names {names!r:.80}")
@@ -164,7 +166,7 @@ def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
-    """Return each trajectory's part of the column, or None; `token_ends` has the end of each sample's tokens."""
+    """Return each trajectory's part of the column, or None. `token_ends` has the end of each sample's tokens."""
     if "token_rewards" not in arrays:
         return [None] * len(sizes)
     flags = _flags(arrays, "rewarded", len(sizes))
@@ -180,7 +182,7 @@ def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: S
 
 
 def _by_trajectory(arrays: dict[str, Array], name: str, trajectories: int) -> list[Array]:
-    """Return each trajectory's part of the array `name`, by the sizes that come with it; all empty without it."""
+    """Return each trajectory's part of the array `name`, by the paired sizes. Without the array all parts are empty."""
     if name not in arrays:
         return [np.empty(0, DTYPES[name])] * trajectories
     sizes = _counts(arrays, PAIRS[name], trajectories, least=0)
@@ -191,7 +193,7 @@ def _by_trajectory(arrays: dict[str, Array], name: str, trajectories: int) -> li
 def _pictures(
     content: Array, header: PicturesHeader | None, prompt: Array, rest: SampleColumns
 ) -> tuple[tuple[PlacedPicture, ...], tuple[tuple[PlacedPicture, ...], ...]]:
-    """Return the pictures of a trajectory's prompt and those of each sample after it.
+    """Return the pictures of a trajectory's prompt and those of each sample after the prompt.
 
     Raises:
         CodecError: the bytes are not the pictures that the header names, or a span is outside the prompt or sample or
@@ -248,10 +250,10 @@ def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | 
 def _with_more(
     rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader, own_columns: Array
 ) -> SampleColumns:
-    """Return `rest` with the parts that few trajectories have; `own_columns` are its token columns, joined.
+    """Return `rest` with the optional parts. `own_columns` has its token columns, joined.
 
     Raises:
-        CodecError: a value is out of bounds, or a list is not one for each sample.
+        CodecError: a value is out of bounds, or a list does not have one entry per sample.
     """
     if token_rewards is not None:
         if not np.isfinite(token_rewards).all():

@@ -1,4 +1,6 @@
-"""Encode trajectories as frames: find the prompt that samples share, and refuse what the wire cannot carry."""
+"""Encode trajectories as frames: find the prompt that samples share, and refuse values that the wire format cannot
+carry.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class _Laid:
     """Samples laid out as on the wire, and the prompt that all of them begin with, if it is known."""
 
     parts: list[Array]
-    """tokens, loss_mask, behave_logprobs, versions of a sample after the prompt, then those of the next."""
+    """tokens, loss_mask, behave_logprobs, versions of a sample after the prompt, then the same of the next sample."""
     lengths: list[int]
     rewards: list[float]
     truncated: list[bool] | list[int]
@@ -68,7 +70,7 @@ class _Laid:
     token_rewards: Array | None
     """Rewards of the tokens after the prompt, all samples concatenated."""
     token_columns: dict[str, Array]
-    """The agent's own columns, likewise."""
+    """The agent's own columns, concatenated in the same way."""
     pictures: tuple[tuple[PlacedPicture, ...], ...]
     groups: tuple[str, ...]
     routing: list[Array]
@@ -80,7 +82,7 @@ class _Laid:
     prompt_pictures: tuple[PlacedPicture, ...] = ()
 
     def convert(self) -> None:
-        """Bring tokens, masks, log-probabilities and versions into the dtypes of the wire.
+        """Convert tokens, masks, log-probabilities and versions to the dtypes of the wire format.
 
         Raises:
             CodecError: a dtype cannot hold a value.
@@ -89,7 +91,7 @@ class _Laid:
             self.parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), self.parts, strict=False)]
 
     def share_prompt(self) -> None:
-        """Find the tokens that all samples begin with, and take them out of the samples."""
+        """Find the tokens that all samples begin with, and remove them from the samples."""
         shared = _shared_pictures(self.pictures, _shared_routing(self.routing, _shared_prompt(self.parts)))
         if not shared:
             return
@@ -116,13 +118,13 @@ class Prepared:
 
     entry: msgspec.Raw
     samples: _Laid
-    """The samples, with arrays in the dtypes of the wire."""
+    """The samples, with arrays in the dtypes of the wire format."""
     routing: list[Array]
     """Bytes of the expert choices of the prompt, then of the rest of each sample; empty if there are none."""
     pictures: list[bytes]
     """The content of each picture, once."""
     groups: list[int]
-    """Position of each sample's comparison group among the names of the entry; empty if none is named."""
+    """Position of each sample's comparison group among the names of the entry; empty if there are no groups."""
     nbytes: int
 
 
@@ -175,10 +177,10 @@ def _of_samples(samples: Sequence[Sample]) -> _Laid:
 
 
 def prepare(trajectory: Trajectory) -> Prepared:
-    """Do the part of encoding that can fail for one trajectory. Copies hardly more than the shared prompt.
+    """Do the part of encoding that can fail for one trajectory. Little more than the shared prompt is copied.
 
     Raises:
-        CodecError: it has no samples, a field is not plain data, or an array cannot take the dtype of the wire.
+        CodecError: it has no samples, a field is not plain data, or a value does not fit the dtype of the wire format.
     """
     samples = trajectory.samples
     if not samples:
@@ -216,9 +218,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
 def _pictures(
     prompt: Sequence[PlacedPicture], samples: Sequence[Sequence[PlacedPicture]]
 ) -> tuple[PicturesHeader | None, list[bytes]]:
-    """Return the header of a trajectory's pictures and the content of each, once; None and no content if it has
-    none.
-    """
+    """Return the header of a trajectory's pictures and each distinct content; None and no content without pictures."""
     contents: dict[str, bytes] = {}
     numbers: dict[str, int] = {}
 
@@ -235,7 +235,7 @@ def _pictures(
 
 
 def _shared_pictures(pictures: Sequence[Sequence[PlacedPicture]], shared: int) -> int:
-    """Return how many of the `shared` first tokens show the same pictures, each whole, in all samples."""
+    """Return the number of the `shared` first tokens that have the same complete pictures in all samples."""
     for number in range(max(map(len, pictures), default=0)):
         placed = {own[number] if number < len(own) else None for own in pictures}
         begins = min(each.position for each in placed if each is not None)
@@ -247,7 +247,7 @@ def _shared_pictures(pictures: Sequence[Sequence[PlacedPicture]], shared: int) -
 
 
 def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
-    """Return the shape of `routing`, one for all parts.
+    """Return the shape of `routing`, which is the same for all parts.
 
     Raises:
         CodecError: the parts differ in shape, or their type or size is not supported.
@@ -268,7 +268,7 @@ def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
 
 
 def _shared_routing(routing: Sequence[Array], shared: int) -> int:
-    """Return how many of the `shared` first tokens also went through the same experts in all samples."""
+    """Return the number of the `shared` first tokens that also went through the same experts in all samples."""
     for own in routing[1:]:
         same = (own[:shared] == routing[0][:shared]).all((1, 2))
         shared = shared if same.all() else int(same.argmin())
@@ -307,7 +307,7 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     """Return the two frames of these trajectories, of which there is at least one.
 
     Raises:
-        CodecError: they are larger than `max_bytes`.
+        CodecError: the message is larger than `max_bytes`.
     """
     samples = [each.samples for each in prepared]
     parts = [*chain.from_iterable([each.parts for each in samples])]
@@ -333,7 +333,7 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
 
 
 def _optional_columns(prepared: Sequence[Prepared]) -> Iterator[tuple[str, int, Sequence[Any]]]:
-    """Yield name, length and parts of the columns that few messages have, each with the one that divides it."""
+    """Yield name, length and parts of the optional columns, each followed by the column that divides it."""
     rewards = [each.samples.token_rewards for each in prepared]
     if any(own is not None for own in rewards):
         given = [own for own in rewards if own is not None]
@@ -395,7 +395,7 @@ def _encode_entry(
 
 
 def _convert(name: str, part: Array) -> Array:
-    """Return `part` in the dtype of the wire; floats are rounded, all other values must be kept exactly."""
+    """Return `part` in the dtype of the wire format. Floats are rounded; all other values must be kept exactly."""
     dtype = DTYPES[name]
     converted: Array = part.astype(dtype)
     if np.can_cast(part.dtype, dtype, "same_kind") and (dtype.kind == "f" or np.array_equal(part, converted)):

@@ -32,8 +32,9 @@ PAIRS = {
     "routing": "routing_sizes",
     "pictures": "picture_sizes",
 }
-"""What only some trajectories have, and the array that tells how much of it each has: both are absent from a message in
-which no trajectory has any."""
+"""Optional arrays, and for each the array with every trajectory's share of it. Both are absent if no trajectory has
+any.
+"""
 BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
 """Bounds of a routing in a header, layers and experts per token; far above any model."""
@@ -44,7 +45,7 @@ _Named: TypeAlias = dict[str, list[float | None]]
 
 
 class RoutingHeader(msgspec.Struct, frozen=True):
-    """The shape of a trajectory's routing; `width` bytes an expert's number."""
+    """Shape of a trajectory's routing; `width` is the number of bytes of an expert's index."""
 
     layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROUTED_LAYERS)]
     per_token: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROUTED_EXPERTS)]
@@ -84,7 +85,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     sample_metrics: _Named = {}
     routing: RoutingHeader | None = None
     token_columns: list[str] = []
-    """Names of the token columns, which follow one after the other."""
+    """Names of the token columns, in their order in the array."""
     pictures: PicturesHeader | None = None
     groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)] = []
-    """Names of the comparison groups; a sample says its own by its position here."""
+    """Names of the comparison groups. A sample refers to its group by its position here."""

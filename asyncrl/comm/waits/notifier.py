@@ -6,13 +6,13 @@ import asyncio
 
 
 class Notifier:
-    """Wakes all tasks that wait, in order of arrival. Like `asyncio.Condition` without the lock."""
+    """Wakes all waiting tasks, in order of arrival. Like `asyncio.Condition` without the lock."""
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.Future[bool], None] = {}
 
     def notify(self) -> None:
-        """Wake all that wait now."""
+        """Wake all tasks that wait now."""
         for waiter in list(self._waiters):
             _complete(waiter, True)
 

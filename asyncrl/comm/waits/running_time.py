@@ -1,16 +1,15 @@
-"""Time in which this process ran, for limits on the silence of others.
+"""Time in which this process ran, for limits on the silence of other processes.
 
-A process that was suspended (SIGSTOP, a migrated virtual machine, a closed laptop) finds afterwards that a minute has
-passed in which it received nothing, although the others may have sent messages all the time. So a limit on the silence
-of others counts only time in which this process could have received something: gaps in which it did not run are left
-out.
+A process may be suspended (SIGSTOP, a migrated virtual machine, a closed laptop). Afterwards a minute has passed
+without a received message, although the other processes may have sent messages all the time. So a limit on their
+silence leaves out gaps in which this process did not run.
 
-`RunningClock` is for times that are compared later: a ticker looks at the clock every `TICK_S`, and a gap of more than
-`GAP_S` between two looks is a pause of the process. `running_wait` and `RunningTimeout` are for a single wait: it is
-cut into slices, each of which counts for its own length at most, however long it took.
+`RunningClock` is for times that are compared later. A task reads the clock every `TICK_S`, and a gap of more than
+`GAP_S` between two reads is a pause of the process. `running_wait` and `RunningTimeout` are for a single wait. They cut
+it into slices, and each slice counts at most its own length, even if it took longer.
 
     time      0   1   2   3 ................ 63  64  65
-    looks     x   x   x   x   (suspended)     x   x   x
+    reads     x   x   x   x   (suspended)     x   x   x
     clock     0   1   2   3                   3   4   5
 """
 
@@ -24,7 +23,7 @@ from typing import Any, Self
 
 TICK_S = 0.25
 GAP_S = 1.0
-"""Four times `TICK_S`: a loop that is only busy looks at the clock late, and that time counts."""
+"""Four times `TICK_S`: a busy event loop reads the clock late, but that time counts."""
 SLICE_S = 1.0
 
 
@@ -48,7 +47,7 @@ class RunningClock:
         return now - self._missed
 
     async def keep(self) -> None:
-        """Look at the clock until cancelled; while this does not run, all time counts as a gap."""
+        """Read the clock until cancelled. While this does not run, all time counts as a gap."""
         while True:
             self()
             await asyncio.sleep(TICK_S)

@@ -1,1 +1,1 @@
-"""Code that settings name: import paths, the interfaces and parameters that it has, its state, its checksums."""
+"""User code named in settings: import paths, interfaces, parameters, state and checksums."""

@@ -1,6 +1,6 @@
 """Check the interface of a user's agent or environment in its source, without running it.
 
-As in `signatures`, what the source does not show is checked by the workers, which construct the object.
+As in `signatures`, the workers check everything that the source does not show, when they construct the object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.config.plugin_code.import_paths import Definition, PluginError, def
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OFFERED_TO_AGENTS: Final = ("tokenizer", "chat", "tools")
-"""Keyword arguments for agents that have parameters of these names; a class of agents must accept the first."""
+"""Keyword arguments that agents with parameters of these names receive. A class of agents must accept the first."""
 _AGENT: Final = ("asyncrl.api.agent", "Agent")
 _ENVIRONMENT: Final = ("asyncrl.api.environment", "Environment")
 _AROUND_AGENTS, *_OF_AGENTS = AGENT_METHODS
@@ -27,7 +27,7 @@ _TAKES: Final[Mapping[str, Sequence[str]]] = {
     "step": ("action",),
     "reset": (),
 }
-"""Arguments that the methods of agents and environments are given by position."""
+"""Arguments that the methods of agents and environments receive by position."""
 _RESET_BY_NAME: Final = ("seed", "options")
 
 
@@ -128,7 +128,7 @@ def _environment_wrong(line: _Line) -> str | None:
         case ast.FunctionDef() | ast.AsyncFunctionDef() as reset if reset.args.kwarg is None:
             by_name = [arg.arg for arg in (*reset.args.args, *reset.args.kwonlyargs)]
             if missing := [name for name in _RESET_BY_NAME if name not in by_name]:
-                return f"`reset` is given seed and options by name; have it take {' and '.join(missing)}"
+                return f"`reset` receives seed and options by name; add the parameters {' and '.join(missing)}"
     return None
 
 
@@ -153,7 +153,7 @@ def _yields(function: _Function) -> str | None:
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Yield | ast.YieldFrom):
-            return f"`{function.name}` yields, so that a call of it gives a generator; have it return what it has"
+            return f"`{function.name}` contains `yield`, so a call returns a generator; return the result instead"
         if not isinstance(node, _Function | ast.Lambda | ast.ClassDef):
             pending += ast.iter_child_nodes(node)
     return None
@@ -188,5 +188,5 @@ def _line(found: Definition, base: tuple[str, str]) -> _Line:
             return _Line(classes, None)
         try:
             at = definition(f"{at.module}:{named[0]}")
-        except PluginError:  # made where its module runs
+        except PluginError:  # defined when its module runs
             return _Line(classes, None)

@@ -29,7 +29,7 @@ _HOME = {**dict.fromkeys(KINDS, "asyncrl.algorithms"), MODEL_FUNCTION: "asyncrl.
 
 
 def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, RegisteredFunction]:
-    """Registered functions of `kind` by name, those of the modules, packages or files `plugins` included.
+    """Return the registered functions of `kind` by name, including those of the modules, packages or files `plugins`.
 
     Raises:
         ValueError: an unknown kind, a plug-in module that cannot be found or read, or one name registered twice.
@@ -53,7 +53,7 @@ def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, RegisteredFunctio
 def check(
     kind: str, name: str, params: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()
 ) -> RegisteredFunction:
-    """Return the entry of `name`, after a check that `params` fit its keyword-only parameters.
+    """Check that `params` fit the keyword-only parameters of `name`, and return its entry.
 
     Raises:
         PluginError: no such name, or an import path that leads to no function.
@@ -98,7 +98,7 @@ def _registered(module: str) -> tuple[RegisteredFunction, ...]:
 
 @functools.cache
 def _entries(path: Path, module: str) -> tuple[RegisteredFunction, ...]:
-    """Return what the file or package at `path` registers. The source is read once per process."""
+    """Return the functions that the file or package at `path` registers. The source is read once per process."""
     if path.is_file():
         return tuple(registrations(path, module))
     found: list[RegisteredFunction] = []

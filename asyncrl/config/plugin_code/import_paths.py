@@ -27,7 +27,7 @@ _EVERYTHING = "*"
 
 
 class PluginError(ValueError):
-    """An import path leads to nothing. The message begins with the path and says how to fix it."""
+    """An import path leads to nothing. The message begins with the path and has the fix."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Definition:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """`package.module:Name` or `file.py:Name` as (module or file, name).
+    """Return `package.module:Name` or `file.py:Name` as (module or file, name).
 
     Raises:
         PluginError: there is no colon, or one side of the colon is empty.
@@ -97,7 +97,7 @@ def definition(path: str) -> Definition | None:
         original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
         try:
             return None if node.level else definition(f"{node.module}:{original}")
-        except PluginError:  # a submodule, or made where its module runs
+        except PluginError:  # a submodule, or a name that is defined when its module runs
             return None
     if node is None and _EVERYTHING not in defined:
         raise PluginError(f"{path!r}: {source} defines no {name!r}; it has: {', '.join(sorted(defined)) or 'nothing'}")
@@ -105,10 +105,10 @@ def definition(path: str) -> Definition | None:
 
 
 def top_level_functions(source: Path) -> list[ast.FunctionDef]:
-    """The functions that the file `source` defines at its top level.
+    """Return the functions that the file `source` defines at its top level.
 
     Raises:
-        PluginError: it cannot be read as Python.
+        PluginError: the file cannot be read as Python.
     """
     return [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef)]
 
@@ -154,7 +154,9 @@ def _load_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]  # the next import fails as this one did, instead of seeing half a module
+        del sys.modules[
+            module_name
+        ]  # so that the next import fails like this one, and does not get an incomplete module
         raise
     return module
 

@@ -19,12 +19,12 @@ def complete_own_settings(config: DictConfig) -> None:
     """Check `config.my` against the dataclass, and add the defaults of settings that are not given.
 
     Raises:
-        ConfigError: no class is named, it is not a dataclass, or a value is unknown, missing or of another type.
+        ConfigError: no class is given, it is not a dataclass, or a value is unknown, missing or of another type.
     """
     path, given = config.my_class, OmegaConf.to_container(config.my, resolve=False)
     if not path:
         if given:
-            raise ConfigError(f"my={given}: nothing says what may be in it; name your dataclass: my_class=FILE.py:NAME")
+            raise ConfigError(f"my={given}: its fields are not defined; name your dataclass: my_class=FILE.py:NAME")
         return
     try:
         schema = load_plugin(path)

@@ -23,6 +23,10 @@ def plain_state(state: Any, where: str = "state()") -> Any:
     if isinstance(state, dict):
         for key in state:
             if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}, which would come back as text; use str(...) or a list")
+                raise TypeError(
+                    f"{where} has the key {key!r}, which JSON would restore as text; use str(...) or a list"
+                )
         return {key: plain_state(each, f"{where}[{key!r}]") for key, each in state.items()}
-    raise TypeError(f"{where} is a {type(state).__name__}; it is plain data for JSON: texts, numbers, lists, mappings")
+    raise TypeError(
+        f"{where} is a {type(state).__name__}; state must be plain data for JSON: texts, numbers, lists, mappings"
+    )

@@ -27,7 +27,7 @@ def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
     """Return checksums of the loaded modules' source files by module name: XXH3, sixteen hexadecimal digits.
 
     Args:
-        packages: top-level packages that are compared although they are installed.
+        packages: top-level packages that are compared even if they are installed.
     """
     compared = {_ASYNCRL, *packages}
     found = {}

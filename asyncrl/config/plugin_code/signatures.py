@@ -1,7 +1,7 @@
-"""Registrations and parameters of functions, read from Python source without importing it.
+"""Registrations and parameters of functions, read from Python source without an import.
 
-The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source shows all
-that is needed. A decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm. The arguments of the function
+The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source has all the
+information. A decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm. The arguments of the function
 (or of the constructor) are the parameters, and annotations and defaults are the rules.
 
 The source is parsed instead of imported (with `inspect`, in a separate process) for three reasons. Importing the
@@ -35,7 +35,7 @@ _BASES_WITHOUT_METHODS = ("object", "ABC", "Generic", "Protocol")
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter that a setting may give: its annotation as source text and, unless required, its default."""
+    """A parameter that a setting may give: its annotation as source text and, unless required, its default."""
 
     name: str
     annotation: str
@@ -46,7 +46,7 @@ class Param:
         """Return True if `value` fits the annotation: scalars, `Literal[...]`, `None` and unions of these.
 
         An int is a valid float, a bool is not a number. An annotation of any other form accepts everything: a user's
-        function has to check such values itself.
+        function must check such values itself.
         """
         return not self.annotation or _fits(ast.parse(self.annotation, mode="eval").body, value)
 
@@ -70,14 +70,14 @@ class RegisteredFunction:
 
 
 def registers(source: Path) -> bool:
-    """True if a decorator of the file `source` looks like a registration. Parsing a whole package takes a quarter of a
-    second, in every process that asks for its functions.
+    """True if a decorator of the file `source` looks like a registration. This is faster than parsing: a whole package
+    takes a quarter of a second, in every process that uses it.
     """
     return _DECORATOR.search(source.read_bytes()) is not None
 
 
 def registrations(source: Path, module: str) -> Iterator[RegisteredFunction]:
-    """Every registered function of the file `source`, which imports as `module`."""
+    """Yield every registered function of the file `source`, which imports as `module`."""
     for function in top_level_functions(source):
         for decorator in function.decorator_list:
             if found := _registration(decorator):
@@ -86,11 +86,11 @@ def registrations(source: Path, module: str) -> Iterator[RegisteredFunction]:
 
 
 def function_entry(kind: str, path: str) -> RegisteredFunction:
-    """The function at the import path `path` as an algorithm of `kind`.
+    """Return the function at the import path `path` as an algorithm of `kind`.
 
     Raises:
         PluginError: the path names nothing, or no function.
-        ValueError: a default is not written out.
+        ValueError: a default is not a literal.
     """
     found = definition(path)
     node = None if found is None else found.node
@@ -122,7 +122,7 @@ def check_arguments(
     """
     for name in supplied:
         if name not in params:
-            raise ValueError(f"{label} does not take {name!r}, which asyncrl hands to it; add it to its parameters")
+            raise ValueError(f"{label} does not take {name!r}, which asyncrl passes to it; add it to its parameters")
     own = [name for name in params if name not in supplied]
     for key, value in given.items():
         if key not in params:
@@ -274,7 +274,7 @@ def _configurable(function: ast.FunctionDef, kind: str) -> Params | None:
 
 
 def _registration(decorator: ast.expr) -> tuple[str, str] | None:
-    """(kind, name) of `@kind("name")` or `@registry.kind("name")`; None for any other decorator."""
+    """Return (kind, name) of `@kind("name")` or `@registry.kind("name")`; None for any other decorator."""
     match decorator:
         case ast.Call(
             func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]

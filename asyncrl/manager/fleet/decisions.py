@@ -12,30 +12,31 @@ States of a server::
         registered at another version ▶ QUARANTINED ── back-off over: update again, to the newest target
 
 - Only SERVING servers get requests. Their versions may differ; the gate's served version is the least of them.
-- Each server moves alone. One that fails, hangs or is late is quarantined, and the others continue. Versions may be
-  skipped.
-- After a failed update the server's weights are unknown: SGLang has been seen to replace them and answer 400. So it
-  gets no request until a whole update has succeeded, whatever version it claims.
-- At most `update_fraction` of all servers are out of service for an update at a time, at least one. The others serve
-  the version before, and the gate stays at it until the last has left it. A server that failed serves nothing anyway
-  and does not count, so it delays no other.
+- Each server is updated independently. A server that fails, hangs or is late is quarantined, and the others continue.
+  Versions may be skipped.
+- After a failed update the server's weights are unknown: SGLang may have replaced them and still answer 400. So the
+  server gets no request until a complete update has succeeded, whatever version it reports.
+- At most `update_fraction` of all servers are out of service for an update at a time, at least one. The others keep
+  serving the previous version, and the gate counts by that version until the last server is updated. A failed server
+  serves nothing and does not count, so it delays no other.
 - If hosts share no folder (`ServerTargets`), a server is updated to the newest version that its host has, once there is
   one.
-- A server that found the files damaged before it changed its weights (the embedded engine verifies checksums as it
-  reads) still has its old weights. It serves them again, and gets the next published version. If it was in quarantine,
-  its weights are unknown, and it stays there.
-- A server that after an update does not score as the trainer does is updated again. If every server has done so
-  `DISAGREEMENTS_ALLOWED` times in a row, no update cures it: `never_agree` says why, and the run ends.
-- A server that fails its health check is quarantined too, and comes back the same way; if no weights are published yet
-  (it has the initial model), once it is healthy. A server that reports another version than it was updated to fails
-  the check: it was restarted at the same address.
+- A server may find the files damaged before it changes its weights: the embedded engine verifies checksums as it reads.
+  It then serves its old weights again, and gets the next published version. If it was in quarantine, its weights are
+  unknown, and it stays there.
+- A server whose log-probabilities differ from the trainer's after an update is updated again. If every server has
+  differed `DISAGREEMENTS_ALLOWED` times in a row, no update can help: `never_agree` returns the reason, and the run
+  ends.
+- A server that fails its health check is quarantined too, and returns in the same way. Before the first published
+  version it returns once it is healthy, with the initial model. A server that reports another version than that of its
+  last update fails the check: it was restarted at the same address.
 - A registration with a new address is a new process, which begins at the version of its registration. A server without
   a registration is removed at once.
-- Running requests, by `update_mode`. `interrupt`: they are answered at once with what they have; clients resubmit them.
-  `retract`: they go back to the server's queue and are prefilled again under the new weights; clients notice nothing.
-  `in_place`: they are frozen, and continue with the keys and values of the old weights. `finish`: the server is drained
-  first; one of several that could be drained continues to serve until another is back.
-- Every update pauses the server, a drained one too: requests that arrive nevertheless are held, and never run while
+- Running requests, by `update_mode`. `interrupt`: they are answered at once with the tokens so far; clients resubmit
+  them. `retract`: they go back to the server's queue and are prefilled again under the new weights, without the
+  clients. `in_place`: they are frozen, and continue with the keys and values of the old weights. `finish`: the server
+  is drained first. If all servers could be drained, one continues to serve until another is back.
+- Every update pauses the server, also if it is drained: requests that still arrive are held, and never run while
   weights are replaced. A quarantined server has unknown weights, so its requests are always interrupted.
 
 Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.guests.turns`).
@@ -75,7 +76,9 @@ _PAUSES: dict[UpdateMode, PauseMode] = {
 BACKOFF = Backoff(0.5, 30.0)
 """Time in seconds that a server stays in quarantine; longer with each failure."""
 DISAGREEMENTS_ALLOWED = 5
-"""Updates of a server in a row after which it may score otherwise than the trainer, before the run ends."""
+"""Number of updates of a server in a row after which its log-probabilities may differ from the trainer's. Then the run
+ends.
+"""
 HEALTH_FAILURES_ALLOWED = 1
 """Failed health checks in a row that leave a server in service: a busy one may answer late."""
 _UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
@@ -92,7 +95,7 @@ class _Leaving:
     """The last serving server waits until another is back: draining takes long."""
 
     def take_one(self) -> bool:
-        """Take one of the places of servers that stop serving; return False if all are taken."""
+        """Reserve a place for a server that stops serving; return False if all are taken."""
         if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.under_way):
             return False
         self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
@@ -152,7 +155,7 @@ class FleetDecisions:
         return self.targets.on_host(host) | {life.goal.version for life in reading if life.goal is not None}
 
     def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
-        """Record that the server at `url` is there with `version`. Its earlier processes are over.
+        """Record that the server is registered at `url` with `version`. This replaces its earlier process.
 
         Args:
             memory: a guest's memory, as an earlier manager recorded it last.
@@ -216,7 +219,7 @@ class FleetDecisions:
         return orders
 
     def next_due(self) -> float | None:
-        """Return the time at which `poll` has something to do even if nothing is reported until then; None: never."""
+        """Return the time of the next `poll` that is needed even without a report; None if none is needed."""
         timed = (*_UNDER_WAY, ServerState.QUARANTINED)
         lives = [life for life in self._servers.values() if life.state in timed and not life.checking]
         return min((life.due for life in lives if not self._waits(life)), default=None)
@@ -267,7 +270,7 @@ class FleetDecisions:
         """Record that the update, check or release failed.
 
         Args:
-            disagrees: it does not score as the trainer does.
+            disagrees: the server's log-probabilities differ from the trainer's.
         """
         life = self._attempted(server, attempt)
         if life is None:
@@ -277,7 +280,9 @@ class FleetDecisions:
         return True
 
     def never_agree(self) -> str:
-        """Return why no update makes any server score as the trainer does; empty if one may, or without servers."""
+        """Return the reason why no update makes a server agree with the trainer; empty if an update may, or without
+        servers.
+        """
         lives = self.servers
         if not lives or min(life.disagreements for life in lives) < DISAGREEMENTS_ALLOWED:
             return ""
@@ -337,7 +342,7 @@ class FleetDecisions:
         return True
 
     def unhealthy(self, server: int, url: str, reason: str, now: float, *, gone: bool) -> bool:
-        """Note a failed health check; return True if the server leaves service because of that.
+        """Record a failed health check; return True if the server leaves service because of that.
 
         Args:
             gone: nothing listens at the address.
@@ -395,7 +400,7 @@ class FleetDecisions:
         return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had, life.released, rested)
 
     def _rest(self, life: ServerLife, now: float) -> Iterator[Rest]:
-        """Order a guest to give its memory back, unless it has, is about to, or waits after a failure."""
+        """Order a guest to release its memory, unless it has, is about to, or waits after a failure."""
         if life.state in (*_UNDER_WAY, ServerState.RESTING):
             return
         if life.state is ServerState.QUARANTINED and now < life.due:
@@ -403,7 +408,7 @@ class FleetDecisions:
         self._attempts += 1
         life.attempt, life.state, life.checking = self._attempts, ServerState.RELEASING, False
         life.version, life.due = None, now + self._timeout_s
-        life.released = frozenset(MemoryTag)  # any of it may be released from here on
+        life.released = frozenset(MemoryTag)  # from here on any part of it may be released
         yield Rest(life.index, life.url, life.attempt)
 
     def _check(self, life: ServerLife) -> CheckHealth:

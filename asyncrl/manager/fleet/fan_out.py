@@ -9,14 +9,14 @@ more than `UPLOADS` copies a round.
     round 2    0 ─▶ 3, 4   1 ─▶ 5, 6   2 ─▶ 7, 8      9
     ...                                       512 hosts: 6 rounds
 
-No host waits for a round to end: each sends as soon as it has the folder. Of the sources with a free place the one that
-sends least is chosen, the origin last.
+No host waits for a round to end: each sends as soon as it has the folder. Among the sources with a free place, the one
+with the fewest uploads is chosen, and the origin last.
 
-A source that fails is not used for a while, longer each time, and the host that asked it is sent to the next. A host
+A source that fails is not used for a while, longer each time, and its fetch is repeated from another source. A host
 that cannot store the folder is asked again after a while. A new or restarted host has nothing.
 
 The launch's folders come first, then only the newest version. A host may need only some of these, and is then a source
-only of those. A fetch under way when a newer version is published is finished: otherwise a host whose fetch takes
+only of those. A running fetch is completed even if a newer version is published. Otherwise a host whose fetch takes
 longer than a train step would never have a version. Other older versions are skipped.
 """
 
@@ -61,7 +61,8 @@ class _Host:
 
 
 class FanOut:
-    """Orders fetches. The caller reports events, then does what `poll` orders; times are its clock's.
+    """Orders fetches. The caller reports events, then carries out the orders of `poll`. Times are in seconds of its
+    clock.
 
     Args:
         needs: returns whether a host needs a folder; the origin must need all.
@@ -124,7 +125,7 @@ class FanOut:
         return True
 
     def failed(self, order: Fetch, now: float, *, source_failed: bool) -> None:
-        """Record that the fetch failed, because of the source or of the host itself."""
+        """Record that the fetch failed because of the source or because of the host itself."""
         host = self._ordered(order)
         if host is None:
             return

@@ -43,13 +43,13 @@ class FleetRunner:
         http: connections to the servers, for health checks.
         health_interval_s: time between two health checks of a server.
         kind: process kind of the servers.
-        frozen: the servers are not of this run. They are never updated, and their answers count as version 0.
+        frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
         in_use: the servers that get requests.
         changed: notified when a server's state changes.
-        residence: what the servers that are guests have on their devices.
+        residence: memory that the guests hold on their devices.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FleetRunner:
         self.changed.notify()
 
     def assign(self, server: int, target: Target) -> None:
-        """Bring this server to `target`, which was checked."""
+        """Update this server to `target`, which was checked."""
         self._decisions.targets.assign(server, target)
         self.changed.notify()
 
@@ -151,7 +151,7 @@ class FleetRunner:
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
-        """Wait for a change, for the next deadline, or, while a server is drained, for the end of a request."""
+        """Wait for a change or the next deadline; while a server is drained also for the end of a request."""
         due = self._decisions.next_due()
         limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
@@ -202,12 +202,12 @@ class FleetRunner:
             await self.residence.record(order.server, names.GuestMemory(order.url, released=True))
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
-                self._log.warning("generation server %d did not give its memory back: %s", order.server, error)
+                self._log.warning("generation server %d did not release its memory: %s", order.server, error)
         else:
             if self._decisions.released(order.server, order.attempt):
                 self.residence.left(order.server)
                 took_ms = 1e3 * (self._clock() - began)
-                self._log.info("generation server %d has given its memory back (%.0f ms)", order.server, took_ms)
+                self._log.info("generation server %d has released its memory (%.0f ms)", order.server, took_ms)
         finally:
             self._updates.pop(order.attempt, None)
         self._show()
@@ -239,7 +239,7 @@ class FleetRunner:
             self._log.warning("generation server %d: an update was cancelled", order.server)
 
     def _show(self) -> None:
-        """Bring router and gate up to date, and notify all that wait for a server's state."""
+        """Update the router and the gate, and notify all tasks that wait for a server's state."""
         self.in_use.show()
         self.changed.notify()
 

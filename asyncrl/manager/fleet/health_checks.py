@@ -67,10 +67,10 @@ class HealthChecks:
     async def _check(self, server: int, url: str, *, ordered: bool = False) -> None:
         """Check the server's health.
 
-        Nothing is notified if a serving server is healthy, as that happens for many servers each second.
+        A healthy server in service causes no notification, since that happens for many servers each second.
 
         Args:
-            ordered: the server is in quarantine until then.
+            ordered: the server is in quarantine until the check succeeds.
         """
         self._under_way.add(url)
         expected = self._decisions.expected_version(server, url)
@@ -79,7 +79,7 @@ class HealthChecks:
             await client.ready(timeout_s=HEALTH_TIMEOUT_S)
             served = await client.served_version()
             if expected is not None and expected == self._decisions.expected_version(server, url) != served:
-                raise WeightsChanged(f"{url} names v{served}, it was brought to v{expected}: was it started again?")
+                raise WeightsChanged(f"{url} reports v{served}, but was updated to v{expected}: was it started again?")
         except HttpError as error:
             gone = isinstance(error, (HttpUnreachable, WeightsChanged))
             if changed := self._decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):

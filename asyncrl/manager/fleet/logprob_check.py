@@ -1,4 +1,4 @@
-"""A check after each weight update: the server must score fixed prompts as the trainer did when it published.
+"""Check after each weight update that the server scores fixed prompts as the trainer did when it published.
 
 A difference above rounding means another model than the trainer's: weights of another version, tensors that were not
 replaced, or stale entries in a cache. The server is then quarantined and updated again, with its caches flushed, until
@@ -25,7 +25,7 @@ from asyncrl.models.weights.versions.logprob_probe import LogprobProbe, read_pro
 from asyncrl.models.weights.versions.manifest import ManifestError
 
 FLOAT32_TOLERANCE = 1e-3
-"""In nats. Two ways to compute the same in float32 differ by some 1e-5 for log-probabilities around -10."""
+"""In nats. Two float32 implementations differ by about 1e-5 for log-probabilities around -10."""
 COARSE_TOLERANCE = 0.5
 """In nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
 

@@ -1,14 +1,15 @@
 """Servers of `policies`: further trained policies, fixed models, and older versions of the run's own policy.
 
 Each policy has its own servers, router and `FleetDecisions`, so that its servers are updated, quarantined and routed to
-like those of the run's own policy. The servers of a trained policy follow the versions like these, and the staleness
-gate counts by the least version that servers of any trained policy have; it never depends on the other servers.
+like those of the run's own policy. The servers of a trained policy follow its versions in the same way. The staleness
+gate counts by the least version among the servers of all trained policies. The other servers do not affect the gate.
 
-Whenever a version is published, each server of a pool is assigned a member (`VersionPoolConfig.choose`). It is drained
-first, so every answer comes from one version. Before the first version joins the pool its servers have the initial
-model.
+Whenever a version is published, each server of a pool is assigned a member (`VersionPoolConfig.choose`). The server is
+drained first, so every answer comes from one version. Before the first version joins the pool, its servers have the
+initial model.
 
-The members' folders stay on disk: the MasterWorker keeps those that the same rule names, and those that servers read.
+The members' folders stay on disk. The MasterWorker keeps the versions that the same rule needs, and those that servers
+read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PolicyFleets:
     """The servers of all `policies`, with a fleet for each policy.
 
     Args:
-        config: names the policies, and has the seed that decides which server gets which version.
+        config: has the policies, and the seed that decides which server gets which version.
         own: the fleet of the run's own policy, whose least version counts too.
         http: connections to the servers.
         clock: seconds in which this process ran.
@@ -152,7 +153,7 @@ class PolicyFleets:
         try:
             await asyncio.to_thread(verify, path, checksums=False)
         except ManifestError as error:
-            self._log.warning("policy %s: v%d of its pool cannot be played: %s", policy.name, version, error)
+            self._log.warning("policy %s: v%d of its pool cannot be used: %s", policy.name, version, error)
             return None
         return Target(version, str(path))
 

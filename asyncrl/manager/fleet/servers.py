@@ -22,7 +22,7 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Published weights: version and folder, and the folder of the server's `copy` if it has one."""
+    """Published weights: version, folder, and the folder of the server's own `copy` if there is one."""
 
     version: int
     path: str
@@ -41,7 +41,8 @@ class ServerLife:
     Attributes:
         version: version that it serves; None if unknown.
         failures: number of failed updates and checks since it last served.
-        disagreements: number of updates since it last served after which it did not score as the trainer does.
+        disagreements: number of updates since it last served after which its log-probabilities differed from the
+            trainer's.
         due: time in seconds at which its state has to change.
         reason: cause of its state, for people.
         goal: weights of the running update.
@@ -103,7 +104,7 @@ class BeginUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CancelUpdate:
-    """Order: cancel this attempt; its outcome is not wanted any more."""
+    """Order: cancel this attempt; its outcome no longer matters."""
 
     server: int
     attempt: int

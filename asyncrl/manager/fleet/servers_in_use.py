@@ -50,7 +50,7 @@ class ServersInUse:
                 self._router.remove(index)
                 self._service.routes.server_lost(url)
                 del self._shown[index]
-            elif in_use and life.state in _UNUSED:  # nothing answers what reached a resting server
+            elif in_use and life.state in _UNUSED:  # a resting server answers no request
                 self._service.routes.server_lost(url)
         for index, life in lives.items():
             self._shown[index] = (life.url, life.state not in _UNUSED)

@@ -1,8 +1,8 @@
 """Bring the initial model, every version and the inputs of RolloutWorkers to hosts that share no folder
 (`system.shared_filesystem=false`).
 
-`FanOut` decides which host fetches from which, the hosts' staging servers (`asyncrl.models.weights.staging`) fetch, and
-the fleet learns which host has what. A server generates while its host fetches, and is paused only to load.
+`FanOut` decides which host fetches from which. The hosts' staging servers (`asyncrl.models.weights.staging`) fetch, and
+report the result, which the fleet receives. A server generates while its host fetches, and is paused only to load.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Staging:
         decisions: knows which versions are in use.
         arrived: called with a host's address and the weights that it has from now on.
         needs: see `FanOut`.
-        tell: shows a sentence on the terminal, once each time that a host begins to refuse folders.
+        tell: prints a warning on the terminal, once each time that a host begins to refuse folders.
         clock: seconds in which this process ran.
     """
 
@@ -156,7 +156,7 @@ class Staging:
             if isinstance(error, HttpRefused) and not at_fault and order.host not in self._refusing:
                 self._refusing.add(order.host)
                 self._tell(
-                    f"WARNING: host {host_of(url)} cannot keep {order.folder}, it is tried again: {reason_of(error)}"
+                    f"WARNING: host {host_of(url)} cannot store {order.folder}, it is tried again: {reason_of(error)}"
                 )
             else:
                 self._log.warning("%s is not on host %d yet: %s", order.folder, order.host, error)
@@ -176,7 +176,7 @@ class Staging:
     def _request(self, order: Fetch, folder: _Folder) -> StageRequest:
         host = order.host
         keep = {*self._fan_out.sends(host)}
-        if host == ORIGIN:  # where the canaries of all versions are read
+        if host == ORIGIN:  # the log-probability probes of all versions are read there
             keep |= {*map(version_folder, self._decisions.read_on())}
             keep |= {under_way.folder for under_way in self._tasks.values()}
         else:

@@ -29,7 +29,9 @@ class ServerTargets:
             self._before, self.newest = self.newest, target
 
     def assign(self, server: int, target: Target) -> None:
-        """Bring this server to `target`, even if that is older than its weights; published targets are not for it."""
+        """Set this server's weights to `target`, even if they are older than its present ones. Published targets no
+        longer apply to it.
+        """
         self._assigned[server] = target
 
     def arrived(self, host: str, target: Target) -> None:
@@ -59,8 +61,8 @@ class ServerTargets:
     def goal(self, life: ServerLife) -> Target | None:
         """Return the weights that the next update loads.
 
-        A server that has released its memory gets the initial model if no version is there, and the version before if
-        it found the newest one's files damaged.
+        A server that has released its memory gets the initial model if there is no version. If it found the newest
+        version's files damaged, it gets the previous version.
         """
         target = self.available(life)
         if not life.released:

@@ -44,15 +44,15 @@ class ServerUpdater:
     ) -> None:
         """Bring the server to the order's target, then let it generate again.
 
-        A rested server is paused. It allocates the memory of its weights first, and the rest only after the update:
-        reading the weights may need room meanwhile. `resumed` is called with the kinds that are allocated.
+        A rested server is already paused. It allocates the memory of its weights first, and the rest only after the
+        update, since reading the weights may need memory. `resumed` is called with the kinds that are allocated.
 
-        Running requests are answered or kept, as the order says. New ones wait until the server has its weights. If a
-        step or a check fails the server stays paused: its weights are unknown, so it must not generate. A server that
-        refuses damaged files continues with its own weights, which the order names.
+        Running requests are answered or kept, according to the order. New ones wait until the server has its weights.
+        If a step or a check fails the server stays paused: its weights are unknown, so it must not generate. A server
+        that refuses damaged files continues with the weights that it had (`order.had`).
 
-        A server whose requests were kept answers a check only after those in its queue. So it is not checked here, but
-        by `check` while it serves already. Otherwise its version, and with it the gate, would wait for the queue.
+        A server whose requests were kept answers a check only after those in its queue. So it is checked by `check`,
+        while it serves already. Otherwise its version, and with it the gate, would wait for the queue.
 
         Raises:
             DamagedVersion: the server continues with the version that it had.
@@ -66,7 +66,7 @@ class ServerUpdater:
         await self._resume_memory(order.released - {MemoryTag.weights}, client, resumed)
         await client.resume()
         if not order.keeps_requests:
-            await self._check_or_pause(order, client)  # after it: a paused server answers nothing
+            await self._check_or_pause(order, client)  # after `resume`, since a paused server answers nothing
 
     async def check(self, order: BeginUpdate) -> None:
         """Check a server that has the order's target.
@@ -77,7 +77,7 @@ class ServerUpdater:
         await self._run_checks(order, self._client(order.url))
 
     async def hold(self, url: str) -> None:
-        """Pause the server with its requests, so that nothing of its weights is returned.
+        """Pause the server with its requests, so that it returns no token of its present weights.
 
         Raises:
             HttpError: the call failed.
@@ -85,7 +85,7 @@ class ServerUpdater:
         await self._client(url).pause(PauseMode.retract, timeout_s=self._timeout_s)
 
     async def rest(self, order: Rest) -> None:
-        """Have the server answer running requests with what they have, and release its memory. It stays paused.
+        """Have the server answer running requests with their tokens so far, and release its memory. It stays paused.
 
         Raises:
             HttpError: a call failed; the state of its memory is unknown.
@@ -126,7 +126,7 @@ class ServerUpdater:
         try:
             await self._run_checks(order, client)
         except HttpError:
-            await client.pause(PauseMode.retract, timeout_s=self._timeout_s)  # nothing of these weights is handed out
+            await client.pause(PauseMode.retract, timeout_s=self._timeout_s)  # it returns no token of these weights
             raise
 
     async def _run_checks(self, order: BeginUpdate, client: GenerationServerClient) -> None:

@@ -1,11 +1,11 @@
-"""Admit rollouts: answer the calls that wait at the gate, in turn, as room becomes free.
+"""Admit rollouts: answer the waiting calls in turn, as the gate has room.
 
 A call has ids, one for each rollout that its worker has room for. The gate decides how many rollouts may start, and the
-prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so a burst of room is spread
-over the workers; the batches do not depend on which worker gets which prompt. An admission also names a server for the
+prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so new room is spread over
+the workers. The batches do not depend on which worker gets which prompt. An admission also names a server for the
 rollout's first request, under the rollout's id, which halves the number of calls.
 
-A call is answered without a rollout if some of its ids will not start, and when the gate closes.
+A call is also answered, without a rollout, if some of its ids will not start, and when the gate closes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Admission:
     async def answer(self, request: m.AllocateRequest, deadline: float) -> m.AllocateReply:
         """Start rollouts for a prefix of the ids; wait until `deadline` while there is nothing to answer.
 
-        A call that finds the gate closed waits like any other. Otherwise workers would ask again without a pause.
+        A call that arrives at a closed gate waits like any other. Otherwise workers would repeat it without a pause.
         """
         gone = [rollout_id for rollout_id in request.rollouts if self.is_gone(rollout_id)]
         waiting = WaitingCall(request.worker, [], gone=gone)

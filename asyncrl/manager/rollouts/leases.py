@@ -6,7 +6,7 @@ from __future__ import annotations
 class WorkerLeases:
     """A worker's lease is renewed by every call it makes and runs out after `lease_s` of silence.
 
-    Pure state: the caller brings the clock, in seconds.
+    Pure state: the caller passes the time, in seconds.
     """
 
     def __init__(self, lease_s: float) -> None:

@@ -29,7 +29,7 @@ class LiveRollout:
 
 
 class LiveRollouts:
-    """Every index and count has exactly the rollouts that joined and have not parted.
+    """Indices and counts of the rollouts that joined and have not parted.
 
     Every method takes time independent of the number of rollouts, except for those that it returns, and `running_at`.
 

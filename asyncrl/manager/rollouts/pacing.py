@@ -7,9 +7,9 @@ plus a margin, which grows when steps have to wait.
 
 Derivation
 ----------
-Let D be a rollout's duration, h its median (the horizon), T the time of a step without its wait for data, and q the
-share of rollouts that are kept (filters reject the others). In the next h seconds training takes B h/T rollouts. Ready
-by then are those finished now, the running ones that finish in time, each with probability
+Let D be a rollout's duration and h its median (the horizon). Let T be the time of a step without its wait for data, and
+q the share of rollouts that are kept (filters reject the others). In the next h seconds training takes B h/T rollouts.
+By then these are ready: those finished now, the running ones that finish in time, each with probability
 
     p(age) = P(D <= age + h | D > age),
 
@@ -56,7 +56,7 @@ DURATIONS_KEPT = 16
 """Number of batches whose durations form the distribution."""
 STEPS_KEPT = 8
 REFRESHES = 64
-"""The sum over running rollouts is recomputed this often per horizon or step (the shorter one), not at each event."""
+"""Number of times that the sum over running rollouts is recomputed per horizon or step, the shorter of the two."""
 
 
 class RecentRollouts:

@@ -1,6 +1,6 @@
-"""Rebuild the state of a GserverManager that begins from what other processes know. None of it is on disk.
+"""Rebuild the state of a new GserverManager from what other processes know. None of it is on disk.
 
-A run's beginning, its continuation from a checkpoint and the death of a manager are the same. In the first two no
+The same procedure starts a run, resumes it from a checkpoint, and replaces a dead manager. In the first two cases no
 process holds anything. All that the manager knows is known elsewhere too:
 
     state                                             reported by
@@ -13,11 +13,12 @@ process holds anything. All that the manager knows is known elsewhere too:
 
 The protocol
 
-1. The manager registers its address. It has its own number. Every call about rollouts names the manager that it is
-   meant for; another one refuses it. Servers, weights, evaluations and requests of running rollouts are served from
-   here on. The gate is shut.
+1. The manager registers its address. It has a number. Every call about rollouts names the manager that it is meant for;
+   any other manager refuses it. From here on, servers, weights, evaluations and requests of running rollouts are
+   served. The gate is shut.
 2. A RolloutWorker whose call was refused reports all that it holds (`HeldReport`): running rollouts, and ends that no
-   manager has confirmed. A grant of the old manager that the worker reads only now is void: the worker asks again.
+   manager has confirmed. A grant of the old manager that the worker reads only now is void: the worker repeats the
+   call.
 3. The MasterWorker sees the new process. It polls all ranks, so that its buffer has all that they received before the
    old manager died. Then it reports all that it knows (`RunReport`). Later lines of the old manager are void.
 4. Once the master and every ready worker have reported, or `manager.rollout_lease_s` after the beginning, `rebuild`
@@ -26,18 +27,21 @@ The protocol
    that the ledger did not have, and end those that no process has.
 
 Reasons. Without the void grants of 2 a rollout would run that the gate does not count. Without the ledger's open
-rollouts one would be admitted twice there, or have no end. Without the poll of 3 a rollout that only a rank has would
-be played again. If the gate opened before all have reported, prompts would be played twice at a time.
+rollouts, one of them would be admitted twice in the ledger, or have no end there. Without the poll of 3, a rollout that
+only a rank has would be run again. If the gate opened before all have reported, two rollouts of a prompt would run at
+the same time.
 
 Lost with a manager
 
-- Ends that workers reported since its last report to the master. Rollouts that the ledger has open end as
-  `lost_with_manager`; the others never happened. Their prompts wait, as the attempt before: a prompt that was dropped
-  for good is played once more, and a measured success may be missing. That is at most one step's worth, and no rollout
-  that the trainer has. If the trainer receives one of these after all, its prompt is used as soon as it is trained.
+- Ends that workers reported since its last report to the master. Rollouts that are open in the ledger end as
+  `lost_with_manager`; the others leave no record. Their prompts wait for the same attempt again. So a prompt that was
+  dropped for good is run once more, and a measured success may be missing. The loss is at most one step's ends, and
+  never a rollout that the trainer has. If the trainer receives one of these rollouts after all, its prompt is used once
+  it is trained.
 - Suspicions against prompts (`suspects`), durations for the pacing, idle time. They are learned again.
 
-Only the death of a RolloutWorker at the same time costs more: its rollouts are played again, as after its death alone.
+Only the death of a RolloutWorker at the same time costs more: its rollouts are run again, as after any death of a
+worker.
 """
 
 from __future__ import annotations
@@ -93,7 +97,7 @@ def rebuild(
         if received.rollout_id not in held:
             books.receive(received)
     if run.consumed is not None:
-        books.consume(structs.replace(run.consumed, events_after=0))  # numbers of lines are each manager's own
+        books.consume(structs.replace(run.consumed, events_after=0))  # each manager numbers its own lines
     for each in held.values():
         if each.end is not None:
             books.finish(each.end)
@@ -176,7 +180,7 @@ class RollCall:
         self.awaited = ready if now < self._until else {}
 
     def take(self, report: HeldReport) -> None:
-        """Take in what a worker's process holds. Its first report counts."""
+        """Record the rollouts that a worker's process holds. Its first report counts."""
         process = report.worker, report.incarnation
         if process not in self._reports:
             self._reports[process] = report
@@ -184,7 +188,7 @@ class RollCall:
             self._held |= {each.granted.rollout_id: each for each in report.held}
 
     def finish(self, finished: FinishedRollout) -> None:
-        """Take in an end that a worker reports after what it holds."""
+        """Record an end that a worker reports after its first report."""
         if (held := self._held.get(finished.rollout_id)) is not None:
             self._held[finished.rollout_id] = HeldRollout(held.granted, finished)
 

@@ -95,7 +95,9 @@ class RolloutState:
             self.events.admitted(ticket, version, adopted=True)
 
     def adopt(self, report: HeldReport) -> None:
-        """Enter what a worker's process holds. Its first report counts: a late copy does not have what it got since."""
+        """Enter the rollouts that a worker's process holds. Its first report counts, since a late copy lacks later
+        grants.
+        """
         if report.incarnation <= self._heard.get(report.worker, -1):
             return
         self._heard[report.worker] = report.incarnation
@@ -107,7 +109,7 @@ class RolloutState:
                 self.enter(RolloutTicket(rollout_id, report.worker, granted.prompt_id, *tries), granted.version)
 
     def finish(self, finished: FinishedRollout) -> None:
-        """Take in the end of a rollout, as its worker reports it."""
+        """Record the end of a rollout that its worker reports."""
         if finished.accepted:
             self._finish(finished)
             return
@@ -126,10 +128,10 @@ class RolloutState:
         )
 
     def consume(self, report: ConsumedReport) -> None:
-        """Take in what was trained and dropped, as the master reports it."""
+        """Record the trained and dropped rollouts that the master reports."""
         dropped, is_new = {each.rollout_id for each in report.dropped}, report.version > self.gate.trained_version
         for each in report.unknown:
-            if is_new or each.rollout_id in dropped:  # trained ones of a report that is repeated are counted already
+            if is_new or each.rollout_id in dropped:  # a repeated report's trained rollouts are counted already
                 self._enter_received(each)
         for rollout_id in report.trained:
             self._came(rollout_id)
@@ -236,7 +238,7 @@ class RolloutState:
             self.measured.add((prompt_id, finished.success))
 
     def _drop_received(self, dropped: DroppedRollout) -> None:
-        """Drop a rollout, as the trainer did."""
+        """Drop a rollout that the trainer dropped."""
         self._came(dropped.rollout_id)
         lost = self.gate.lost(dropped.rollout_id)
         ticket = self._drop(dropped.rollout_id, dropped.reason)

@@ -1,4 +1,4 @@
-"""RolloutWorkers in name resolution: whose reports the manager awaits when it begins, and whose rollouts it drops."""
+"""RolloutWorkers in name resolution: the manager awaits their first reports, and drops rollouts of dead ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RolloutWorkers:
         self._replaced = await asyncio.to_thread(follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
 
     async def look(self) -> None:
-        """Report what name resolution has now."""
+        """Report the present entries of name resolution."""
         workers = _incarnations(self._statuses, self._of_launch)
         if not self._service.begun:
             self._call_roll(_ready(self._statuses), _replaced(self._replaced))
@@ -49,10 +49,10 @@ class RolloutWorkers:
         )
 
     async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
-        """Drop the rollouts of workers whose death the launcher reports, and note how they died.
+        """Drop the rollouts of workers whose death the launcher reports, and record the kind of death.
 
-        This comes first, because a death makes running prompts suspects. Otherwise the dead worker's name may expire
-        first, which need not be a death.
+        This comes first, because a death makes running prompts suspects. If the dead worker's name expired first, it
+        would count as silent, which need not be a death.
         """
         newest = self._service.newest_incarnation
         new = {worker: number for worker, number in replaced.items() if number > newest(worker)}

@@ -2,10 +2,10 @@
 
 Mechanism
 ---------
-A rollout is admitted while ``trained + finished + running < (η + version + 1) · B``, where ``B`` rollouts make a
-train step, ``η`` is the greatest lag allowed and ``version`` is the version that is *served* (the least over the
-servers that receive requests). The three counters cover every rollout between the dataset and the optimizer. A
-rollout that leaves otherwise (dropped, abandoned) leaves the count.
+A rollout is admitted while ``trained + finished + running < (η + version + 1) · B``. ``B`` rollouts make a train step,
+``η`` is the greatest lag allowed, and ``version`` is the version that is *served*: the least over the servers that
+receive requests. The three counters cover every rollout between the dataset and the optimizer. A rollout that leaves
+otherwise (dropped, abandoned) leaves the count.
 
 Life cycle::
 
@@ -21,7 +21,7 @@ Messages about one rollout come from two sides (its worker, the trainer). They m
 - A rollout is lost if its worker falls silent, or if no process has it when a new manager begins (``lose``). It counts
   again if it finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it
   received of a lost rollout before the worker reports the end. If the rollout came back then, it would keep its place
-  for ever. So that drop is recorded too, and a later manager knows of it.
+  for ever. So that drop is recorded too, and a later manager reads it.
 - The prompt of a lost rollout is played again, so two rollouts may have one prompt. If one of them leaves, the prompt
   waits only if the other is not live (`PromptQueue.leave`).
 - Everything else about a rollout that has left the count is ignored.
@@ -62,8 +62,8 @@ Write ``N(a)`` for the live rollouts admitted at ``a`` or before, of which ``F(a
 - Admission keeps (H): after a start at version ``a``, all live rollouts and vB trained ones are at most ``(η + a +
   1)B``.
 - A step keeps (H) if it takes the oldest finished rollouts and if ``N(a) - min(F(a), B) ≤ (a + η - v) · B`` for every
-  a. `blocking` tells which running rollouts are in the way. At ``a = v - η`` this says that what is due is in the
-  batch; (H) says that it fits.
+  a. `blocking` returns the running rollouts that violate this. At ``a = v - η`` it requires that all due rollouts are
+  in the batch; by (H) they fit.
 - It never deadlocks: if nothing runs, ``F = N`` and the condition follows from (H).
 
 A rollout that comes back after its worker was silent is the one exception (its place may have been taken): the check
@@ -87,7 +87,7 @@ from asyncrl.manager.rollouts.live_rollouts import LiveRollout, LiveRollouts, Ro
 
 TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
-"""Reason of a rollout that was given up, which its own late report undoes."""
+"""Drop reason of a rollout whose worker is gone. A late report of its end undoes the drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,7 @@ _ABANDONED = _Retired(ABANDONED)
 
 
 class StalenessGate:
-    """Counts rollouts from start to optimizer, and decides when another may start; the module's docstring has the
-    theory.
+    """Counts rollouts from start to optimizer, and decides when another may start. Theory in the module's docstring.
 
     Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, except for those
     that it returns or is given. A repeated call with the same arguments has no effect.
@@ -243,8 +242,8 @@ class StalenessGate:
     def train(self, version: int, rollout_ids: list[str]) -> None:
         """Record that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
 
-        Ids that this gate never saw, because it is newer than they, count as submitted and trained, unless the report
-        is of a version that was reported before.
+        Ids that are older than this gate count as submitted and trained, unless the report's version was reported
+        before.
         """
         repeated = version <= self.trained_version
         for rollout_id in rollout_ids:

@@ -1,4 +1,6 @@
-"""The rules of attempts: a prompt is used at most once, and its attempts are numbered by the rollouts before."""
+"""The rules of attempts: a prompt is used at most once, and the number of its attempts follows from its earlier
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ class PromptAttempts:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._used: dict[str, str] = {}  # trained, or dropped for good: by prompt where that is written
-        self._put_off: set[str] = set()  # prompts whose next attempt is to come after the rest of their epoch
+        self._used: dict[str, str] = {}  # by prompt, the place of the line that trained it or dropped it for good
+        self._put_off: set[str] = set()  # prompts whose next attempt comes after the rest of their epoch
         self._attempts: Counter[str] = Counter()  # rollouts of a prompt
 
     def settled(self) -> list[str]:
-        """Return the prompts that the launch which begins now need not run in their place."""
+        """Return the prompts that a launch that begins now need not run at their place in the order."""
         return [*self._used, *self._put_off]
 
     def admit(self, line: Admitted) -> None:
         """Count an attempt."""
-        if line.adopted:  # what was before it may have died with a manager
+        if line.adopted:  # lines about earlier attempts may be lost with a manager
             self._attempts[line.prompt] = max(self._attempts[line.prompt], line.attempt)
         before_it = self._attempts[line.prompt]
         if not 0 <= line.attempt <= before_it:
@@ -36,7 +38,7 @@ class PromptAttempts:
         self._put_off.discard(line.prompt)
 
     def put_off(self, prompt: str) -> None:
-        """Count on a later attempt, which may come after the rest of the epoch."""
+        """Expect a later attempt of the prompt, which may come after the rest of the epoch."""
         self._put_off.add(prompt)
 
     def use(self, prompt: str, how: str, place: str) -> bool:

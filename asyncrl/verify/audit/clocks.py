@@ -1,9 +1,9 @@
 """The times in a ledger, by the clock of the process that wrote them.
 
-If a clock is set back, all times from one line on are earlier. That happens, so it is only a note. A single line whose
-time fits neither its predecessor nor its successor was changed, unless it is next to a pause that explains it: a clock
-that is set back during a long pause looks the same. Times of different processes are not compared, as their hosts may
-differ.
+If a clock is set back, all times from one line on are earlier. Clocks are sometimes set back, so this is only a note. A
+single line whose time fits neither its predecessor nor its successor was changed. The exception is a line next to a
+pause that explains it: a clock that is set back during a long pause looks the same. Times of different processes are
+not compared, since their hosts may differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.verify.audit.ledger_files import Report
 CLOCKS_S = 60.0
 """Largest correction of a clock, in seconds, that is not reported."""
 _LONG = 2.0
-"""A pause that is more than this many times as long as every other does not explain an earlier time."""
+"""A pause that is more than this many times as long as every other pause does not explain an earlier time."""
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""The rules of the data order: each prompt has its place, and none was passed over."""
+"""The rules of the data order: each prompt has its place, and no prompt was passed over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DataOrder:
 
     def __init__(self, rows: int | None, report: Callable[[str], None]) -> None:
         self._rows, self._report = rows, report
-        self._orders: dict[str, int] = {}  # by prompt, over all lineages; the fields below are of this lineage
+        self._orders: dict[str, int] = {}  # by prompt, over all lineages; the fields below are for this lineage only
         self._settings: RunSettings | None = None
         self._lineage = 0
         self._admitted: set[int] = set()
@@ -34,7 +34,7 @@ class DataOrder:
         self._used_before: set[int] = set()
 
     def begin(self, settings: RunSettings, lineage: int, used: Iterable[str]) -> None:
-        """Begin a launch; the prompts in `used` were trained, dropped for good, or have a later place by now."""
+        """Begin a launch. The prompts in `used` were trained, dropped for good, or have a later place now."""
         self._settings, self._lineage = settings, lineage
         self._newest = -1
         self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in used}
@@ -57,7 +57,7 @@ class DataOrder:
     def admit(self, line: Admitted) -> None:
         """Add an admitted prompt."""
         if not _WORKER.fullmatch(line.worker):
-            self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
+            self._report(f"rollout {line.rollout} runs on {line.worker!r}, which is not the name of a worker")
         self._admitted.add(line.order)
         if not line.adopted:
             self._newest = max(self._newest, line.order)
@@ -72,7 +72,7 @@ class DataOrder:
         if self._settings is None or not self._settings.workers or newest < 0:
             return
         seen = {order for order in self._admitted | self._used_before if 0 <= order < newest}
-        if (missing := newest - len(seen)) > 0:  # counted: a doctored place may be beyond all bounds
+        if (missing := newest - len(seen)) > 0:  # counted, since a forged place may be beyond all bounds
             places = list(islice((order for order in range(newest) if order not in seen), 5))
             some = f"{places}{' ...' if missing > 5 else ''}"
             self._report(

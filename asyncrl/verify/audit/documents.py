@@ -176,14 +176,14 @@ class Documents:
         if DATA_RECORD_FILE not in self.there and outcome.admitted and not elsewhere:
             report(DATA_RECORD_FILE, "is not there")
         if outcome.ended and BOOKS_FILE in self.there and SUMMARY_FILE not in self.there:
-            report(SUMMARY_FILE, "is not there, and the ledger says that the run ended by itself")
+            report(SUMMARY_FILE, "is missing, although the run ended by itself according to the ledger")
         if outcome.ended and SUMMARY_FILE in self.there and BOOKS_FILE not in self.there:
             report(BOOKS_FILE, "is not there")
         if SUMMARY_FILE in self.there and not outcome.ended:
-            report(SUMMARY_FILE, "is there, and the ledger has no line that says that the run ended: it is cut off")
+            report(SUMMARY_FILE, "exists, but the ledger has no line about the end of the run: the ledger is cut off")
 
     def check_settings(self, outcome: Outcome, report: Report) -> None:
-        """Check that the settings are those of the last launch, by which it is judged."""
+        """Check that the settings are those of the last launch in the ledger."""
         known, settings = outcome.settings, self.settings
         if known is None or settings is None or BOOKS_FILE not in self.there:
             return
@@ -203,7 +203,7 @@ class Documents:
         if (last := self.books) is not None:
             if last.books.submitted != last.books.accounted_for:
                 told = last.books.accounted_for
-                report(BOOKS_FILE, f"has {last.books.submitted} submitted rollouts and says what became of {told}")
+                report(BOOKS_FILE, f"has {last.books.submitted} submitted rollouts and accounts for {told}")
             if not 0 <= last.step <= outcome.version + (not outcome.ended):
                 report(BOOKS_FILE, f"is of step {last.step}; the ledger's last step is {outcome.version}")
             elif outcome.ended and outcome.steps_of_launch and last.step != outcome.version:
@@ -239,7 +239,7 @@ class Documents:
 
 
 def read_as(file: Path, kind: type[_T], report: Report, parse: Callable[[bytes], Any] = json.loads) -> _T | None:
-    """Return the content of `file` as a `kind`; report a finding and return None if it is anything else."""
+    """Return the content of `file` as a `kind`. If it is not one, report a finding and return None."""
     try:
         return convert(parse(file.read_bytes()), kind)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, msgspec.ValidationError) as error:
@@ -257,5 +257,5 @@ def _wrong_with(data: DataRecord) -> str | None:
     if not 0 < data.rows <= MAX_ROWS:
         return f"has {data.rows} rows"
     if data.line_sums is not None and len(data.line_sums) != -(-data.rows * 4 // 3) * 4:  # base64
-        return f"has {data.rows} rows and checksums of another number"
+        return f"has {data.rows} rows, but checksums of a different number of rows"
     return None

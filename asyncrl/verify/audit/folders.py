@@ -168,7 +168,7 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
         elif (what := _wrong_with(folder / name, name, entry)) is not None:
             wrong.append(what)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
-    wrong += [f"{name} is in no manifest" for name in sorted(names - manifest.files.keys() - {MANIFEST_FILE})]
+    wrong += [f"{name} is not in the manifest" for name in sorted(names - manifest.files.keys() - {MANIFEST_FILE})]
     if not wrong and weights:
         wrong += _wrong_tensors(folder, manifest)
     if wrong and not folder.exists():  # removed while it was read
@@ -196,7 +196,7 @@ def _check_state(folder: Path, outcome: Outcome, report: Report) -> None:
     if saved is None:
         report(
             place,
-            f"goes on from line {master.ledger.line} of the ledger, which is of no checkpoint that is remembered",
+            f"continues after line {master.ledger.line} of the ledger, which is not a line of a checkpoint that counts",
         )
         return
     _check_against_line(place, master, used, saved, outcome, report)

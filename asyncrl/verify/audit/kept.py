@@ -32,8 +32,8 @@ def check_samples(
 ) -> None:
     """Check the kept samples in `files`, which were in `folder` before the ledger was read.
 
-    Steps without a file are noted. They are no error: `samples.max_gb` removes the oldest files, an earlier launch may
-    have kept none, and a process that was killed may have left the last ones unwritten.
+    Steps without a file are noted, not reported. `samples.max_gb` removes the oldest files, an earlier launch may have
+    kept no samples, and a killed process may not have written the last ones.
     """
     by_step: dict[int, list[Path]] = defaultdict(list)
     for file in files:
@@ -41,7 +41,10 @@ def check_samples(
         if number.isdecimal() and writer:
             by_step[int(number)].append(file)
         else:
-            report(f"{folder.name}/{file.name}", "is not named as kept samples are: step-<step>.<writer>.parquet")
+            report(
+                f"{folder.name}/{file.name}",
+                "is not a file name of kept samples; expected step-<step>.<writer>.parquet",
+            )
     if by_step and importlib.util.find_spec("pyarrow") is None:
         note(folder.name, "is not checked: pyarrow is not installed (pip install 'asyncrl[data]')")
         return
@@ -82,12 +85,12 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
         rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *newer]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
-        report(place, f"is no file of samples: {one_line(error)}")
+        report(place, f"is not a file of samples: {one_line(error)}")
         return None
 
 
 class _KeptStep:
-    """The kept samples of one step: by rollout, and there by policy, each of which has files of its own.
+    """The kept samples of one step, by rollout and policy. Each policy has separate files.
 
     Args:
         folder: name of the folder, for findings.
@@ -101,7 +104,7 @@ class _KeptStep:
         self._files: set[tuple[str, str]] = set()
 
     def take(self, file: str, rows: _Rows) -> None:
-        """Take the rows of a file and check each."""
+        """Add the rows of a file and check each row."""
         head, policy = head_and_policy(file)
         self._files.add((head, policy))
         for row in rows:
@@ -111,7 +114,7 @@ class _KeptStep:
                 self._report(self._place(head, policy), f"sample {row['sample']} of rollout {row['rollout']}: {wrong}")
 
     def check(self) -> None:
-        """Compare the rollouts with the ledger, by policy alone where another policy's file is gone."""
+        """Compare the rollouts with the ledger; only policy by policy if another policy's file is missing."""
         for rollout, parts in self.rollouts.items():
             trained, head = self._outcome.rollouts.get(rollout), self._head[rollout]
             place = self._place(head, next(iter(parts)))
@@ -129,7 +132,7 @@ class _KeptStep:
         return f"{self._folder}/step-{self._step:08d}.{head}{'' if policy == OWN else f'-{policy}'}.parquet"
 
     def _check_policy(self, place: str, policy: str, rows: _Rows, trained: Trained) -> None:
-        """Check that the rows are samples of the policy that the file is of, as many as the ledger has."""
+        """Check that the rows are samples of the file's policy, as many as in the ledger."""
         if strange := strangers({row.get("group") or "" for row in rows}, policy, trained.policies):
             self._report(
                 place,
@@ -145,7 +148,7 @@ class _KeptStep:
             )
 
     def _check_rollout(self, place: str, parts: Sequence[_Rows], trained: Trained) -> None:
-        """Check the rows of a rollout, by policy, all of which are there."""
+        """Check the rows of a rollout whose files are complete; `parts` has the rows of each policy."""
         rollout, samples = trained.rollout, [row for part in parts for row in part]
         numbers = [number for part in parts[:-1] for number in range(len(part))]
         numbers += range(trained.samples - len(numbers))
@@ -168,7 +171,8 @@ class _KeptStep:
             self._report(place, f"rollout {rollout} has {tokens} tokens, the ledger {known[rollout]}")
         if not _same_reward(samples, trained.episodes, trained.reward):
             self._report(
-                place, f"rollout {rollout} has not the reward {trained.reward:.6g} over {trained.episodes} episodes"
+                place,
+                f"rollout {rollout} does not have the reward {trained.reward:.6g} over {trained.episodes} episodes",
             )
 
 
@@ -213,21 +217,25 @@ def _same_reward(samples: _Rows, episodes: int, reward: float) -> bool:
 
 
 def _without_files(every: int, steps: Collection[int], outcome: Outcome) -> list[int]:
-    """Return the steps with rollouts to keep that no file is of, but the last ones of a run that may continue."""
+    """Return the steps that should have a file of samples but have none; without the last steps of a run that may
+    continue.
+    """
     last = outcome.version if outcome.is_over else outcome.version - 2
     wanted = {line.step for line in outcome.rollouts.values() if every and line.order % every == 0}
     return sorted(step for step in wanted - set(steps) if step <= last)
 
 
 def _check_all_there(place: str, step: int, every: int, kept: set[str], outcome: Outcome, report: Report) -> None:
-    """Check that a step of the last launch, whose files all exist, saved the samples that its settings ask for."""
+    """Check that a step of the last launch, all of whose files exist, saved the samples that its settings require."""
     stray = [name for name in sorted(kept & outcome.rollouts.keys()) if outcome.rollouts[name].order % every]
     if stray:
-        report(place, f"has {len(stray)} rollouts that samples.every={every} does not keep, as {stray[0]}")
+        report(place, f"has {len(stray)} rollouts that samples.every={every} does not keep, for example {stray[0]}")
     missing = [
         rollout
         for rollout, line in outcome.rollouts.items()
         if line.step == step and line.order % every == 0 and rollout not in kept
     ]
     if missing:
-        report(place, f"has not {len(missing)} of the rollouts that samples.every={every} keeps, as {missing[0]}")
+        report(
+            place, f"lacks {len(missing)} of the rollouts that samples.every={every} keeps, for example {missing[0]}"
+        )

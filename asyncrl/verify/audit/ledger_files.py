@@ -1,6 +1,6 @@
-"""The ledger's lines in the files: they must be complete and sealed, and some were ruled out by a later launch.
+"""The ledger's lines in the files. They must be complete and sealed, and a later launch may rule out some of them.
 
-A launch continues after the line that its checkpoint names; the lines between are ruled out, even if one of them ruled
+A launch continues after the line that its checkpoint names. The lines between are ruled out, even if one of them ruled
 out others. The remaining lines are the history of the run's present policy.
 """
 
@@ -19,7 +19,7 @@ from asyncrl.comm.typed import json_decoder
 _decode = json_decoder(Line).decode
 
 Report = Callable[[str, str], None]
-"""Called with a finding: the place, and what is wrong there."""
+"""Called with the place of a finding and its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
             try:
                 line = _decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                report(place, f"no line of a ledger: {error}")
+                report(place, f"not a line of a ledger: {error}")
                 unsealed.update(raw)
                 continue
             entries.append(Entry(len(entries) + 1, place, line))
@@ -60,9 +60,9 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
                 continue
             unsealed.update(raw[: -SEAL_BYTES - len(SEAL_END)])
             if not raw.endswith(line.seal.encode() + SEAL_END) or line.seal != unsealed.hexdigest():
-                report(place, "the seal does not fit what is written since the one before it: something was changed")
+                report(place, "the seal does not match the lines since the previous seal: a line was changed")
             if line.line != len(entries):
-                report(place, f"says it is line {line.line} and is line {len(entries)}")
+                report(place, f"is numbered {line.line}, but is line {len(entries)}")
             unsealed = hashlib.sha256(line.seal.encode())
     return entries
 
@@ -76,7 +76,7 @@ def surviving(entries: list[Entry], report: Report) -> Iterator[Entry]:
         if isinstance(line, Begin):
             lineage += 1
             if line.lineage != lineage:
-                report(entry.place, f"begins lineage {line.lineage}, where {lineage} begins")
+                report(entry.place, f"begins lineage {line.lineage}, expected {lineage}")
             while kept and kept[-1].number > line.after:
                 kept.pop()
             _check_begin(entry.place, line, kept[-1] if kept else None, report)
@@ -93,12 +93,12 @@ def _check_begin(place: str, begin: Begin, from_entry: Entry | None, report: Rep
         return
     if not begin.after:
         if begin.version:
-            report(place, f"begins at version {begin.version}, and goes on from nothing")
+            report(place, f"begins at version {begin.version} without a checkpoint")
         return
     if from_entry is None or from_entry.number != begin.after:
-        report(place, f"goes on from line {begin.after}, which was forgotten or is not there")
+        report(place, f"continues after line {begin.after}, which was ruled out or does not exist")
     elif not isinstance(from_entry.line, Saved):
-        report(place, f"goes on from line {begin.after} ({from_entry.place}), which is of no checkpoint")
+        report(place, f"continues after line {begin.after} ({from_entry.place}), which is not a line of a checkpoint")
     elif from_entry.line.version != begin.version:
         saved = from_entry.line.version
         report(place, f"begins at version {begin.version} from the checkpoint of version {saved} ({from_entry.place})")

@@ -80,7 +80,7 @@ class Outcome:
     abandoned: int = 0
     live: int = 0
     lost: int = 0
-    """Number of rollouts that were under way when a launch ended without an `end` line."""
+    """Number of rollouts that were live when a launch ended without an `end` line."""
     lineages: int = 0
     settings: RunSettings | None = None
     steps: dict[int, StepTotals] = field(default_factory=dict)

@@ -25,7 +25,7 @@ def wrong_opponents(line: Trained) -> Iterator[str]:
         if not 0 <= oldest <= newest < line.step:
             yield (
                 f"rollout {line.rollout}, trained at step {line.step}, met versions {oldest} to {newest} of policy "
-                f"{policy!r}: no such versions then"
+                f"{policy!r}: these versions did not exist then"
             )
 
 
@@ -49,10 +49,10 @@ def wrong_policies(line: Trained) -> Iterator[str]:
 
 
 def wrong_row(row: Mapping[str, Any], totals: StepTotals) -> Iterator[str]:
-    """Yield a message for each policy that the ranks trained on other tokens than the step's rollouts have of it.
+    """Yield a message for each policy whose number of trained tokens differs from that of the step's rollouts.
 
-    A policy that the step does not train (`train_every`) has no count in the row. Tokens that are too old count in the
-    ledger alone (`on_stale=mask`).
+    A policy that the step does not train (`train_every`) has no count in the row. Tokens that are too old count only in
+    the ledger (`on_stale=mask`).
     """
     for policy, tokens in totals.policy_tokens.items():
         if policy == OWN or (told := row.get(f"policy/{policy}/tokens/trained")) is None:

@@ -1,4 +1,4 @@
-"""Rollouts of a ledger's history, and the gate's counters that their fates add up to."""
+"""Rollouts of a ledger's history, and the gate's counters, which are the numbers of their fates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AuditedRollout:
         reason: reason of its drop.
         step: step that trained it.
         tokens: all tokens; None until it is finished.
-        late: True if it was trained while the gate could not be asked, so that lines about the rollout may follow.
+        late: True if it was trained while the manager did not answer, so that lines about the rollout may follow.
     """
 
     prompt: str
@@ -62,13 +62,13 @@ class Rollouts:
         self._counts: Counter[str] = Counter()
 
     def begin(self, line: Begin) -> int:
-        """Begin a launch; return how many rollouts were lost with the one before."""
+        """Begin a launch; return the number of rollouts that were lost with the previous launch."""
         lost = [key for key, known in self.by_id.items() if known.fate in (RUNNING, FINISHED)]
         for rollout_id in lost:
             self.move(self.by_id.pop(rollout_id), "")
         if line.carried is not None:
             self.dropped = Counter(line.carried.dropped)
-        # The gate counts train_batch_size per version, whatever it was when they were trained.
+        # The gate counts the present train_batch_size per version, even if it was different in earlier launches.
         self._counts[TRAINED] = line.version * line.settings.train_batch_size
         self.submitted = self._counts[TRAINED] + self.dropped.total()
         return len(lost)
@@ -95,9 +95,9 @@ class Rollouts:
         return self._counts[RUNNING] + self._counts[FINISHED]
 
     def check_books(self, books: LedgerBooks) -> Iterator[str]:
-        """Yield a message for each counter in `books` that is not what the lines add up to."""
+        """Yield a message for each counter in `books` that differs from the total of the lines."""
         if self.unseen:
-            yield f"the gate was asked, and yet {self.unseen} rollouts were trained that it never admitted"
+            yield f"{self.unseen} rollouts were trained that the gate never admitted, although the manager answered"
             self.unseen = 0
         added = {
             "submitted": self.submitted,

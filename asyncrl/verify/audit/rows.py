@@ -14,7 +14,7 @@ from asyncrl.verify.audit.outcome import Outcome, StepTotals
 from asyncrl.verify.audit.policy_checks import wrong_row
 
 _TOLERANCE = 1e-6
-"""Relative tolerance, as sums are computed in another order."""
+"""Relative tolerance, since sums are computed in another order."""
 _SUMMARY = "summary.json"
 _DROPPED = "rollout/dropped_"
 Row: TypeAlias = tuple[str, dict[str, Any]]
@@ -66,15 +66,15 @@ def _written_rows(file: Path, report: Report) -> Iterator[Row]:
     for number, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
         place = f"{file.name}:{number}"
         if not raw.endswith(b"\n"):
-            return  # cut off by a kill; the next launch cuts it away
+            return  # cut off by a kill; the next launch removes it
         try:
             yield place, _checked(json.loads(raw))
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            report(place, f"no row of metrics: {one_line(error)}")
+            report(place, f"not a row of metrics: {one_line(error)}")
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return `row`; raises KeyError or TypeError if it does not have what each row has."""
+    """Return `row`; raises KeyError or TypeError if it lacks a field that every row has."""
     for name in ("step", "policy_version"):
         if type(row[name]) is not int:
             raise TypeError(f"{name} is {row[name]!r:.50}")
@@ -103,24 +103,24 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
 
 
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
-    """Check the drops that someone has to look into: those since the previous step, by the books of both steps.
+    """Check the drops since the previous step that someone has to look into, by the books of both steps.
 
-    A restarted MasterWorker may report some twice, so rows after a restart are left out. So is the first row of a
-    launch, as its checkpoint may include drops that came after its step.
+    Rows after a restart are left out, since a restarted MasterWorker may report some drops twice. The first row of a
+    launch is left out too, since its checkpoint may include drops after its step.
     """
     now, before = (outcome.books_at.get(row["step"] - back) for back in (0, 1))
     if now is None or before is None or row["step"] - 1 in outcome.begun or row.get("restarts") != 0:
         return
     for name, told in row.items():
         reason = name.removeprefix(_DROPPED)
-        if reason in (name, "stale"):  # stale ones are counted when found, before the gate counts them
+        if reason in (name, "stale"):  # stale rollouts are counted when they are found, before the gate counts them
             continue
         if not _close(told, added := now.dropped.get(reason, 0) - before.dropped.get(reason, 0)):
             report(place, f"step {row['step']} has {name} {told}, the books of the ledger {added}")
 
 
 def _check_end(place: str, last: int, settings: Settings | None, outcome: Outcome, report: Report) -> None:
-    """Check how far the rows reach. Rows of a run that still runs, or was killed, may wait for an evaluation."""
+    """Check the last row. Rows of a run that still runs, or was killed, may wait for an evaluation."""
     if last > outcome.version + (not outcome.ended):
         report(place, f"has a row of step {last}; the ledger's last step is {outcome.version}")
     if last >= outcome.version or not outcome.version:

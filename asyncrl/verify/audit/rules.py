@@ -1,7 +1,7 @@
-"""The surviving history of a ledger, replayed line by line, with the rules that every run must keep.
+"""Replay of the surviving history of a ledger, line by line, with the rules that every run must keep.
 
 - Exactly once: no prompt of an epoch is trained twice, or after it was dropped for good; a rollout has one end.
-- Books: at every line that has them, the gate's counters are the totals of the lines; at the end nothing is left over.
+- Books: at every line with the gate's counters, they are the totals of the lines; at the end no rollout is left over.
 - Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
 - Times: each process's clock goes forward, or is set back for good (`clocks`).
@@ -125,9 +125,11 @@ class Replay:
         self.outcome.resumed |= line.after > 0
         self.outcome.settings, self._lineage = line.settings, line.lineage
         if line.settings.seed < 0 or line.settings.workers < 0:
-            self._report(f"seed is {line.settings.seed} and workers {line.settings.workers}, which there are not")
+            self._report(
+                f"seed is {line.settings.seed} and workers {line.settings.workers}; negative numbers are not valid"
+            )
         if line.settings.on_stale not in ("drop", "mask", "wait"):
-            self._report(f"on_stale is {line.settings.on_stale!r}, which there is not")
+            self._report(f"on_stale is {line.settings.on_stale!r}, which does not exist")
         self.outcome.whole &= line.carried is None
         self.outcome.version = line.version
         self._data_order.begin(line.settings, line.lineage, self._prompts.settled())
@@ -140,7 +142,7 @@ class Replay:
             self._report(f"rollout {line.rollout} was admitted before, at {before.place}")
             return
         self._data_order.check_prompt(line.prompt, line.order)
-        if not 0 <= line.version <= self.outcome.version + 1:  # it may be reported after the next step
+        if not 0 <= line.version <= self.outcome.version + 1:  # its report may come after the next step
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
             )
@@ -183,7 +185,7 @@ class Replay:
         }
         if line.prompt not in allowed.get(line.reason, tuple(PromptGoes)) or not line.reason:
             self._report(
-                f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: no such drop"
+                f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: both cannot be"
             )
         if line.attempt is not None and (
             line.prompt is not PromptGoes.returned or not 0 <= line.attempt - known.attempt <= 1
@@ -199,7 +201,7 @@ class Replay:
             self._use(known.prompt, "dropped for good")
 
     def _ending(self, rollout_id: str, how: str) -> AuditedRollout | None:
-        """Return the rollout that ends now, as `how` says; None if it is unknown or has ended before."""
+        """Return the rollout that ends now in the way `how`; None if it is unknown or has ended before."""
         known = self._known(rollout_id)
         if known is None or known.late:
             return None
@@ -218,7 +220,7 @@ class Replay:
         rollouts = self._rollouts
         known = rollouts.by_id.get(line.rollout)
         self._data_order.check_prompt(line.prompt, line.order)
-        if known is None:  # valid only if the gate could not be asked
+        if known is None:  # valid only if the manager did not answer
             rollouts.unseen += 1
             known = rollouts.by_id[line.rollout] = AuditedRollout(line.prompt, line.order, 0, self._place, late=True)
         elif known.fate == TRAINED:
@@ -266,7 +268,9 @@ class Replay:
         if settings is not None and len(self._batch) != (wanted := settings.train_batch_size):
             self._report(f"step {line.step} trained {len(self._batch)} rollouts; train_batch_size={wanted}")
         if stray := sum(known.step != line.step for known in self._batch):
-            self._report(f"{stray} of the rollouts before step {line.step} say they were trained at another step")
+            self._report(
+                f"{stray} of the rollouts before step {line.step} were trained at another step, by their lines"
+            )
         orders = [known.order for known in self._batch]
         if orders != sorted(orders):
             self._report(f"the rollouts of step {line.step} are not in the data order")
@@ -284,7 +288,7 @@ class Replay:
             self._report(f"the launch ended at version {line.version}, after step {self.outcome.version}")
         self._check_books(line.books)
         if live := self._rollouts.live:
-            self._report(f"the launch ended and nothing says what became of {live} rollouts")
+            self._report(f"the launch ended, and {live} rollouts have no end")
         self.outcome.ended = True
 
     def _check_books(self, books: LedgerBooks | None) -> None:
@@ -297,7 +301,7 @@ class Replay:
 
     def _check_lineage(self, lineage: int) -> None:
         if lineage != self._lineage:
-            self._report(f"lineage {lineage}, in the midst of lineage {self._lineage}")
+            self._report(f"a line of lineage {lineage} within lineage {self._lineage}")
 
     def _check_data_order(self) -> None:
         if self.outcome.whole:

@@ -1,7 +1,7 @@
-"""Runs an experiment as its user would, injects the faults of a plan, and watches until it has ended.
+"""Run an experiment as its user would, inject the faults of a plan, and watch the run until its end.
 
 The run is a child process, `python -m asyncrl.launch EXPERIMENT ...`. All information about it comes from its files and
-from name resolution, and every fault could be caused by anybody with the user's rights. After the plan has killed a
+from name resolution. Any process with the user's rights could cause these faults. After a fault has killed the
 launcher, the same command is run again, as a user or a supervisor would do. The run gets no other help.
 """
 
@@ -31,7 +31,9 @@ from asyncrl.verify.chaos.process_targets import LOOK_S, ProcessTargets
 from asyncrl.verify.chaos.run_launcher import RunLauncher
 
 LINK_LOOK_S = 0.01
-"""Time between two checks of addresses: a process that reads one before its proxy is entered bypasses the proxy."""
+"""Time in seconds between two checks of addresses. A process that reads an address before it is replaced bypasses the
+proxy.
+"""
 SILENCE_LIMIT_S = 600.0
 """Time in seconds without a step or a printed line after which a run will not end by itself."""
 _LINES_KEPT = 60
@@ -44,8 +46,8 @@ class Watched:
     Attributes:
         code: exit code of its last launcher; None if it had to be killed.
         done: the injected faults.
-        left: the faults that were not injected, and why.
-        steps: when each row of metrics was seen, and its step.
+        left: the faults that were not injected, with the reason.
+        steps: for each row of metrics, the time when it was seen, and its step.
         lines: the last lines that the launchers printed.
         began: seconds since 1970.
     """
@@ -63,11 +65,11 @@ class ChaosRun:
     """One run with injected faults.
 
     Args:
-        config: the run's settings, as its launcher will resolve them.
+        config: the run's settings, as its launcher resolves them.
         command: starts the run.
         again: continues the run after its launcher died.
         links: the processes behind proxies, and their entries in name resolution.
-        tell: called with lines for a person.
+        tell: called with lines for the terminal.
     """
 
     def __init__(
@@ -142,13 +144,13 @@ class ChaosRun:
         """Return True if the run is over; continue it if its launcher was killed."""
         if (code := self._launcher.code) is not None:
             if self._launcher.killed and not self._seen.interrupted:
-                self._say("the same command again")
+                self._say("starting the same command again")
                 await self._launcher.start()
                 return False
             self._seen.code = code
             return True
         if time.monotonic() - max(self._launcher.heard_at, self._stepped_at) > SILENCE_LIMIT_S:
-            self._say(f"no step and no word for {SILENCE_LIMIT_S:.0f} s: the run is ended")
+            self._say(f"no step and no printed line for {SILENCE_LIMIT_S:.0f} s: ending the run")
             return True
         return False
 
@@ -159,7 +161,7 @@ class ChaosRun:
             if all(done.fault is not fault for done in self._seen.done):
                 self._seen.left.append((fault, "the run ended before its target was there"))
             raise
-        except (OSError, psutil.Error) as error:  # its target has just ended; no room for the file that fills the disk
+        except (OSError, psutil.Error) as error:  # the target has just ended, or the disk has no room for the ballast
             if all(done.fault is not fault for done in self._seen.done):
                 self._seen.left.append((fault, f"it could not be injected: {error}"))
 

@@ -33,9 +33,9 @@ class InjectedFault:
         fault: the planned fault.
         at: its time.
         after_step: the newest step at that time.
-        note: what exactly was hit.
-        over: the time of its end; for a kill `at`, for a pause when the process was resumed.
-        serves: when a GenerationServer that replaced a killed one got requests.
+        note: details of the target.
+        over: the time of its end; `at` for a kill, the time of the process's resumption for a pause.
+        serves: the time at which the successor of a killed GenerationServer got requests.
         overtaken_by: the number of a later kill of the same process that came before it had recovered.
     """
 
@@ -47,20 +47,20 @@ class InjectedFault:
     serves: float | None = None
     overtaken_by: int | None = None
     ready_s: float | None = None
-    """From the kill until the replacement was ready."""
+    """Time from the kill until the replacement was ready."""
     at_work_s: float | None = None
-    """From the kill until the replacement did its first work."""
+    """Time from the kill until the replacement did its first work."""
     next_step_s: float | None = None
-    """From the kill, or the end of a longer fault, until the next train step was done."""
+    """Time from the kill, or from the end of a longer fault, until the next train step was done."""
     rollouts: int = 0
     """Number of rollouts that were discarded because of it and repeated."""
     tokens: int = 0
-    """Tokens of those of them that had reached the trainer; tokens of rollouts under way are not recorded anywhere."""
+    """Tokens of those of these rollouts that had reached the trainer. Tokens of running rollouts are not recorded."""
     steps_again: int = 0
-    """Number of complete steps that were trained again, without the step under way."""
+    """Number of complete steps that were trained again, without the running step."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields, for a file."""
+        """Return the fields, for a file."""
         return asdict(self)
 
     @property
@@ -77,9 +77,9 @@ def replaced_as(target: str) -> str:
 def complete(
     done: Sequence[InjectedFault], steps: Sequence[tuple[float, int]], restarts: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Fill in when the run continued after each fault.
+    """Fill in the times at which the run continued after each fault.
 
-    `steps`: when each row of metrics was seen; `restarts`: the lines of `restarts.jsonl`.
+    `steps`: for each row of metrics, the time when it was seen, and its step. `restarts`: lines of `restarts.jsonl`.
     """
     kills = [each for each in done if each.fault.kind is FaultKind.kill]
     for each in kills:
@@ -107,7 +107,7 @@ def _covers(later: InjectedFault, earlier: InjectedFault) -> bool:
 def _went_on(
     each: InjectedFault, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]
 ) -> float | None:
-    """Return when the replacement was ready; after the death of a launcher only the next step shows it."""
+    """Return the time when the replacement was ready. After the death of a launcher, only the next step shows this."""
     if each.kind == LAUNCHER:
         return next((seen for seen, _ in steps if seen > each.at), None)
     what = (each.fault.target, replaced_as(each.fault.target), WHOLE_RUN)  # a MasterWorker may restart alone
@@ -115,10 +115,10 @@ def _went_on(
 
 
 def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
-    """Fill in when each replacement did its first work, by the ledger's lines.
+    """Fill in the time of each replacement's first work, by the ledger's lines.
 
     - RolloutWorker: its first admitted rollout.
-    - GserverManager: the first rollout that it admitted or saw finish.
+    - GserverManager: the first rollout that it admitted or recorded as finished.
     - The trainer's side, and a launcher: the next step.
     - GenerationServer: its first requests, which were observed during the run.
     """
@@ -153,8 +153,8 @@ def _is_of(each: InjectedFault, worker: str) -> bool:
 def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
     """Fill in the cost of each fault: the rollouts and steps that the ledger shows were discarded because of it.
 
-    A rollout dropped because its worker died counts for the last kill of that worker, if there was one; lines that a
-    launch ruled out count for the last killed launcher. Others count for the last fault before them.
+    A rollout that was dropped because its worker died counts for the last kill of that worker, if there was a kill.
+    Lines that a launch ruled out count for the last killed launcher. All others count for the last fault before them.
     """
     workers = {line.rollout: line.worker for line in (entry.line for entry in entries) if isinstance(line, Admitted)}
     drops, tokens, undone = _drops(entries)
@@ -173,8 +173,8 @@ def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
 
 
 def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int], set[str]]:
-    """Return when rollouts were dropped because of a death, tokens of rollouts, and which were trained or finished
-    after all.
+    """Return the times of drops because of a death, the tokens of rollouts, and the rollouts that were trained or
+    finished after all.
     """
     drops: dict[str, float] = {}
     tokens: dict[str, int] = {}
@@ -206,7 +206,7 @@ def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
 
 
 def _last_before(done: Sequence[InjectedFault], at: float, target: str | None) -> InjectedFault | None:
-    """The last kill of `target` before `at`, or else the last fault."""
+    """Return the last kill of `target` before `at`; the last fault if there was no such kill."""
     before = [each for each in done if each.at <= at]
     kills = [each for each in before if each.fault.kind is FaultKind.kill and each.fault.target == target]
     return max(kills or before, key=lambda each: each.at, default=None)

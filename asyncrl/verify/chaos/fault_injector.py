@@ -1,4 +1,4 @@
-"""Injects the faults of a plan into a run. Anybody with the user's rights could cause every one of them."""
+"""Inject the faults of a plan into a run. Any process with the user's rights could cause them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FaultInjector:
     Args:
         links: the processes behind proxies.
         run_dir: folder of the run, whose file system is filled.
-        note: called with a fault when it is injected, what was done, and details; returns the record of it.
+        note: called with an injected fault, its description, and details; returns its record.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FaultInjector:
         self._note = note
 
     async def inject(self, fault: Fault) -> None:
-        """Inject `fault` once its target is there; return when the fault is over."""
+        """Inject `fault` once its target exists; return when the fault is over."""
         ways: dict[FaultKind, Callable[[Fault], Coroutine[Any, Any, None]]] = {
             FaultKind.kill: self._kill,
             FaultKind.pause: self._pause,

@@ -1,14 +1,14 @@
 """Plan of faults made from a seed, and the clock that follows it. Pure.
 
-A fault is tied to a train step, so that the faults are spread over the run whatever its speed, and all of them happen
-before its end. Fault i of n is due the fraction `offset` of a typical step after `step` steps are done, at the latest
-when the next step is done. So faults do not always come at the beginning of a step.
+A fault is tied to a train step. So the faults are spread over the run at any speed, and all of them happen before its
+end. Fault i of n is due the fraction `offset` of a typical step after `step` steps are done, at the latest when the
+next step is done. So faults do not always come at the beginning of a step.
 
     steps      1     2     3     4     5     6     7     8     9      9 steps, 3 faults
     faults       x           x                  x
 
-Kinds take turns: in every len(kinds) kills each kind is killed once, in a new order. So 20 kills over 6 kinds are 3 or
-4 of each.
+Kinds of processes take turns: every len(kinds) kills include each kind once, in a new order. So 20 kills over 6 kinds
+are 3 or 4 of each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enum import StrEnum
 FIRST_STEP = 1
 """No fault before this step is done: the plan tests how a running run continues, not how it starts."""
 LAST_STEPS = 3
-"""The last steps, so many, have no faults: the run must have steps left to show that it continues."""
+"""Number of last steps without faults: the run must have steps left to show that it continues."""
 _STEPS_REMEMBERED = 9
 
 
@@ -35,7 +35,8 @@ class FaultKind(StrEnum):
     pause = "pause"
     """SIGSTOP, and SIGCONT after a while."""
     cut = "cut"
-    """All connections to a server are broken, losing the messages under way, and none is accepted for a while."""
+    """All connections to a server are broken, messages in flight are lost, and no connection is accepted for a while.
+    """
     delay = "delay"
     """All messages to and from a server are delayed for a while."""
     full_disk = "full_disk"
@@ -117,11 +118,11 @@ def _take_turns(
     counts: Mapping[FaultKind, int],
     chance: random.Random,
 ) -> Iterator[str]:
-    """Yield targets, the kinds of targets in turn."""
+    """Yield targets; their kinds take turns."""
     groups = {name: of_kind for name, of_kind in targets.get(kind, {}).items() if of_kind}
     count = counts.get(kind, 0)
     if count and not groups:
-        raise ValueError(f"{count} of {str(kind)!r}: there is nothing in this run to do it to")
+        raise ValueError(f"{count} of {str(kind)!r}: this run has no target for this fault")
     turn: list[str] = []
     for _ in range(count):
         if not turn:
@@ -146,7 +147,7 @@ class PlanClock:
         return tuple(self._left)
 
     def step_done(self, step: int, now_s: float) -> None:
-        """Record that train step `step` is done. After a launch was killed steps are repeated."""
+        """Record that train step `step` is done. Steps may repeat after the death of a launch."""
         if self._step_at_s is not None and step == self._step + 1:
             self._lengths_s.append(now_s - self._step_at_s)
         self._step, self._step_at_s = step, now_s

@@ -8,27 +8,27 @@ import shutil
 from pathlib import Path
 
 LARGEST_BYTES = 2 << 30
-"""A larger file system is not filled: others use it too, and it would take long."""
+"""Size in bytes above which a file system is not filled: others use it too, and it would take long."""
 _BLOCK = bytes(1 << 20)
 _LEAST = bytes(1 << 12)
 
 
 def why_not(folder: Path) -> str | None:
-    """Return why the file system of `folder` must not be filled, and what to do about it; None if it may be."""
+    """Return the reason why the file system of `folder` must not be filled, with the fix; None if it may be filled."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     size = shutil.disk_usage(existing).total
     if size <= LARGEST_BYTES:
         return None
     return (
-        f"fileroot={str(folder)!r} lies on a file system of {size / 2**30:,.0f} GiB, and only one of at most "
-        f"{LARGEST_BYTES / 2**30:.0f} GiB is filled; for one of its own, without privileges: "
+        f"fileroot={str(folder)!r} lies on a file system of {size / 2**30:,.0f} GiB, and only file systems of at most "
+        f"{LARGEST_BYTES / 2**30:.0f} GiB are filled; to make a small one without privileges: "
         "unshare --map-root-user --mount sh -c "
         "'mount -t tmpfs -o size=512m,mode=0700 tmpfs DIR && COMMAND fileroot=DIR'"
     )
 
 
 class Ballast:
-    """A file that takes all free space until `drop`; call `grow` again as others free some."""
+    """A file that takes all free space until `drop`. Call `grow` again when others may have freed space."""
 
     def __init__(self, file: Path) -> None:
         self._path = file
@@ -39,7 +39,7 @@ class Ballast:
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for block in (_BLOCK, _LEAST):
-            with contextlib.suppress(OSError):  # none is left for a block
+            with contextlib.suppress(OSError):  # no space is left for a block
                 while True:
                     os.write(self._file, block)
 

@@ -1,11 +1,12 @@
-"""Puts proxies between a run's processes and its servers, only by changing addresses in name resolution.
+"""Put proxies between a run's processes and its servers, only by changing addresses in name resolution.
 
-A server's entry is replaced by one with the address of its proxy as soon as it appears. Its owner then finds that it no
-longer owns the entry. The new entry is renewed from here instead, and removed once the owner's status is gone: a death
-is noticed as late as it would have been. A successor enters its own address, and so does an owner that was only
-suspended (`NameResolver.fences`); these entries are replaced again.
+A server's entry is replaced by an entry with the address of its proxy as soon as it appears. Its owner then finds that
+it no longer owns the entry. This process renews the new entry instead, and removes it once the owner's status is gone.
+So a death is noticed as late as without the proxy. A successor enters its own address, and so does an owner that was
+only suspended (`NameResolver.fences`). These entries are replaced again.
 
-A process that reads an address in the few milliseconds before this bypasses the proxy until its connection breaks.
+A process that reads an address in the few milliseconds before the replacement bypasses the proxy until its connection
+breaks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Link:
     proxy: LinkProxy
     port: int
     value: str | None = None
-    """The entry as it was written here; None if there is none."""
+    """The entry as this process wrote it; None if there is no entry."""
 
 
 class Links:

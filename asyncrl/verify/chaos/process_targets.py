@@ -1,6 +1,4 @@
-"""The processes of a run that is watched: all information about them comes from name resolution and the operating
-system.
-"""
+"""The processes of a watched run. All information about them comes from name resolution and the operating system."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class ProcessTargets:
         return self._resolver
 
     async def find(self, target: str) -> psutil.Process:
-        """Return the current process of the worker `target`, once there is one: it may just be restarting."""
+        """Return the current process of the worker `target`. If it is just restarting, wait for the new process."""
         kind, _, index = target.partition("/")
         while True:
             with contextlib.suppress(NameResolveError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
@@ -97,7 +95,7 @@ class ProcessTargets:
 
 
 def _is_worker(process: psutil.Process, target: str) -> bool:
-    """True if the process is this worker; until it sets its title, its command line is compared."""
+    """True if the process is this worker. Before it sets its title, its command line is compared."""
     arguments = process.cmdline()
     if " ".join(arguments).startswith(f"asyncrl {target} "):
         return True

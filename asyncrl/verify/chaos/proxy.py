@@ -1,7 +1,7 @@
-"""A TCP proxy that passes bytes on unchanged, and on request cuts all connections or delays them.
+"""A TCP proxy that forwards bytes unchanged, and on request cuts all connections or delays them.
 
-It is between a run's processes and one of its servers. The traffic is encrypted from end to end and stays so, so the
-proxy cannot choose among messages: a cut loses those under way, and a delay keeps their order.
+It is between a run's processes and one of its servers. The traffic stays encrypted from end to end, so the proxy cannot
+select messages. A cut loses the messages in flight, and a delay keeps their order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CONNECT_LIMIT_S = 5.0
 
 
 class LinkProxy:
-    """Listens on a free port of `host`; see the module's docstring. `upstream` may change when a server restarts."""
+    """A proxy on a free port of `host`. `upstream` may change when a server restarts."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -28,7 +28,7 @@ class LinkProxy:
         """True if new connections are closed at once."""
 
     async def start(self) -> int:
-        """Listen; returns the port."""
+        """Listen; return the port."""
         self._server = await asyncio.start_server(self._take, self._host, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -39,7 +39,7 @@ class LinkProxy:
         return len(self._pairs)
 
     def cut(self) -> int:
-        """Break all connections at once, dropping bytes under way; return their number."""
+        """Break all connections at once, dropping bytes in flight; return the number of connections."""
         pairs = list(self._pairs.values())
         for writer in (writer for pair in pairs for writer in pair):
             writer.transport.abort()
@@ -65,7 +65,7 @@ class LinkProxy:
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 far_reader, far_writer = await asyncio.open_connection(*self.upstream)
-        except OSError:  # as where nobody listens, which is so
+        except OSError:  # nothing listens there: behave in the same way
             writer.transport.abort()
             del self._pairs[task]
             return
@@ -74,7 +74,7 @@ class LinkProxy:
             async with asyncio.TaskGroup() as pumps:
                 pumps.create_task(self._pump(reader, far_writer))
                 pumps.create_task(self._pump(far_reader, writer))
-        except* OSError:  # one end broke it; so the other end is told
+        except* OSError:  # one end broke it: break the other end too
             far_writer.transport.abort()
             writer.transport.abort()
         finally:

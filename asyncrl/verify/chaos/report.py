@@ -1,4 +1,4 @@
-"""The end of a chaos run, for a person: a table of the faults, the books, the audit, and the verdict."""
+"""Report at the end of a chaos run: a table of the faults, the books, the audit, and the verdict."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def verdict(watched: Watched, books: str | None, findings: Sequence[str]) -> lis
     if watched.interrupted:
         wrong.append("it was interrupted")
     elif watched.code is None:
-        wrong.append("it did not end by itself: no step and no word for too long")
+        wrong.append("it did not end by itself: no step and no printed line for too long")
     elif watched.code:
         wrong.append(f"it did not finish by itself: its launcher ended with {watched.code}")
     if books is not None:

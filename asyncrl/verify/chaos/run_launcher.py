@@ -1,4 +1,4 @@
-"""The launcher of a run that is watched: a child process, `python -m asyncrl.launch EXPERIMENT ...`, and its lines."""
+"""The launcher of a watched run: a child process, `python -m asyncrl.launch EXPERIMENT ...`, and its printed lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunLauncher:
         self.heard_at = time.monotonic()
         self._on_line = on_line
         self._launched = asyncio.Event()
-        """Set while there is a launcher that has not been killed."""
+        """Set while a launcher exists that has not been killed."""
         self._process: asyncio.subprocess.Process | None = None
         """The newest launcher; None before the first one started."""
         self._reading: set[asyncio.Task[None]] = set()
@@ -43,7 +43,7 @@ class RunLauncher:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at the terminal is passed on
+            start_new_session=True,  # Ctrl-C at the terminal reaches it only through `interrupt`
         )
         self._launched.set()
         assert process.stdout is not None

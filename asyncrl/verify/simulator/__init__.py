@@ -9,8 +9,8 @@
     device_turns     turns of the trainer and of servers on its devices
     simulated_code   prompts, agents and environments of the RolloutWorkers
     setup            inputs and outcome of a simulation
-    simulation       all of it together
-    plans/           the rates of a real run, from its files; the fastest split of devices, and the fastest η, for it
+    simulation the run as a whole plans/ the rates of a real run, from its files; the fastest split of devices, and the
+    fastest η, for it
 
 `benchmarks/simulate.py` builds the tables of docs/scale_runs.md with it, `doctor RUN --plan` uses `plans/`.
 """

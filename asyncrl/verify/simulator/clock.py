@@ -1,7 +1,7 @@
 """An asyncio event loop in virtual time.
 
 `loop.time()` is a number. When a real loop would sleep until its next timer, this one advances the number and continues
-at once. So a run of hours takes only as long as its Python code, every `asyncio.sleep`, timeout and deadline in it is
+at once. So a run of hours takes only as long as its Python code. Every `asyncio.sleep`, timeout and deadline in it is
 exact to the microsecond, and two runs are identical. The loop allows no input from outside: no socket, no thread.
 """
 
@@ -19,11 +19,11 @@ _NAMED = 12
 
 
 class Deadlock(RuntimeError):
-    """All tasks wait, and no timer will wake one; the message says what they wait for."""
+    """All tasks wait, and no timer will wake one of them. The message lists the tasks."""
 
 
 class _Skip(selectors.SelectSelector):
-    """Waits by advancing its loop's time. Its loop has no file descriptors, so it never reports one."""
+    """Waits by advancing its loop's time. The loop has no file descriptors, so no descriptor is ever reported."""
 
     loop: VirtualLoop
 
@@ -42,7 +42,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector = _Skip()
         selector.loop = self
         super().__init__(selector)
-        self._clock_resolution = 1e-6  # of the base class: timers due within it run together, whatever a sum rounds to
+        self._clock_resolution = 1e-6  # of the base class: timers due within it run together, regardless of rounding
 
     def time(self) -> float:
         """Return the virtual time in seconds."""

@@ -18,9 +18,9 @@ from asyncrl.verify.simulator.setup import Setup
 
 
 class Turns:
-    """The turn announced last, which the manager learns of at once, and its answer whether all guests rest.
+    """The turn announced last, which the manager receives at once, and its answer whether all guests rest.
 
-    Stands for `asyncrl.manager.fleet.guests.guests` and the key in name resolution between master and manager.
+    Replaces `asyncrl.manager.fleet.guests.guests` and the key in name resolution between master and manager.
     """
 
     def __init__(self, decisions: FleetDecisions, runner: FleetRunner) -> None:

@@ -30,7 +30,7 @@ from asyncrl.verify.simulator.setup import LONG, Setup
 from asyncrl.verify.simulator.trainer import DataHead
 
 HOLD_S = 10.0
-"""As in the master: how long the manager holds one question about expiring rollouts."""
+"""Longest time in seconds that the manager holds a call about expiring rollouts, as in the master."""
 
 MakeTurns = Callable[[VersionAnnouncer, SimulatedManagerClient, SampleBuffer, Collector], DeviceTurns]
 """Builds the turns of the trainer and its guests."""
@@ -71,7 +71,7 @@ class TrainCounts:
 
 
 class Reports:
-    """Reports to the manager: the rollouts that it has to learn of, and what its replies say.
+    """Reports of trained and dropped rollouts to the manager, and its replies.
 
     Attributes:
         trained: ids of trained rollouts that are not reported yet.
@@ -114,8 +114,8 @@ class MasterLoop:
 
     Attributes:
         version: completed train steps.
-        counts: what was trained so far.
-        reports: its reports to the manager.
+        counts: totals of the training so far.
+        reports: the reports to the manager.
     """
 
     def __init__(
@@ -164,13 +164,13 @@ class MasterLoop:
         self.counts.steps.append(now() - begun)
 
     async def take_rest(self) -> None:
-        """Receive what has arrived since the last step, and report what has expired."""
+        """Receive the rollouts that have arrived since the last step, and report the expired ones."""
         await self.collector.refresh()
         self.buffer.expire(self.version)
         await self.reports.send(self.version)
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self.collector.close()
         await self.manager.close()
 

@@ -25,7 +25,7 @@ class Host:
     Training has priority on its cores, as in the demo (`cores.FIRST`). Attributes, in CPU-seconds:
         cores: of the host.
         call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
-        rollout_s, rollout_token_s: of a RolloutWorker, for a rollout and a token of it, once its answers are there.
+        rollout_s, rollout_token_s: of a RolloutWorker, for a rollout and a token of it, once its answers are complete.
         receive_s: of the ranks' other threads, for a rollout, before it is acknowledged. They have priority too.
         manager_s: of the manager, for a rollout: half as it is admitted, half as it ends; and half for each request
             that it places again.
@@ -58,8 +58,8 @@ class Setup:
         turns: episodes of several turns; None: single answers.
         user_s: seconds of a rollout outside generation, once its answers are complete.
         in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
-        steps, warm_up: train steps, of which so many are not measured.
-        step_limit_s: a step that takes longer is a stall.
+        steps, warm_up: train steps, and the number of first steps that are not measured. step_limit_s: a step that
+        takes longer is a stall.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """Outcome of a simulation. Shares are of the measured time; `staleness` by version of age, in tokens."""
+    """Outcome of a simulation. Shares are of the measured time. `staleness` counts tokens by age in versions."""
 
     step_s: float
     wait_s: float
@@ -121,7 +121,7 @@ class Outcome:
     """Generated tokens that were trained, per second. This is the useful rate, as steps of short answers end sooner."""
     staleness: Counter[int]
     long_share: float
-    """Share of the trained answers that have at least `LONG` tokens; it falls if the selection disfavours long ones."""
+    """Share of the trained answers with at least `LONG` tokens. It falls if the selection favours short answers."""
     interrupted: float
     """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
     retracted: int

@@ -1,7 +1,7 @@
 """Rollouts of a simulation, in place of a user's data set, agent and environment.
 
-The agent of single answers is asyncrl's own. Tokens have no meaning: a prompt's first token is the prompt's number, on
-which the lengths of its answers depend, and all tokens of an answer are one token that encodes its seed.
+The agent of single answers is asyncrl's own. Tokens have no meaning. A prompt's first token is the prompt's number,
+which determines the lengths of its answers. An answer repeats a single token that encodes its seed.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ the rule that lends devices to guests; `ManagerClient`, `RolloutClient` and `Rol
 step and its publishing take, HTTP and ZMQ (calls in process), name resolution (a call). The master's step is that of
 `MasterLoop`.
 
-At the end the run is brought to rest and audited: no rollout may be lost, no request may stay placed on a server, every
-live server must serve the newest version, and no trained token may be older than allowed.
+At the end the run is brought to rest and audited. No rollout may be lost, and no request may stay placed on a server.
+Every live server must serve the newest version, and no trained token may be older than allowed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Mark:
 
 
 class Simulation:
-    """A run of the control plane in virtual time. Make it within a virtual loop; `run` is its whole life."""
+    """A run of the control plane in virtual time. Create it within a virtual loop, and call `run` once."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -119,7 +119,7 @@ class Simulation:
         while not task.done():
             done, _ = await asyncio.wait([task, *endless], return_when=asyncio.FIRST_COMPLETED)
             for ended in done - {task}:
-                ended.result()  # faults that have all happened end well
+                ended.result()  # the task of the faults ends once all have happened
                 endless.remove(ended)
         task.result()
 
@@ -181,7 +181,7 @@ class Simulation:
         if placed:
             found.append(f"{placed} sequences are placed on servers where nothing runs")
         if self.fleet.sequences:
-            found.append(f"{self.fleet.sequences} answers run on servers and nobody waits for them")
+            found.append(f"{self.fleet.sequences} answers run on servers, and no rollout waits for them")
         if master.counts.beyond and self.setup.on_stale != OnStale.mask:
             found.append(f"{master.counts.beyond} tokens older than η={self.setup.eta} were trained")
         if not self.setup.faults.any:

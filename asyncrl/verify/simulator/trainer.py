@@ -16,10 +16,10 @@ from asyncrl.trainer.trajectories.inbox import Inbox
 
 @dataclass(frozen=True, slots=True)
 class TrainerModel:
-    """A step takes `fixed_s`, plus `token_s` for each token of its batch including prompts; then publishing its weights
-    takes `publish_s`. If the same devices generate, changing from generation to training and back takes `switch_s`.
-    `ahead_share` is the part of `token_s` that does not need the newest weights (a frozen reference) and is done while
-    the trainer waits for data, as if all tokens had arrived by then.
+    """Speed of training. A step takes `fixed_s`, plus `token_s` for each token of its batch including prompts. Then
+    publishing its weights takes `publish_s`. If the same devices generate, changing from generation to training and
+    back takes `switch_s`. `ahead_share` is the part of `token_s` that does not need the newest weights (a frozen
+    reference) and is done while the trainer waits for data, as if all tokens had arrived by then.
     """
 
     token_s: float
@@ -39,7 +39,7 @@ class TrainerModel:
 
 
 class DataHead:
-    """The ModelWorkers' end as the collector and the pushers see it: the real inbox, polled in process.
+    """The ModelWorkers' end for the collector and the pushers: the real inbox, polled in process.
 
     Args:
         receive: awaited for each trajectory before it is held.
@@ -50,7 +50,7 @@ class DataHead:
         self.inbox = Inbox(0, capacity, self._arrived.set, shares_prefixes=shares_prefixes)
 
     async def push(self, trajectory: Trajectory) -> None:
-        """Hand over a trajectory; return once it is held."""
+        """Deliver a trajectory; return once it is held."""
         await self._receive()
         self.inbox.put(trajectory, 0.0)
 

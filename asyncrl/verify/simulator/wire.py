@@ -1,9 +1,9 @@
-"""Calls between the parts of a simulated run, as `asyncrl.comm.http.calls.JsonHttp` makes them, without sockets.
+"""Calls between the parts of a simulated run, like those of `asyncrl.comm.http.calls.JsonHttp`, without sockets.
 
 A host is an object that answers under a URL. A call takes `latency_s` in each direction (both at its start, to save a
 timer), keeps its time limit, and fails as over HTTP: an unknown host gives `HttpUnreachable`, silence `HttpTimeout`,
-and a refused request `HttpRefused`. With `encode` everything is written as JSON and read again, as on the wire, which
-is slower but exact.
+and a refused request `HttpRefused`. With `encode` every message is written as JSON and read again, as on the wire,
+which is slower but exact.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def test_an_empty_sample_is_refused() -> None:
     ("field", "value", "why"),
     [
         ("episode", -1, "episode is -1"),
+        ("episode", 1.0, "episode is 1.0"),  # no int on the wire, where it would hold up other trajectories
         ("token_rewards", np.zeros(2, np.float32), "token_rewards has shape"),
         ("token_rewards", np.array([0, np.nan, 0], np.float32), "token_rewards holds a NaN"),
         ("token_rewards", np.array([0.5, 0, 0], np.float32), r"token_rewards\[0\] is 0.5, and the policy did not"),

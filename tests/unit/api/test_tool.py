@@ -114,6 +114,13 @@ def test_arguments_are_checked_against_the_schema(arguments, wrong):
     assert found == wrong or (wrong is not None and found is not None and wrong in found)
 
 
+def test_a_constant_in_a_schema_is_the_only_valid_value():
+    kind = {"type": "object", "properties": {"kind": {"const": "circle"}, "size": {"type": "number"}}}
+    schema = {"type": "function", "function": {"name": "draw", "parameters": kind}}
+    assert wrong_arguments(schema, {"kind": "circle", "size": 1.5}) is None
+    assert wrong_arguments(schema, {"kind": "square"}) == 'argument \'kind\' is "square"; choose one of ["circle"]'
+
+
 async def test_hidden_arguments_come_from_the_settings_and_from_the_sample():
     tool = as_tool(weather, api_key="k")
     await tool.create("a", language="no")

@@ -82,7 +82,7 @@ def test_secrets_that_others_can_read_and_empty_files_are_refused(name: str, fil
 
 def test_a_path_that_depends_on_the_folder_is_refused() -> None:
     access = EtcdAccess.at("127.0.0.1:2379", ca_file="ca.pem")
-    with pytest.raises(EtcdAccessError, match=r"system\.etcd\.ca_file='ca\.pem': give the whole path"):
+    with pytest.raises(EtcdAccessError, match=r"system\.etcd\.ca_file='ca\.pem': give the absolute path"):
         access.check()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from asyncrl.comm.name_resolve.etcd_link import Troubles
+from asyncrl.comm.name_resolve import NameResolveUnavailable
+from asyncrl.comm.name_resolve.etcd_access import EtcdAccess
+from asyncrl.comm.name_resolve.etcd_link import EtcdLink, Troubles
 from asyncrl.comm.name_resolve.subtree import GRACE_S
 
 
@@ -31,3 +35,11 @@ def test_quick_calls_are_no_trouble_and_slow_or_failed_ones_are_for_a_while() ->
     with pytest.raises(OSError, match="away"), troubles.observed():
         raise OSError("away")
     assert troubles.now
+
+
+def test_a_password_that_cannot_be_read_now_is_read_again_by_the_next_call(tmp_path: Path) -> None:
+    absent = tmp_path / "password"
+    link = EtcdLink(EtcdAccess(("127.0.0.1:1",), user="me", password_file=str(absent)), "/names/")
+    with pytest.raises(NameResolveUnavailable, match="password"):
+        link.call(lambda stubs: None)
+    link.close()

@@ -178,7 +178,7 @@ def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytes
     assert keeping.names() == [], "it is another's for good"
     assert [record.getMessage() for record in caplog.records] == [
         *2 * ["name 'a' was deleted or taken by another owner"],
-        "name 'a' under '/names' is not for this process any more: another is in its place",
+        "name 'a' under '/names' no longer belongs to this process: another process has replaced it",
     ]
 
 
@@ -289,3 +289,15 @@ async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
         await asyncio.gather(following, return_exceptions=True)
     told = [record.getMessage() for record in caplog.records if record.name == log.name]
     assert told == ["no training rank is registered: complete trajectories wait here until one is"]
+
+
+def test_a_shorter_value_replaces_a_longer_one_whose_add_failed_halfway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileResolver(tmp_path / "names", patience_s=0.0) as resolver:
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "away")))
+            with pytest.raises(NameResolveUnavailable):
+                resolver.add("a", 100 * "long ")
+        resolver.add("a", "short")
+        assert resolver.get("a") == "short"

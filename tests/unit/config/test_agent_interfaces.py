@@ -177,11 +177,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("NoEnv", r"NoEnv: `run` is called as run(prompt, env, client)"),
         ("ThirdByName", r"ThirdByName: `run` is called as run(prompt, env, client)"),
         ("FewQueues", "called as collect_trajectory(prompt, env, obs_queue, act_queue)"),
-        ("Generates", "`run` yields"),
+        ("Generates", "`run` contains `yield`"),
         ("Duck", "not an asyncrl.api.Agent"),
         ("NoTokenizer", "does not take 'tokenizer'"),
         ("two", "run(prompt, env, client)"),
-        ("generates", "`generates` yields"),
+        ("generates", "`generates` contains `yield`"),
         ("nobody", "defines no 'nobody'"),
     ],
 )
@@ -203,7 +203,7 @@ def test_agents_of_a_right_form_and_those_whose_source_does_not_say_pass(source:
     ("name", "why"),
     [
         ("Half", "does not implement `step`"),
-        ("NoOptions", "`reset` is given seed and options by name; have it take seed and options"),
+        ("NoOptions", "`reset` receives seed and options by name; add the parameters seed and options"),
         ("StepOfTwo", "`step` is called as step(action)"),
         ("DuckWorld", "not an asyncrl.api.Environment"),
     ],

@@ -25,7 +25,7 @@ LOOK_S = 0.25
 
 
 class Guests:
-    """The guests of the fleet that `decisions` and `runner` look after.
+    """The guests of the fleet of `decisions` and `runner`.
 
     Args:
         clock: monotonic time in seconds.
@@ -39,17 +39,15 @@ class Guests:
         runner.residence.on_memory = self._record
 
     async def take_up(self) -> None:
-        """Load the turn and the memory of guests that an earlier manager recorded. Call this before any server is
-        known.
-        """
-        with contextlib.suppress(NameEntryNotFound):  # there is none while the ranks load their models
+        """Load the turn and the guests' memory that an earlier manager recorded, before any server is known."""
+        with contextlib.suppress(NameEntryNotFound):  # no turn exists while the ranks load their models
             self._seen(await asyncio.to_thread(self._resolver.get, names.TRAINER_TURN_KEY))
         tree = await asyncio.to_thread(self._resolver.get_subtree, names.GUEST_MEMORY)
         memory = {names.index_of(key): names.GuestMemory.decode(value) for key, value in tree.items()}
         self._runner.residence.memory = memory
 
     async def run(self) -> None:
-        """Follow whose turn it is until cancelled."""
+        """Follow the announced turns until cancelled."""
         watch = self._resolver.watch
         while True:
             try:
@@ -75,7 +73,7 @@ class Guests:
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _in_the_way(self, number: int) -> list[str]:
-        """Return the obstacles to the start of turn `number`, for people."""
+        """Return the obstacles to the start of turn `number`, as text for display."""
         turn = self._decisions.guests.turn
         if turn.number < number or not turn.training:
             return ["the GserverManager, which has not seen the turn yet"]

@@ -11,7 +11,7 @@ from asyncrl.observe import observer
 
 
 async def _not_recorded(server: int, memory: GuestMemory | None) -> None:
-    """Do nothing, as no other manager follows."""
+    """Record nothing: without `on_memory` no later manager reads it."""
 
 
 class Residence:

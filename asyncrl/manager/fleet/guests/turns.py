@@ -35,7 +35,7 @@ class GuestTurns:
 
     Attributes:
         turn: newest announced turn. Before the first one the trainer has the devices, as its ranks load their models.
-        announced: newest version that was announced to the manager, even if it cannot be served.
+        announced: newest version that was announced to the manager, even if servers cannot load it.
     """
 
     def __init__(self, guests: Collection[int] = ()) -> None:
@@ -50,7 +50,7 @@ class GuestTurns:
         return bool(self._guests)
 
     def begin(self, turn: TrainerTurn) -> None:
-        """Begin the announced turn; an older one than the present is ignored."""
+        """Begin the announced turn. A turn older than the current one is ignored."""
         if turn.number > self.turn.number:
             self.turn = turn
 

@@ -13,9 +13,7 @@ from asyncrl.verify.simulator.wire import Network, VirtualHttp
 
 
 class SimulatedManagerClient(ManagerClient):
-    """The real client with calls in the process; on a modelled host the manager needs processor time for each of
-    them.
-    """
+    """The real client with calls in the process. On a modelled host, each call costs processor time of the manager."""
 
     def __init__(self, worker: str, network: Network, on: Processes) -> None:
         super().__init__("http://manager", worker, None)
@@ -34,7 +32,9 @@ class SimulatedManagerClient(ManagerClient):
 
 
 class SimulatedRolloutClient(RolloutClient):
-    """Likewise; on a modelled host a worker needs processor time for each rollout and call, one after the other."""
+    """The real client with calls in the process. On a modelled host, rollouts and calls cost the worker processor time,
+    one after the other.
+    """
 
     def __init__(self, manager: ManagerClient, network: Network, on: Processes, **settings: Any) -> None:
         super().__init__(manager, security=None, **settings)

@@ -1,7 +1,7 @@
 """The cores of one host, shared by all computations on it.
 
 With one core per process no process slows another down. With fewer cores, they are shared by weight, and no computation
-gets more than one core: the others share the part that it cannot use. The shares change whenever a computation begins
+gets more than one core. The others share the part that it cannot use. The shares change whenever a computation begins
 or ends. Computations whose speed changes are notified, so that they reschedule their next event. This is exact as long
 as each computes with one thread.
 """
@@ -70,7 +70,7 @@ class Cores:
         return speeds
 
     async def work(self, seconds: float, weight: float = LATER) -> None:
-        """Compute for so many core-seconds."""
+        """Compute for this number of core-seconds."""
         if seconds > 0:
             await _Job(self, seconds).run(weight)
 
@@ -86,7 +86,7 @@ class _Job:
         self._done = asyncio.Event()
 
     async def run(self, weight: float) -> None:
-        """Run it to its end."""
+        """Run the computation to its end."""
         self._cores.join(self, weight)
         self.reschedule()
         try:
@@ -96,7 +96,7 @@ class _Job:
             self._cores.leave(self)
 
     def lengthen(self, seconds: float) -> None:
-        """Add so many seconds to it."""
+        """Add this number of core-seconds to the computation."""
         self.advance()
         self._left += seconds
         self.reschedule()
@@ -116,8 +116,7 @@ class _Job:
 
 
 class Process:
-    """A process on the cores. It does one thing after the other even with several threads, because of the interpreter
-    lock.
+    """A process on the cores. Because of the interpreter lock, even its threads compute one after the other.
 
     Attributes:
         used_s: core-seconds that it has computed.
@@ -129,7 +128,7 @@ class Process:
         self.used_s = 0.0
 
     async def work(self, seconds: float) -> None:
-        """Compute for so many core-seconds, once the earlier work is done."""
+        """Compute for this number of core-seconds, after the earlier work."""
         if seconds <= 0:
             return
         async with self._turn:
@@ -141,7 +140,7 @@ class Process:
                 self._job = None
 
     async def cut_in(self, seconds: float) -> None:
-        """Compute for so many seconds at once, in another thread: the work under way takes so much longer."""
+        """Compute for this number of seconds at once, in another thread: the running work takes longer by this time."""
         if self._job is None:
             await self.work(seconds)
             return

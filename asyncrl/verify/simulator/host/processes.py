@@ -1,4 +1,4 @@
-"""Computations on one host besides engines and trainer, and the delay until its manager learns of a version."""
+"""Computations on one host besides engines and trainer, and the delay until the manager sees a new version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Processes:
-    """The processes of a run on `host`, each of which does one thing at a time; None: they take no time.
+    """The processes of a run on `host`. Each does one thing at a time. None: they take no time.
 
     `probe` is a server's process while it gets no requests; `rank` has priority on the cores.
     """
@@ -45,8 +45,9 @@ class Processes:
 
 
 class Announcements:
-    """The versions as the manager learns of them. It polls like name resolution, with growing pauses that start from
-    the shortest again after `WATCH_S` or once it has found a version. If not `polled`, it learns of them at once.
+    """New versions and the time at which the manager sees them. It polls like name resolution, with growing pauses.
+    They start again from the shortest after `WATCH_S`, or once a version was found. If not `polled`, the manager sees a
+    version at once.
     """
 
     def __init__(self, tell: Callable[[Target], None], *, polled: bool) -> None:
@@ -63,7 +64,7 @@ class Announcements:
         self._tell(target)
 
     def _next_look_s(self) -> float:
-        """Seconds until the manager looks again."""
+        """Return the seconds until the manager's next poll."""
         since = (self._loop.time() - self._watched_from) % WATCH_S
         look, pause = 0.0, FIRST_POLL_S
         while look < since:

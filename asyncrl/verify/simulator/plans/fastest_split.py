@@ -1,8 +1,9 @@
 """The search for a run's fastest split of a number of devices between training and generation, and its fastest η.
 
-Each candidate is simulated with the run's own rates (`measured_run`). So is the run as it was: the difference from the
-measured time shows how far to trust the other predictions. A server keeps its number of devices, and the training ranks
-keep their tensor and pipeline axes, so only the numbers of servers and of data-parallel ranks change.
+Each candidate is simulated with the run's own rates (`measured_run`). The run as it was is simulated too. Its
+difference from the measured time shows the accuracy of the other predictions. A server keeps its number of devices, and
+the training ranks keep their tensor and pipeline axes, so only the numbers of servers and of data-parallel ranks
+change.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Candidates for `devices`, the fastest first; `own` is the run as it was, predicted."""
+    """Candidates for `devices`, the fastest first. `own` is the prediction for the run as it was."""
 
     devices: int
     own: Candidate
@@ -118,7 +119,7 @@ def plan(run: MeasuredRun, devices: int, progress: Callable[[int, int], None] = 
 
 
 def _splits(run: MeasuredRun, devices: int) -> Iterator[tuple[Layout, int]]:
-    """Yield layouts and numbers of servers that use all the devices that they can; at most `MOST_SPLITS`."""
+    """Yield layouts and numbers of servers that use as many devices as possible; at most `MOST_SPLITS`."""
     copy = run.layout.copy
     counts = [data for data in range(1, devices // copy + 1) if (devices - data * copy) // run.server_devices >= 1]
     if len(counts) > MOST_SPLITS:

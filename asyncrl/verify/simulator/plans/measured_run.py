@@ -9,7 +9,7 @@ Sources, all over the doctor's window of newest steps:
     rest       seconds of a rollout outside of generation; publishing, checkpoints and evaluations of a step; seconds
                of the servers' weight updates
 
-A figure that the files do not determine is replaced by a conservative one, which `MeasuredRun.assumed` names.
+A figure that the files do not determine is replaced by a conservative value, which `MeasuredRun.assumed` lists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl.verify.simulator.setup import Setup
 from asyncrl.verify.simulator.trainer import TrainerModel
 
 FEWEST_LOADS = 4
-"""With fewer readings of the servers their speed is unknown."""
+"""Least number of readings of the servers that determines their speed."""
 LEAST_SPREAD = 1.3
 """With a smaller ratio of the greatest to the smallest load a fit cannot separate `step_s` and `sequence_s`."""
 UNITS = 48
@@ -76,7 +76,7 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
     """
     if measured.takes_turns or measured.policy_servers:
         setting = "generation.guests" if measured.takes_turns else "policies"
-        raise NotMeasured(f"the run has {setting}, which the simulation does not know; take a run without")
+        raise NotMeasured(f"the run has {setting}, which the simulation does not support; use a run without it")
     assumed: list[str] = []
     settings = history.ledger.settings
     if settings is None:
@@ -116,14 +116,12 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
 
 
 def steps_of(eta: int) -> dict[str, Any]:
-    """Return the steps to simulate for `eta`. The first ones do not count, as they train the short answers."""
+    """Return the steps to simulate for `eta`. The first steps do not count, since they train the short answers."""
     return {"steps": eta + SIMULATED_STEPS, "warm_up": eta + 4}
 
 
 def _seconds(history: History, measured: Measured) -> tuple[float, float]:
-    """Return begin and end of the measured steps, in seconds since 1970; for loads the warm-up before them counts
-    too.
-    """
+    """Return begin and end of the measured steps, in seconds since 1970. Loads also count the warm-up before."""
     first, last = (history.steps[step].at for step in measured.steps)
     return first - measured.step_s, last
 
@@ -166,11 +164,11 @@ def _engine(
     else:
         step_s, sequence_s = typical_s / 2, typical_s / (2 * typical_n)
         assumed.append(
-            f"a server always ran some {typical_n:.0f} samples, so half of a decode step is taken to grow with their "
+            f"a server always ran about {typical_n:.0f} samples, so half of a decode step is taken to grow with their "
             "number"
         )
     if (busy := 1.0 - m.evaluating) < 1:
-        assumed.append(f"evaluations take {m.evaluating:.0%} of the servers' samples, and go on doing so")
+        assumed.append(f"evaluations take {m.evaluating:.0%} of the servers' samples, and continue to do so")
         step_s, sequence_s = step_s / busy, sequence_s / busy
     most = max((each.max_running or 0.0 for each in m.servers), default=0.0) or 2 * high
     updates = [
@@ -229,10 +227,10 @@ def _lengths(history: History, m: Measured, assumed: list[str]) -> LogNormal:
     else:
         means = [each.tokens / each.samples for each in history.rollouts.values() if each.samples and each.tokens]
         if len(means) < m.batch:
-            raise NotMeasured("neither the metrics nor the ledger say how long answers are")
+            raise NotMeasured("neither the metrics nor the ledger have lengths of answers")
         mean, longest, alike = fmean(means), max(means), 1.0
         sigma = pstdev([math.log(each) for each in means])
-        assumed.append("all answers of a rollout are taken to be equally long; the metrics do not tell")
+        assumed.append("all answers of a rollout are taken to be equally long; the metrics have no lengths")
     limit = max(limit, math.ceil(longest))
     return LogNormal(mean * math.exp(-(sigma**2) / 2), sigma, limit, alike)
 

@@ -5,14 +5,14 @@ A decode step of n sequences in r rows with a total of C tokens of context takes
     step = step_s + sequence_s · n + row_s · r + context_s · C                                         seconds,
 
 for reading the weights, sampling and the other costs of each sequence, computing each row, and reading the keys and
-values. Each sequence is one row, except that an engine may compute samples whose tokens are equal so far only once
+values. Each sequence is one row. As an exception, an engine may compute samples only once while their tokens are equal
 (`Answer.own_from`). Prefilling t uncached tokens takes `prefill_s + prefill_token_s · t`, plus `admission_s` for all
-that are prefilled together; a call takes `call_s` of the server's HTTP. Nothing is decoded in these times: chunked or
-not, prefilling takes the device's time.
+that are prefilled together; a call takes `call_s` of the server's HTTP. Nothing is decoded in these times, since
+prefilling takes the device's time, chunked or not.
 
-With `change_share`, queued sequences start and the rows of ended ones are left out as in the embedded engine: not while
-something is prefilled, and only once this changes one sequence in so many, or after `idle_steps`. So requests that come
-in a burst are prefilled together. Without it this happens at once, as on servers with GPUs.
+With `change_share`, queued sequences start, and the rows of ended ones are left out, as in the embedded engine. This
+does not happen during a prefill. It happens once it changes one sequence in `change_share`, or after `idle_steps`. So
+requests of a burst are prefilled together. Without `change_share` it happens at once, as on servers with GPUs.
 
 At most `max_running` sequences with at most `kv_tokens` tokens run; further ones queue. If the running ones need more
 memory, the youngest goes back into the queue and is prefilled again.
@@ -21,12 +21,13 @@ Nothing is simulated token by token. While no sequence starts or ends, k steps t
 
     t(k) = β k + α k²,    α = context_s · r / 2,    β = step_s + sequence_s · n + row_s · r + context_s · C,
 
-so the time of the next event (the shortest answer ends, one parts from its group, memory is full) is a root of this
-equation, and so is the number of decoded tokens if something else happens first. All running sequences are at the same
-count of steps, so each is a number in a heap, the count at which it ends or parts: an event costs O(log n).
+so the time of the next event is a root of this equation: the shortest answer ends, an answer parts from its group, or
+memory is full. If something else happens first, the number of decoded tokens is a root too. All running sequences are
+at the same count of steps. So each is a number in a heap, the count at which it ends or parts, and an event costs O(log
+n).
 
-Cached prefixes (a group's prompt, a conversation, an answer whose call took long) are not prefilled again; the cache is
-emptied with new weights, and keeps the most recently used prefixes, up to the memory's number of tokens.
+Cached prefixes (a group's prompt, a conversation, an answer whose call took long) are not prefilled again. The cache is
+emptied with new weights. It keeps the most recently used prefixes, up to the memory's number of tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Load:
     hole_rows: int = 0
 
     def steps_in(self, seconds: float, model: EngineModel) -> float:
-        """Return k with t(k) = seconds; see the module's docstring."""
+        """Return the number of steps k with t(k) = seconds (formula in the module's docstring)."""
         alpha, beta = self._step(model)
         return 2 * seconds / (beta + math.sqrt(beta * beta + 4 * alpha * seconds))
 
@@ -76,7 +77,7 @@ class _Load:
         return steps * (beta + alpha * steps)
 
     def _step(self, model: EngineModel) -> tuple[float, float]:
-        """Return α and β; see the module's docstring."""
+        """Return α and β of the formula in the module's docstring."""
         step_s = model.decode_step_s(self.alive + self.holes, self.context, self.rows + self.hole_rows)
         return model.context_s * self.rows / 2, step_s
 
@@ -84,7 +85,7 @@ class _Load:
 class _Agenda:
     """Running sequences by the count of steps at which each ends or parts from its group: a heap.
 
-    A sequence that stops leaves its entry, which is recognized by its number.
+    The entry of a stopped sequence stays in the heap, and is recognized by its number.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ class _Agenda:
         return max(filter(_runs, self._entries), key=lambda entry: entry[1])[2]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all sequences."""
         self._entries.clear()
 
 
@@ -155,7 +156,7 @@ class ContinuousBatch:
         self._cache = PrefixCache(model.kv_tokens)
 
     def __len__(self) -> int:
-        """Number of answers under way or queued."""
+        """Number of running and queued answers."""
         return len(self._by_rid)
 
     def add(self, sequences: Sequence[Running]) -> None:
@@ -168,7 +169,7 @@ class ContinuousBatch:
         self._admit()
 
     def abort(self, rid: str) -> None:
-        """End the sequence `rid`, or all whose ids begin so."""
+        """End the sequence `rid`, or all sequences whose ids begin with `rid`."""
         self.advance()
         exact = self._by_rid.get(rid)
         found = [exact] if exact is not None else [s for name, s in self._by_rid.items() if name.startswith(rid)]
@@ -176,7 +177,7 @@ class ContinuousBatch:
         self._admit()
 
     def pause(self, mode: PauseMode) -> None:
-        """Compute nothing until `go_on`; end all sequences, or put them back into the queue, as `mode` says."""
+        """Compute nothing until `go_on`; end all sequences or put them back into the queue, according to `mode`."""
         self.advance()
         self._paused = True
         if mode == PauseMode.abort:
@@ -221,11 +222,11 @@ class ContinuousBatch:
         self.reschedule()
 
     def fail(self, error: Exception) -> None:
-        """End all answers with `error`, which nobody has to await."""
+        """End all answers with `error`, whether or not a task awaits them."""
         for sequence in self._by_rid.values():
             if not sequence.answer.done():
                 sequence.answer.set_exception(error)
-                sequence.answer.exception()  # retrieved: nobody may wait for it
+                sequence.answer.exception()  # retrieved, since no task may await it
         self._by_rid.clear()
         self._queue.clear()
         self._agenda.clear()
@@ -302,7 +303,7 @@ class ContinuousBatch:
         )
 
     def _may_change(self) -> bool:
-        """True if queued requests may start, and rows of ended ones be left out: not during a prefill."""
+        """True if queued requests may start and rows of ended ones may be left out; False during a prefill."""
         model, load = self._model, self._load
         if not model.change_share or not load.alive + len(self._queue):
             return True
@@ -358,14 +359,14 @@ class ContinuousBatch:
                 load.rows -= 1
                 load.context -= sequence.context
             if not load.rows:
-                load.context = 0.0  # rid of what rounding left
+                load.context = 0.0  # remove rounding errors
 
     def _end(self, sequences: Sequence[Running], *, aborted: bool) -> None:
         for sequence in sequences:
             self._stop(sequence)
             sequence.aborted = aborted
             self._by_rid.pop(sequence.rid, None)
-            if not self._paused or not aborted:  # what it wrote can be gone on from
+            if not self._paused or not aborted:  # a later request can continue from its cache entries
                 self._cache.found(itertools.chain(sequence.input_ids, sequence.generated))
             if not sequence.answer.done():
                 sequence.answer.set_result(sequence)

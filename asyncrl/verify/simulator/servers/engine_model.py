@@ -15,7 +15,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Speed of a server; see `continuous_batch`. `update_s`: time from its pause to its new weights.
+    """Speed of a server, with the terms of `continuous_batch`. `update_s`: time from its pause to its new weights.
 
     `kv_tokens`: number of tokens of context that fit its memory.
     """
@@ -29,14 +29,15 @@ class EngineModel:
     kv_tokens: float
     update_s: float
     switch_s: float = 0.0
-    """Seconds in which a device that is shared with the trainer changes hands, each way."""
+    """Seconds that a device shared with the trainer takes to change its user, in each direction."""
     row_s: float = 0.0
     admission_s: float = 0.0
     call_s: float = 0.0
     change_share: int = 0
-    """Queued sequences start, and ended ones leave their rows, once they are one sequence in so many; 0: at once."""
+    """Queued sequences start, and ended ones leave their rows, once they are one sequence in this number; 0: at once.
+    """
     idle_steps: int = 0
-    """With `change_share`: or so many steps after the last such change."""
+    """With `change_share`: number of steps since the last such change after which this happens in any case."""
 
     def decode_step_s(self, running: int, context: float, rows: int | None = None) -> float:
         """Return the time for one token of each of `running` sequences with `context` tokens in total; by default
@@ -144,11 +145,11 @@ class PrefixCache:
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     def clear(self) -> None:
-        """Empty the cache, as the weights are new."""
+        """Empty the cache, since the weights are new."""
         self._cached.clear()
 
     def found(self, ids: Iterable[int]) -> int:
-        """Return how many of the first units of `ids` are cached; then cache all of them."""
+        """Return the number of first units of `ids` that are cached; then cache all units."""
         key = found = 0
         missed = False
         for token in ids:

@@ -1,9 +1,9 @@
 """Generation servers that die, freeze or are slow. The random choices depend only on the run's seed.
 
-A server that dies breaks the calls to it. Its registration stays until its lease is over; then a new process takes its
-place, at another address and with the initial model's weights, as a launcher starts it. A suspended server (a frozen
-virtual machine, a hanging driver) answers nothing, and later continues where it was. A preempted server dies and comes
-back much later, together with others.
+A server that dies breaks the calls to it. Its registration stays until its lease is over. Then a new process replaces
+it, at another address and with the initial model's weights, as after a restart by the launcher. A suspended server (a
+frozen virtual machine, a hanging driver) answers nothing, and later continues from the same state. A preempted server
+dies and returns much later, together with others.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ class Faults:
     """Faults of the servers; times in seconds, None: never.
 
     Attributes:
-        slow_share, slow_factor: this share of the servers takes so many times as long for everything.
-        death_every_s: mean time between two deaths of one server; `restart_s`: until its next process registers.
-        silence_every_s: mean time between two suspensions of one server, of `silence_s` each.
-        preempted_share, preempted_at_s, preempted_for_s: this share of the servers is taken away at that time, for so
-            long.
+        slow_share, slow_factor: this share of the servers takes this factor longer for everything. death_every_s: mean
+        time between two deaths of one server; `restart_s`: until its next process registers. silence_every_s: mean time
+        between two suspensions of one server, of `silence_s` each. preempted_share, preempted_at_s, preempted_for_s:
+        this share of the servers is taken away at this time, for this time.
     """
 
     slow_share: float = 0.0

@@ -90,7 +90,7 @@ class Engine:
         self._batch.add(sequences)
         try:
             done = await asyncio.gather(*(sequence.answer for sequence in sequences))
-        except asyncio.CancelledError:  # the connection broke: servers do not notice, clients abort
+        except asyncio.CancelledError:  # the connection broke: a server continues, and the client aborts
             for sequence in sequences:
                 if sequence.answer.cancelled():
                     sequence.answer = asyncio.get_running_loop().create_future()
@@ -130,7 +130,7 @@ class Engine:
         return {"output_ids": tokens, "meta_info": meta}
 
     async def _switch(self, path: str, body: MemoryRequest) -> None:
-        """Give the device to the trainer, or take it back: once for all kinds of memory, with the first of them."""
+        """Pass the device to the trainer or back. Only the first kind of memory takes time."""
         if self.sequences:
             raise BadRequest(f"{path} while {self.sequences} sequences run")
         if path.startswith("/release") or body.tags == ["weights"]:
@@ -147,7 +147,7 @@ class Engine:
         return {"success": True, "weight_version": str(self.version)}
 
     def die(self) -> None:
-        """End the process at once: calls under way break."""
+        """End the process at once: running calls break."""
         self._batch.advance()
         self.gone.set()
         if self.frozen is not None:
@@ -173,5 +173,5 @@ class Engine:
 
     @property
     def sequences(self) -> int:
-        """Number of answers under way or queued."""
+        """Number of running and queued answers."""
         return len(self._batch)

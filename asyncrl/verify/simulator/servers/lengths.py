@@ -5,9 +5,9 @@ limit. Answers to one prompt are similar: the share `alike` of the logarithm's v
 
     log length = log median + σ (√alike · z(prompt) + √(1 - alike) · z(answer)),   z standard normal
 
-Or the recorded groups of a real run. Each prompt is assigned one by chance: its answers have the same lengths and
-differ from the same token on (`own_from`), which determines the number of rows of an engine that computes equal tokens
-once.
+Alternatively the recorded groups of a real run. Each prompt is assigned a random group. Its answers have the same
+lengths and differ from the same token on (`own_from`). This determines the number of rows of an engine that computes
+equal tokens once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NORMAL = NormalDist()
 
 
 class Answer(NamedTuple):
-    """`tokens` of an answer, at least 1. It shares the first `own_from` of them with another answer of its group, the
-    one that `leads`.
+    """Length of an answer in `tokens`, at least 1. It shares its first `own_from` tokens with the answer of its group
+    that `leads`.
     """
 
     tokens: int
@@ -53,7 +53,7 @@ def _normal(seed: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal lengths; `median` and `limit`, the longest answer, in tokens."""
+    """Log-normal lengths. `median` and `limit` (the longest answer) are in tokens."""
 
     median: float
     sigma: float
@@ -76,10 +76,10 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The groups of a real run; each answer has tokens, `own_from` and reward, and the first answer of a group leads.
+    """The groups of a real run. Each answer has tokens, `own_from` and reward, and the first answer of a group leads.
 
-    `times`: the lengths are multiplied by this. `apart`: engines compute each answer separately, as those on GPUs do.
-    `in_order`: prompts are numbered by their places and have their own groups; after the last the order is reversed.
+    `times`: factor of the lengths. `apart`: engines compute each answer separately, as on GPUs. `in_order`: prompts are
+    numbered by their places and have their own groups. After the last group the order is reversed.
     """
 
     groups: tuple[tuple[tuple[int, int, float], ...], ...]
@@ -124,11 +124,10 @@ class Recorded:
 
     @staticmethod
     def of_run(run_dir: Path, after: int = 0) -> Recorded:
-        """Read the lengths of the samples that a run saved (`samples.every=1`), without those of its first `after`
-        steps.
+        """Read lengths from a run's kept samples (`samples.every=1`), without its first `after` steps.
 
         Raises:
-            ValueError: it saved none.
+            ValueError: the run saved no samples.
         """
         import pyarrow.parquet as pq
 
@@ -161,7 +160,7 @@ class Recorded:
 
 
 def parting(answers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return for each answer of a group its length, and how many of its first tokens an earlier answer shares."""
+    """Return for each answer of a group its length, and the number of first tokens shared with an earlier answer."""
     seen: set[tuple[int, ...]] = set()
     found = []
     for answer in answers:

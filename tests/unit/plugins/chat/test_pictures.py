@@ -295,7 +295,7 @@ def test_every_usual_form_of_a_picture_is_taken(part: dict[str, Any]) -> None:
     [
         ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "nothing is fetched"),
         ([{"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}], "nothing is fetched"),
-        ([{"type": "image", "path": "/etc/passwd"}], "no data URL"),
+        ([{"type": "image", "path": "/etc/passwd"}], "is not a data URL"),
         ([{"type": "image"}], "without content"),
         ([{"type": "image", "image": {"data": ONE.data, "sha256": "0" * 64}}], "SHA-256"),
         ([{"type": "image", "source": {"type": "file", "file_id": "x"}}], "has the keys type, file_id"),

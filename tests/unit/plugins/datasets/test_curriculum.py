@@ -145,8 +145,8 @@ def test_a_state_of_another_curriculum_is_not_taken(
     ("name", "message"),
     [
         ("NoBool", r"rests\(0, 1\) failed: TypeError\(\"it returned 'yes', which is no bool\"\)"),
-        ("NotPlain", r"state\(\) failed: TypeError\('state\(\) is a set; it is plain data for JSON"),
-        ("NumbersAsKeys", r"state\(\) has the key 0, which would come back as text"),
+        ("NotPlain", r"state\(\) failed: TypeError\('state\(\) is a set; state must be plain data for JSON"),
+        ("NumbersAsKeys", r"state\(\) has the key 0, which JSON would restore as text"),
         ("Forgets", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
         ("None_", r"defines no 'None_'"),
     ],

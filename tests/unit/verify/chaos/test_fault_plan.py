@@ -83,7 +83,7 @@ def test_faults_that_do_not_fit_the_run_are_refused(steps: int, every: int | Non
 
 
 def test_what_there_is_nothing_to_do_it_to_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 of 'delay': there is nothing in this run"):
+    with pytest.raises(ValueError, match="1 of 'delay': this run has no target"):
         plan(delay=1)
 
 
