@@ -113,19 +113,20 @@ class Observer:
         self._stage, self._since = "starting", time.time()
         self._gauges: list[Gauges] = []
         self._late_s, self._delays = 0.0, _LoopDelays()
+        self._unreadable = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def start(self) -> None:
         """Write the first line, and the others from a thread."""
-        self._lines.append(self.line())
+        self._append()
         self._thread.start()
 
     def close(self) -> None:
         """Write the last line."""
         if not self._end.is_set():
             self._end.set()
-            self._lines.append(self.line() | {"ended": True})
+            self._append(ended=True)
 
     def stage(self, text: str) -> None:
         """Set the activity of the process from now on, for the next lines."""
@@ -173,7 +174,19 @@ class Observer:
             self._delays.ping(now)
             if now - due >= self._every_s:
                 due = now
-                self._lines.append(self.line())
+                self._append()
+
+    def _append(self, **about: Any) -> None:
+        """Append a line, unless this process's counters cannot be read: that must end neither it nor the thread."""
+        try:
+            line = self.line()
+        except OSError as error:  # no descriptor is free, say
+            if not self._unreadable:
+                _log.warning("this process cannot read its own counters: %s", error)
+            self._unreadable = True
+            return
+        self._unreadable = False
+        self._lines.append(line | about)
 
 
 def append_line(file: Path, data: bytes, file_bytes: int = FILE_BYTES) -> None:

@@ -1,8 +1,8 @@
 """Sinks of a run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting.
 
 `metrics.jsonl` has one JSON object per train step, and one of step 0 if the initial model is evaluated. Each is
-appended and flushed at once, so that a display can follow the file. A launch first removes the rows from its own first step on,
-because it trains these steps again.
+appended and flushed at once, so that a display can follow the file. A launch first removes the rows from its own first
+step on, because it trains these steps again.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 import time
@@ -64,6 +65,29 @@ def test_a_gauge_that_fails_costs_only_its_figures(tmp_path: Path) -> None:
     line = observed.line()
     assert line["right"] == 1
     assert "broken" not in line
+
+
+def test_a_moment_without_a_free_descriptor_costs_its_lines_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = 3
+    read = observer._resources
+
+    def none_is_free() -> dict[str, float]:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read()
+
+    monkeypatch.setattr(observer, "_resources", none_is_free)
+    observed = Observer(tmp_path / "x.jsonl", every_s=0.01)
+    observed.start()
+    try:
+        wait_for_line(tmp_path / "x.jsonl", lambda line: line["rss"] > 0)
+    finally:
+        observed.close()
+    assert len([each for each in caplog.messages if "cannot read its own counters" in each]) == 1
 
 
 def test_a_loop_that_user_code_blocks_is_told(tmp_path: Path) -> None:
