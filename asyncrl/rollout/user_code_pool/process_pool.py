@@ -115,14 +115,14 @@ class _Process:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise _Died("ended") from error
 
-    async def drain_prints(self, worker_log: int) -> None:
-        """Copy the process's output to the worker's log, up to `PRINTED_LIMIT`."""
+    async def drain_prints(self) -> None:
+        """Copy the process's output to this worker's standard error, up to `PRINTED_LIMIT`."""
         stream = self.process.stderr
         assert stream is not None
         while chunk := await stream.read(1 << 16):
             room = PRINTED_LIMIT - self.printed
             if room > 0:
-                os.write(worker_log, chunk[:room])
+                os.write(2, chunk[:room])
                 if len(chunk) >= room:
                     _log.warning("a process of the pool printed more than %d KB; no more of it", PRINTED_LIMIT >> 10)
             self.printed += len(chunk)
@@ -260,7 +260,7 @@ class ProcessPool:
         process = _Process(made)
         self._all.add(process)
         self.started += 1
-        process.printing = asyncio.create_task(process.drain_prints(2))
+        process.printing = asyncio.create_task(process.drain_prints())
         try:
             async with RunningTimeout(START_LIMIT_S):
                 await process.ask(b"")
