@@ -118,15 +118,11 @@ class HostCopy:
 
     def before_changes(self) -> None:
         """Let the copy end before any work that the calling thread queues from now on, which may change the sources."""
-        for end in self._all_queued():
+        for end in self.queue_all():
             end.before_changes()
 
-    def queue_all(self) -> HostCopy:
-        """Queue the remaining pieces; return the copy."""
-        self._all_queued()
-        return self
-
-    def _all_queued(self) -> list[Event]:
+    def queue_all(self) -> list[Event]:
+        """Queue the remaining pieces; return the end of each queue's last one."""
         with self._lock:
             while self._left:
                 self._queue_next()
@@ -164,7 +160,9 @@ class HostCopies:
 
         One of the two is in host memory. A target on the device must not be used before `before_changes`.
         """
-        return HostCopy(self._by_device(pairs)).queue_all()
+        copy = HostCopy(self._by_device(pairs))
+        copy.queue_all()
+        return copy
 
     def begin_in_pieces(self, pairs: Iterable[Pair]) -> HostCopy:
         """Begin to copy as `begin` does, but leave queueing to `wait`: one piece at a time.

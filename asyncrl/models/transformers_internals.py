@@ -151,12 +151,10 @@ def language_model(path: str | Path) -> type[AutoModelForCausalLM] | type[AutoMo
     return language_model_for(read_model_config(path))
 
 
-def language_model_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def language_model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """Return the language model of `config`, with its vision tower if it has one, without memory."""
     with torch.device("meta"):
-        model: PreTrainedModel = language_model_for(config.to_dict()).from_config(  # type: ignore[no-untyped-call]
-            config, **({} if dtype is None else {"dtype": dtype})
-        )
+        model: PreTrainedModel = language_model_for(config.to_dict()).from_config(config)  # type: ignore[no-untyped-call]
     return model
 
 

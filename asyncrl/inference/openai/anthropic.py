@@ -106,7 +106,7 @@ class Messages:
             raise invalid("max_tokens", "missing; give the longest answer in tokens")
         tools = _tools(asked.tools)
         if asked.tool_choice.get("type") not in ("auto", "none"):
-            raise forced_call("tool_choice", asked.tool_choice)
+            raise forced_call(asked.tool_choice)
         if tools and asked.tool_choice.get("disable_parallel_tool_use"):
             raise one_call_at_a_time("tool_choice", asked.tool_choice)
         sampling = sampling_of(

@@ -133,9 +133,21 @@ def one_call_at_a_time(param: str, value: object) -> ApiError:
     return refused(param, value, "the policy is not kept from calling several tools at a time; leave it out")
 
 
-def forced_call(param: str, value: object) -> ApiError:
-    """Return the refusal of a parameter that would force a call."""
-    return refused(param, value, "the policy cannot be forced to call a tool; use auto or none")
+def forced_call(value: object) -> ApiError:
+    """Return the refusal of a `tool_choice` that would force a call."""
+    return refused("tool_choice", value, "the policy cannot be forced to call a tool; use auto or none")
+
+
+def check_tool_use(tools: Sequence[ToolSchema], choice: object, *, parallel: bool) -> None:
+    """Check OpenAI's parameters `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        ApiError: they would force a call, or forbid several calls in one answer.
+    """
+    if tools and not parallel:
+        raise one_call_at_a_time("parallel_tool_calls", parallel)
+    if choice not in ("auto", "none"):
+        raise forced_call(choice)
 
 
 def answer_format(param: str, wanted: Json) -> None:

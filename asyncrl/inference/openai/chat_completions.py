@@ -15,14 +15,13 @@ from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
     answer_format,
-    forced_call,
-    one_call_at_a_time,
+    check_tool_use,
     sampling_of,
 )
 from asyncrl.inference.openai.api_errors import ApiError, invalid
 from asyncrl.inference.openai.chat_messages import messages_of, token_logprobs, told, tools_of
 from asyncrl.inference.openai.sse import DONE, frame, pieces
-from asyncrl.inference.openai.supported_parameters import SupportedParameters
+from asyncrl.inference.openai.supported_parameters import IGNORED_BY_OPENAI, SupportedParameters
 
 
 class StreamOptions(msgspec.Struct):
@@ -59,26 +58,18 @@ class Body(msgspec.Struct):
 OFF: Final = (False, 0)
 SURFACE: Final = SupportedParameters(
     Body,
-    ignored=frozenset(
-        [
-            "metadata",
-            "store",
-            "user",
-            "safety_identifier",
-            "service_tier",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "prediction",
-            "seed",
-            "reasoning_effort",
-            "verbosity",
-            "return_tokens_as_token_ids",
-            "cache_salt",
-            "priority",
-            "request_id",
-        ]
-    ),
+    ignored=IGNORED_BY_OPENAI
+    | {
+        "metadata",
+        "prediction",
+        "seed",
+        "reasoning_effort",
+        "verbosity",
+        "return_tokens_as_token_ids",
+        "cache_salt",
+        "priority",
+        "request_id",
+    },
     neutral={
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
@@ -179,10 +170,7 @@ def call_of(body: Body) -> ApiCall:
     if not 1 <= body.n <= MAX_ANSWERS:
         raise invalid("n", f"{body.n} answers; ask for 1 to {MAX_ANSWERS}")
     tools = tools_of(body.tools)
-    if tools and not body.parallel_tool_calls:
-        raise one_call_at_a_time("parallel_tool_calls", body.parallel_tool_calls)
-    if body.tool_choice not in ("auto", "none"):
-        raise forced_call("tool_choice", body.tool_choice)
+    check_tool_use(tools, body.tool_choice, parallel=body.parallel_tool_calls)
     answer_format("response_format", body.response_format)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = sampling_of(

@@ -19,9 +19,8 @@ from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
     answer_format,
-    forced_call,
+    check_tool_use,
     function_tool,
-    one_call_at_a_time,
     sampling_of,
 )
 from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
@@ -35,7 +34,7 @@ from asyncrl.inference.openai.chat_messages import (
     told,
 )
 from asyncrl.inference.openai.sse import frame, pieces
-from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
+from asyncrl.inference.openai.supported_parameters import IGNORED_BY_OPENAI, SupportedParameters, convert
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")
@@ -63,20 +62,7 @@ class Body(msgspec.Struct):
 
 SURFACE: Final = SupportedParameters(
     Body,
-    ignored=frozenset(
-        [
-            "store",
-            "user",
-            "safety_identifier",
-            "service_tier",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "reasoning",
-            "stream_options",
-            "max_tool_calls",
-        ]
-    ),
+    ignored=IGNORED_BY_OPENAI | {"reasoning", "stream_options", "max_tool_calls"},
     neutral={"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,), "context_management": ([],)},
     hints={
         "background": "wait for the answer",
@@ -124,10 +110,7 @@ class Responses:
                 raise refused("include", name, f"{' and '.join(_INCLUDED)} are known")
         answer_format("text.format", asked.text.get("format") or {})
         tools = _tools(asked.tools)
-        if tools and not asked.parallel_tool_calls:
-            raise one_call_at_a_time("parallel_tool_calls", asked.parallel_tool_calls)
-        if asked.tool_choice not in ("auto", "none"):
-            raise forced_call("tool_choice", asked.tool_choice)
+        check_tool_use(tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
         said = [*self._before(asked.previous_response_id), *_messages(asked.input)]
         if not said:
             raise invalid("input", "empty; give at least one message")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -24,6 +24,19 @@ from asyncrl.comm import typed
 from asyncrl.inference.openai.api_errors import ApiError, refused
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+IGNORED_BY_OPENAI: Final = frozenset(
+    (
+        "store",
+        "user",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    )
+)
+"""Parameters that are left out in both of OpenAI's APIs."""
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 

@@ -261,7 +261,7 @@ class EpisodeClient:
             for index, completion in enumerate(result.completions)
         ]
         for reply in (first, *others):
-            after = state.answered(_finish_of(reply), len(reply.completion.token_ids))
+            after = state.answered(Finish(str(reply.finish_reason)), len(reply.completion.token_ids))
             given, now = context.given, time.monotonic()
             turn = Turn(
                 *(context.parent, tuple(given.ids), reply.completion, context.messages, reply, after, given.pictures),
@@ -397,10 +397,6 @@ def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence
             f"prompt {prompt.prompt_id} has {len(prompt.pictures)} pictures, and what begins with its input_ids has "
             "others: give GenerationRequest.pictures and Sample.pictures what Prompt.pictures has"
         )
-
-
-def _finish_of(reply: ChatReply) -> Finish:
-    return Finish(str(reply.finish_reason))
 
 
 def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:

@@ -115,8 +115,8 @@ class _Process:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise _Died("ended") from error
 
-    async def drain_prints(self, worker_log: int) -> None:
-        """Copy the process's output to the worker's log, up to `PRINTED_LIMIT`.
+    async def drain_prints(self, log: int = 2) -> None:
+        """Copy the process's output to `log`, this worker's standard error, up to `PRINTED_LIMIT`.
 
         All output is read, whatever becomes of the log: a full pipe would block the process in its next print.
         """
@@ -126,7 +126,7 @@ class _Process:
             room = PRINTED_LIMIT - self.printed
             if room > 0:
                 try:
-                    os.write(worker_log, chunk[:room])
+                    os.write(log, chunk[:room])
                 except OSError as error:  # a full disk, say
                     _log.warning("output of a process of the pool cannot be written to the log: %s", error)
                 if len(chunk) >= room:
@@ -266,7 +266,7 @@ class ProcessPool:
         process = _Process(made)
         self._all.add(process)
         self.started += 1
-        process.printing = asyncio.create_task(process.drain_prints(2))
+        process.printing = asyncio.create_task(process.drain_prints())
         try:
             async with RunningTimeout(START_LIMIT_S):
                 await process.ask(b"")

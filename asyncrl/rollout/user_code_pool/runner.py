@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from asyncrl.api.reward import RunIn
 from asyncrl.comm.waits.running_time import RunningTimeout
+from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
 from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessPool
@@ -25,17 +26,6 @@ from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeEr
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
-
-
-class UserCodeSettings(Protocol):
-    """Settings of `rollout.user_code`, described there."""
-
-    threads: int
-    processes: int
-    process_memory_mb: int
-    process_children: int
-    process_max_calls: int
-    slow_call_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +69,7 @@ class CodeThreads:
     """
 
     def __init__(self, most: int, running: RunningCalls) -> None:
-        self.threads = DaemonThreads("user-code")
+        self.threads = DaemonThreads()
         self._running = running
         self._places = asyncio.Semaphore(most)
         self._abandoned: dict[str, int] = {}
@@ -141,7 +131,7 @@ class UserCodeRunner:
     """
 
     def __init__(
-        self, settings: UserCodeSettings, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
+        self, settings: UserCodeConfig, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
     ) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = ProcessLimits(memory_bytes, settings.process_children + 1, settings.process_max_calls)

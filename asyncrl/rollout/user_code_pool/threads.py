@@ -33,8 +33,7 @@ class UnusualExit(Exception):
 class DaemonThreads:
     """Runs functions, each in a thread; thread-safe. `started` counts the threads made so far."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[_Job]] = []
         self.started = 0
@@ -52,7 +51,7 @@ class DaemonThreads:
                 self.started += 1
         if jobs is None:
             jobs = queue.SimpleQueue()
-            name = f"{self._name}-{self.started}"
+            name = f"user-code-{self.started}"
             threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True).start()
         jobs.put((function, future, contextvars.copy_context()))
         return future

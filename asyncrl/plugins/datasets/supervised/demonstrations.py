@@ -29,7 +29,7 @@ from asyncrl.api.picture import Picture, PictureError, PlacedPicture
 from asyncrl.plugins.datasets import DemonstrationDataset
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.settings import TrainOn
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, Message
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, Message, wrong_turns
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
 from asyncrl.plugins.datasets.templates.picture_parts import (
     PictureRules,
@@ -39,7 +39,6 @@ from asyncrl.plugins.datasets.templates.picture_parts import (
     prompt_with_pictures,
     with_content,
     without_pictures,
-    wrong_parts,
 )
 
 
@@ -86,7 +85,14 @@ class DemonstrationFormat:
             raise BadDemonstration(str(error)) from None
         if self.prompts.chat is not None:
             return self.conversation(conversation_of(dataset, row), tools_of(row))
-        prompt, answer = row["prompt"], dataset.demonstration(row)
+        return [self.text(row["prompt"], dataset.demonstration(row))]
+
+    def text(self, prompt: Any, answer: Any) -> Demonstration:
+        """Return the demonstration of a prompt and an answer without a chat template.
+
+        Raises:
+            BadDemonstration: they are not text.
+        """
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise BadDemonstration(
                 "it is messages and there is no chat template; set dataset.chat_template to a Jinja file (or to auto, "
@@ -94,7 +100,7 @@ class DemonstrationFormat:
             )
         tokenizer = self.prompts.tokenizer
         before, after = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
-        return [Demonstration(before + after, [False] * len(before) + [True] * len(after))]
+        return Demonstration(before + after, [False] * len(before) + [True] * len(after))
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Message], first: int = 0
@@ -233,14 +239,6 @@ def tools_of(row: Mapping[str, Any]) -> list[Message]:
 
 def wrong_conversation(messages: Sequence[Any]) -> str | None:
     """Return why `messages` have nothing to imitate; None if they have."""
-    for number, turn in enumerate(messages):
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"message {number} is not an object with a role"
-        if isinstance(turn.get("content"), list):
-            if (wrong := wrong_parts(turn["content"])) is not None:
-                return f"message {number} has under 'content' {wrong}"
-        elif not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
-            return f"message {number} has no text under 'content'"
-    if not messages or messages[-1]["role"] != "assistant":
+    if (wrong := wrong_turns(messages)) is None and (not messages or messages[-1]["role"] != "assistant"):
         return "its messages do not end with an assistant's: there is no answer to imitate"
-    return None
+    return wrong

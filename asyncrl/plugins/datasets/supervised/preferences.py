@@ -98,7 +98,8 @@ class PreferenceFormat:
     def _encode(self, judged: JudgedText, tools: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Return tokens and loss mask of an answer, up to its last token that carries loss."""
         if self.prompts.chat is None:
-            return self._plain(judged)
+            plain = DemonstrationFormat(self.prompts).text(judged.prompt, judged.answer)
+            return plain.token_ids, plain.loss_mask
         prompt = _as_messages("user", judged.prompt)
         answer = _as_messages("assistant", judged.answer)
         if (wrong := wrong_conversation([*prompt, *answer])) is not None:
@@ -112,16 +113,6 @@ class PreferenceFormat:
             )
         end = len(found[0].loss_mask) - found[0].loss_mask[::-1].index(True)
         return found[0].token_ids[:end], found[0].loss_mask[:end]
-
-    def _plain(self, judged: JudgedText) -> tuple[list[int], list[bool]]:
-        if not isinstance(judged.prompt, str) or not isinstance(judged.answer, str):
-            raise BadDemonstration(
-                "it is messages and there is no chat template; set dataset.chat_template to a Jinja file (or to auto, "
-                "with a model whose tokenizer has one), or give text"
-            )
-        tokenizer = self.prompts.tokenizer
-        before, after = tokenizer.encode(judged.prompt), [*tokenizer.encode(judged.answer), tokenizer.eos_token_id]
-        return before + after, [False] * len(before) + [True] * len(after)
 
 
 def judged_answers(row: Mapping[str, Any], *, labelled: bool) -> list[JudgedText]:

@@ -156,17 +156,21 @@ def wrong_messages(messages: Any) -> str | None:
     """Return why `messages` is not a conversation that an answer can follow; None if it is."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         return "it is no list of messages"
+    if (wrong := wrong_turns(messages)) is None and messages[-1]["role"] in ("system", "assistant"):
+        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
+    return wrong
+
+
+def wrong_turns(messages: Sequence[Any]) -> str | None:
+    """Return why one of `messages` is not a message; None if all are."""
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             return f"message {number} is not an object with a role"
         if isinstance(turn.get("content"), list):
             if (wrong := wrong_parts(turn["content"])) is not None:
                 return f"message {number} has under 'content' {wrong}"
-            continue
-        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+        elif not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
             return f"message {number} has no text under 'content'"
-    if messages[-1]["role"] in ("system", "assistant"):
-        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
     return None
 
 

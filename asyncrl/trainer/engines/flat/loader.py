@@ -45,7 +45,6 @@ class FlatLoader(EngineLoader):
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
         self._dtype, self._vision = config.model.dtype.on(device.type), config.model.vision
-        self._share_prefixes = config.trainer.share_prefixes
         self._engine: dict[str, Any] = {
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
@@ -104,22 +103,18 @@ class FlatLoader(EngineLoader):
     def _together(self, load: Callable[[], Engine], path: str) -> Engine:
         def proven() -> Engine:
             engine = load()
-            self._check_parity(engine)
+            longest = context_length(self._config, engine.network.config.to_dict())
+            refuse_longer_than_independent(engine.network, longest)
+            select_attention(
+                engine,
+                self._attention,
+                longest=longest,
+                row=self._config.trainer.tokens_per_micro_batch,
+                share_prefixes=self._config.trainer.share_prefixes,
+            )
             return engine
 
         return self._place.everyone.together(proven, f"loading {path}")
-
-    def _check_parity(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
-        network = engine.network
-        longest = context_length(self._config, network.config.to_dict())
-        refuse_longer_than_independent(network, longest)
-        select_attention(
-            engine,
-            self._attention,
-            longest=longest,
-            row=self._config.trainer.tokens_per_micro_batch,
-            share_prefixes=self._share_prefixes,
-        )
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig, steps: int | None = None) -> FlatAdamW:
         steps = self._config.optimizer_steps if steps is None else steps
