@@ -87,7 +87,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     def keep(rank: TrainingRank, version: int) -> None:
         path = root / f"v{version}"
         rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, in_memory=True))
-        share = rank.memory_checkpoint.share(path).result()
+        share = rank.memory_writer.share(path).result()
         from msgspec import json as encoding
 
         from asyncrl.models.weights.versions.manifest import FileEntry
@@ -96,7 +96,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
         for written in rank.world.everyone.all_gather_bytes(encoding.encode(share)):
             files |= encoding.decode(written, type=dict[str, FileEntry])
         if rank.folders.leads:
-            rank.memory_checkpoint.commit(path, files, keep=1, protected=())
+            rank.memory_writer.commit(path, files, keep=1, protected=())
         rank.world.everyone.together(lambda: None, "keeping")
 
     def live(world: World) -> None:

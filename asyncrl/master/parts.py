@@ -63,7 +63,7 @@ class Parts:
 
     Attributes:
         stop: set when the run is asked to stop.
-        steps: keeps the state of each step in memory.
+        memory_checkpointer: keeps the state of each step in memory.
     """
 
     config: ExperimentConfig
@@ -80,7 +80,7 @@ class Parts:
     announcer: VersionAnnouncer
     stall: StallWatch
     checkpoints: Checkpoints
-    steps: MemoryCheckpointer
+    memory_checkpointer: MemoryCheckpointer
     reports: Reports
     publishing: Publishing
     turns: DeviceTurns
@@ -115,12 +115,12 @@ def assemble(
     collector = Collector(heads, buffer)
     metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
-    steps = MemoryCheckpointer(memory_checkpoint, ranks)
+    memory_checkpointer = MemoryCheckpointer(memory_checkpoint, ranks)
     win_rates = WinRates.of_run(config)
     announcer = _announcer(config, peers, metrics_log, clock, win_rates)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
-    reported = ReportState(buffer, ledger, make_curriculum(config.dataset.curriculum), steps)
+    reported = ReportState(buffer, ledger, make_curriculum(config.dataset.curriculum), memory_checkpointer)
     guests = guests_of(config.generation)
     turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests), guests.start)
     lease_s = config.manager.rollout_lease_s
@@ -144,7 +144,7 @@ def assemble(
         announcer=announcer,
         stall=stall,
         checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, run, metrics_log.evaluations, check=collector.check),
-        steps=steps,
+        memory_checkpointer=memory_checkpointer,
         reports=reports,
         turns=turns,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),

@@ -108,8 +108,8 @@ class ModelWorker(Worker):
         self.log.info("%s", device_line(device, dtype, self._attention(device, dtype)))
         if uses_memory_checkpoint(config):
             self.log.info("%s", price_line(self._rank.state_bytes(), copy_rate(device)))
-        self._open.callback(self._rank.checkpoints.close)
-        self._open.callback(self._rank.memory_checkpoint.close)
+        self._open.callback(self._rank.disk_writer.close)
+        self._open.callback(self._rank.memory_writer.close)
         calls = ModelCalls(config, graph, self._rank)
         utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
         observer.gauges(utilisation.gauges)

@@ -78,7 +78,7 @@ class FleetRunner:
             frozen=frozen,
             interval_s=health_interval_s,
             spawn=self._spawn,
-            changed=self._show,
+            changed=self._update_routes,
             log=log,
             clock=clock,
         )
@@ -98,7 +98,7 @@ class FleetRunner:
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
         if changed:
-            self._show()
+            self._update_routes()
 
     def publish(self, target: Target) -> None:
         """Set the newest weights, which were checked."""
@@ -145,7 +145,7 @@ class FleetRunner:
                         self._cancel(order)
                     case CheckHealth():
                         self._health.begin(order)
-            self.in_use.show()
+            self.in_use.update_routes()
             if reason := self._decisions.never_agree():
                 raise CannotContinue(f"{reason}: {_IF_NONE_AGREES}")
             await self._wait_for_change()
@@ -192,7 +192,7 @@ class FleetRunner:
             self._updates.pop(order.attempt, None)
             lane = self.residence.lane(order.server)
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
-        self._show()
+        self._update_routes()
 
     async def _rest(self, order: Rest) -> None:
         began = self._clock()
@@ -210,7 +210,7 @@ class FleetRunner:
                 self._log.info("generation server %d has released its memory (%.0f ms)", order.server, took_ms)
         finally:
             self._updates.pop(order.attempt, None)
-        self._show()
+        self._update_routes()
 
     async def _check_late(self, order: BeginUpdate) -> None:
         """Check a server that serves already. If it fails, it leaves service, and no later token of it is returned."""
@@ -222,7 +222,7 @@ class FleetRunner:
             differs = isinstance(error, WeightsDiffer)
             if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
-                self._show()
+                self._update_routes()
                 try:
                     await self._updater.hold(order.url)
                 except HttpError as unpaused:
@@ -238,9 +238,9 @@ class FleetRunner:
             update.cancel()
             self._log.warning("generation server %d: an update was cancelled", order.server)
 
-    def _show(self) -> None:
+    def _update_routes(self) -> None:
         """Update the router and the gate, and notify all tasks that wait for a server's state."""
-        self.in_use.show()
+        self.in_use.update_routes()
         self.changed.notify()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -38,7 +38,7 @@ class ServersInUse:
         self._served_version = served_version or (lambda: None if policy else decisions.served_version)
         self._shown: dict[int, tuple[str, bool]] = {}
 
-    def show(self) -> None:
+    def update_routes(self) -> None:
         """Update the router and the gate, and report servers that left service to clients."""
         lives = {life.index: life for life in self._decisions.servers}
         self._router.returning = sum(

@@ -44,7 +44,7 @@ LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a dead manager."""
 
 
-class Told(NamedTuple):
+class LastReply(NamedTuple):
     """The manager's last reply: the books, gate and servers, and the number of the last measured success rate."""
 
     books: GateBooks = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
@@ -84,27 +84,29 @@ class ReportState:
     No calls are made here. A `version` argument is always the model's current version.
 
     Attributes:
-        steps: where the state of each step is kept.
-        told: the manager's last reply.
+        memory_checkpointer: where the state of each step is kept.
+        last_reply: the manager's last reply.
         due: the content of the next report.
         curriculum: has the success rates that the manager reported.
     """
 
-    def __init__(self, buffer: SampleBuffer, ledger: Ledger, curriculum: Curriculum, steps: MemoryCheckpointer) -> None:
+    def __init__(
+        self, buffer: SampleBuffer, ledger: Ledger, curriculum: Curriculum, memory: MemoryCheckpointer
+    ) -> None:
         self._buffer, self._ledger = buffer, ledger
-        self.steps, self.curriculum = steps, curriculum
-        self.told, self.due = Told(), Due()
+        self.memory_checkpointer, self.curriculum = memory, curriculum
+        self.last_reply, self.due = LastReply(), Due()
 
     def restore(self, trained: int, dropped: Mapping[str, int], curriculum: Curriculum) -> None:
         """Continue with the books as the gate counts them: B per version, even if B was different at the time."""
-        self.told = Told(GateBooks(trained + sum(dropped.values()), trained, dict(dropped), abandoned=0))
+        self.last_reply = LastReply(GateBooks(trained + sum(dropped.values()), trained, dict(dropped), abandoned=0))
         self.curriculum = curriculum
 
     def continue_after(self, recorded: Recorded) -> None:
         """Continue with the books that the ledger's lines add up to. Prompts dropped for good after the state from
         which the run continues count as used.
         """
-        self.told = self.told._replace(books=GateBooks(**structs.asdict(recorded.books())))
+        self.last_reply = self.last_reply._replace(books=GateBooks(**structs.asdict(recorded.books())))
         self._buffer.used.update(recorded.used)
 
     def take_up(self, trained: Sequence[ReceivedRollout], measured: int) -> None:
@@ -113,7 +115,7 @@ class ReportState:
         """
         self.due.trained = list(trained)
         self._buffer.know_trained(each.rollout_id for each in trained)
-        self.told = self.told._replace(measured=measured)
+        self.last_reply = self.last_reply._replace(measured=measured)
 
     def trained(self, batch: TrainBatch) -> None:
         """Add the complete step of `batch` to the next report."""
@@ -122,7 +124,7 @@ class ReportState:
     @property
     def reported_books(self) -> GateBooks | None:
         """Return the books; None while a trained rollout has not been reported."""
-        return None if self.due.trained else self.told.books
+        return None if self.due.trained else self.last_reply.books
 
     def saved(self, version: int) -> dict[str, Any]:
         """Write the ledger's line of a checkpoint of `version`; return the ledger's part of the checkpoint."""
@@ -136,7 +138,8 @@ class ReportState:
     def next_report(self, version: int) -> ConsumedReport:
         """Return the next report."""
         self.take_drops()
-        return self.due.report(version, self._ledger.recorded, self.steps.kept_of(self.told.measured))
+        kept = self.memory_checkpointer.kept_of(self.last_reply.measured)
+        return self.due.report(version, self._ledger.recorded, kept)
 
     def run_report(self, version: int) -> RunReport:
         """Return all that the trainer's side knows of the run, for a new manager."""
@@ -154,7 +157,7 @@ class ReportState:
         for prompt_id, success in reply.measured:
             self.curriculum.measured(prompt_id, success)
         status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
-        self.told = Told(reply.books, status, reply.measured_seq)
+        self.last_reply = LastReply(reply.books, status, reply.measured_seq)
 
 
 class Reports:
@@ -187,7 +190,7 @@ class Reports:
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
         status = await or_stop(self._manager.status(), self._stop, self._limit_s)
-        self.state.told = self.state.told._replace(status=status)
+        self.state.last_reply = self.state.last_reply._replace(status=status)
 
     def follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> None:
         """From now on, report all that the trainer's side knows to each new manager.
@@ -217,7 +220,7 @@ class Reports:
         """
         if self._following is not None and self._following.done():
             self._following.result()
-        while self.state.steps.may_tell_of(version):
+        while self.state.memory_checkpointer.may_report(version):
             drops = self.state.take_drops()  # the report may add to it
             if not self.state.due:
                 return
@@ -256,7 +259,7 @@ class Reports:
     async def _report(self, version: int) -> None:
         """Send one report and process the reply."""
         state = self.state
-        if not state.steps.may_tell_of(version):
+        if not state.memory_checkpointer.may_report(version):
             return
         async with self._one_at_a_time:
             for refusals in count():
@@ -274,7 +277,7 @@ class Reports:
         The ranks are polled first, as the manager may have no other report of the rollouts that they hold.
         """
         await self._collector.refresh()
-        if not self.state.steps.may_tell_of(version):
+        if not self.state.memory_checkpointer.may_report(version):
             return False
         self.state.introduced(await self._manager.report_run(self.state.run_report(version)))
         return True

@@ -68,7 +68,7 @@ class RecoveredState:
 
 
 async def find(
-    ranks: RankClients, steps: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
+    ranks: RankClients, memory: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
 ) -> RecoveredState:
     """Find the state from which the run continues; the ranks have that state when this returns.
 
@@ -86,9 +86,9 @@ async def find(
     """
     if (state := await _of_ranks(ranks)) is not None:
         _log.info("the ranks stand between two steps, and keep what they have")
-        await steps.take_up(state["version"])
+        await memory.take_up(state["version"])
     else:
-        state = await steps.load(announced)
+        state = await memory.load(announced)
     if state is not None:
         last = convert(state["step"], StepState, str_keys=True) if "step" in state else None
         return RecoveredState(state, announced, saved=False, last=last)
@@ -107,12 +107,12 @@ async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:
         async with asyncio.timeout(TAKE_UP_LIMIT_S):
             if any(rank.in_step for rank in await ranks.all(IsStepRunning())):
                 raise RestartTrainer("the ranks are in a step that has not ended")
-            standing = await ranks.all(AttachMaster(ranks.master))
+            progress = await ranks.all(AttachMaster(ranks.master))
     except (TimeoutError, Stalled, PeerGone) as error:
         raise RestartTrainer(f"a rank does not report its progress: {error!r}") from error
-    states = [rank.master_state for rank in standing]
+    states = [rank.master_state for rank in progress]
     versions = {None if state is None else state["version"] for state in states}
-    if len(versions) > 1 or any(rank.in_step for rank in standing):
+    if len(versions) > 1 or any(rank.in_step for rank in progress):
         raise RestartTrainer(f"the ranks are in a step, or not after the same one: {versions}")
     return states[0]
 
@@ -133,84 +133,84 @@ class Beginning:
         A stop request or a failure may end any of the waits. The end of the run then saves the state that was found, so
         its metrics are continued and its last step is in the ledger in any case.
         """
-        standing = await self.take_up_state()
+        recovered = await self.take_up_state()
         ledger_has_step = True
         try:
             try:
-                await self.continue_metrics(standing)
+                await self.continue_metrics(recovered)
             finally:
-                ledger_has_step = self.continue_ledger(standing)
-                self.take_up_last_step(standing)
-            path = await self.publish(standing)
+                ledger_has_step = self.continue_ledger(recovered)
+                self.take_up_last_step(recovered)
+            path = await self.publish(recovered)
             awaited = self._parts.metrics_log.awaits_evaluation()
-            cut_off = awaited is not None and awaited < standing.version
-            self.announce(standing, path, cut_off=cut_off)
+            cut_off = awaited is not None and awaited < recovered.version
+            self.announce(recovered, path, cut_off=cut_off)
             self.open_gate()
-            await self.evaluate_again(standing, path, awaited=awaited is not None, cut_off=cut_off)
-            await self.report_last_step(standing)
+            await self.evaluate_again(recovered, path, awaited=awaited is not None, cut_off=cut_off)
+            await self.report_last_step(recovered)
         finally:
-            if standing.last is not None and not ledger_has_step:
-                self._parts.ledger.step(standing.last.batch, self._parts.reports.state.reported_books)
+            if recovered.last is not None and not ledger_has_step:
+                self._parts.ledger.step(recovered.last.batch, self._parts.reports.state.reported_books)
 
     async def take_up_state(self) -> RecoveredState:
         """1. Find the state from which the run continues, and load it."""
         parts = self._parts
         announced = parts.peers.board.announced_version()
         checkpoints = checkpoint_root(parts.run_dir)
-        standing = await find(parts.ranks, parts.steps, checkpoints, announced, parts.run.state())
-        parts.run.restore(standing.state)
-        parts.steps.found(standing.version, standing.last.measured_seq if standing.last else 0)
-        parts.checkpoints.resume(saved=standing.saved)
-        parts.announcer.announced = standing.announced
-        _log.info("beginning at version %d with %d prompts used", standing.version, len(parts.run.buffer.used))
-        return standing
+        recovered = await find(parts.ranks, parts.memory_checkpointer, checkpoints, announced, parts.run.state())
+        parts.run.restore(recovered.state)
+        parts.memory_checkpointer.found(recovered.version, recovered.last.measured_seq if recovered.last else 0)
+        parts.checkpoints.resume(saved=recovered.saved)
+        parts.announcer.announced = recovered.announced
+        _log.info("beginning at version %d with %d prompts used", recovered.version, len(parts.run.buffer.used))
+        return recovered
 
-    async def continue_metrics(self, standing: RecoveredState) -> None:
+    async def continue_metrics(self, recovered: RecoveredState) -> None:
         """2. Ask the manager for its status, and continue the metrics."""
         parts, reported = self._parts, self._parts.reports.state
-        dropped = reported.told.books.dropped
+        dropped = reported.last_reply.books.dropped
         try:
             await parts.reports.look()
         finally:
-            idle_s = reported.told.status.idle_s
-            state = standing.state["metrics_log"]
+            idle_s = reported.last_reply.status.idle_s
+            state = recovered.state["metrics_log"]
             parts.metrics_log.open(
-                parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
+                parts.run_dir, recovered.version, perf_counter(), dropped, state, recovered.announced, idle_s
             )
-            write_books(parts.run_dir, standing.version, reported.told.books)
+            write_books(parts.run_dir, recovered.version, reported.last_reply.books)
 
-    def continue_ledger(self, standing: RecoveredState) -> bool:
+    def continue_ledger(self, recovered: RecoveredState) -> bool:
         """3. Continue the ledger; return True if it has the last step."""
         parts, board = self._parts, self._parts.peers.board
-        if standing.last is None and not board.ledger_has_begun():
-            parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reports.state.told.books)
+        if recovered.last is None and not board.ledger_has_begun():
+            parts.ledger.begin(recovered.version, recovered.state.get("ledger"), parts.reports.state.last_reply.books)
             board.ledger_begun(parts.ledger.lineage)
             return True
-        has_step = parts.ledger.go_on(0 if standing.last is None else standing.last.ledger_line)
+        has_step = parts.ledger.go_on(0 if recovered.last is None else recovered.last.ledger_line)
         parts.reports.state.continue_after(parts.ledger.recorded)
         return has_step
 
-    def take_up_last_step(self, standing: RecoveredState) -> None:
+    def take_up_last_step(self, recovered: RecoveredState) -> None:
         """4. Take over open reports, and write the last step's row of metrics."""
-        if (step := standing.last) is not None:
+        if (step := recovered.last) is not None:
             parts = self._parts
             parts.reports.state.take_up(step.trained, step.measured_seq)
-            status = parts.reports.state.told.status
-            parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
-            _log.info("going on after step %d, which was complete", standing.version)
+            status = parts.reports.state.last_reply.status
+            parts.metrics_log.step_again(recovered.version, step.batch, step.measured, status, perf_counter())
+            _log.info("going on after step %d, which was complete", recovered.version)
 
-    async def publish(self, standing: RecoveredState) -> str:
+    async def publish(self, recovered: RecoveredState) -> str:
         """5. Remove later weights, and publish the current ones; return their folder."""
         parts = self._parts
-        in_use = {*parts.reports.state.told.status.versions_in_use, standing.announced}
-        if standing.last is None:
-            await parts.publishing.forget_others(standing.version)
-        return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
+        in_use = {*parts.reports.state.last_reply.status.versions_in_use, recovered.announced}
+        if recovered.last is None:
+            await parts.publishing.forget_others(recovered.version)
+        return await parts.publishing.publish(recovered.version, in_use, to_disk=True) if recovered.version else ""
 
-    def announce(self, standing: RecoveredState, path: str, *, cut_off: bool) -> None:
+    def announce(self, recovered: RecoveredState, path: str, *, cut_off: bool) -> None:
         """6. Announce the version, unless the evaluation of an older one was `cut_off`."""
-        if standing.version and not cut_off:
-            self._parts.announcer.announce(standing.version, path)
+        if recovered.version and not cut_off:
+            self._parts.announcer.announce(recovered.version, path)
 
     def open_gate(self) -> None:
         """7. Poll the ranks, and report to a new manager, which opens its gate."""
@@ -221,14 +221,14 @@ class Beginning:
         parts.stall.progressed()
         self._ready()
 
-    async def evaluate_again(self, standing: RecoveredState, path: str, *, awaited: bool, cut_off: bool) -> None:
+    async def evaluate_again(self, recovered: RecoveredState, path: str, *, awaited: bool, cut_off: bool) -> None:
         """8. Repeat the evaluation that was cut off, then announce the version."""
         announcer = self._parts.announcer
         if awaited:
             announcer.evaluate_if_due()
         if cut_off:
-            await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
+            await or_stop(announcer.published(recovered.version, path), self._parts.stop, math.inf)
 
-    async def report_last_step(self, standing: RecoveredState) -> None:
+    async def report_last_step(self, recovered: RecoveredState) -> None:
         """9. Report the last step. The reply has the prompts that were dropped for good meanwhile."""
-        await self._parts.reports.report(standing.version)
+        await self._parts.reports.report(recovered.version)

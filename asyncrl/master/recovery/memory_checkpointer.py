@@ -65,7 +65,7 @@ class MemoryCheckpointer:
         """True if steps are kept. After a step that could not be kept, none is."""
         return self._memory_checkpoint is not None
 
-    def may_tell_of(self, version: int) -> bool:
+    def may_report(self, version: int) -> bool:
         """True if a process that replaces this one would know of the step that made `version`."""
         return not self.on or self._whole == version
 

@@ -40,7 +40,7 @@ class RunEnd:
             await parts.announcer.close()
             await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)
         if parts.publishing.on_disk != parts.run.version:
-            in_use = parts.reports.state.told.status.versions_in_use
+            in_use = parts.reports.state.last_reply.status.versions_in_use
             await parts.publishing.publish(parts.run.version, in_use, to_disk=True)  # the run leaves this policy behind
         await parts.reports.last(parts.run.version)
         await parts.checkpoints.finish()
@@ -51,7 +51,7 @@ class RunEnd:
             parts.turns.give()
             await self._last_evaluation()
         await parts.reports.close_books(parts.run.version, complete=parts.run.complete)
-        books = parts.reports.state.told.books
+        books = parts.reports.state.last_reply.books
         parts.ledger.end(parts.run.version, books)
         write_summary(parts.run_dir, parts.run.version, parts.config.total_train_steps, books, parts.metrics_log)
         check_books(books, parts.run.version * parts.config.train_batch_size)
@@ -70,13 +70,13 @@ class RunEnd:
             model_in_step: True if a step that did not complete may have changed the model.
         """
         parts = self._parts
-        if parts.steps.on:
+        if parts.memory_checkpointer.on:
             await parts.announcer.abandon()
         try:
             await self._save_last_step(model_in_step=model_in_step)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", parts.run.version, error)
-        write_books(parts.run_dir, parts.run.version, parts.reports.state.told.books)
+        write_books(parts.run_dir, parts.run.version, parts.reports.state.last_reply.books)
 
     async def _save_last_step(self, *, model_in_step: bool) -> None:
         """Save the last complete step; wait for a checkpoint in progress, which is always of a complete step."""
@@ -87,7 +87,7 @@ class RunEnd:
             _log.warning("the checkpoint in progress could not be written: %s", error)
         if model_in_step or not parts.run.version:
             return
-        if not parts.steps.may_tell_of(parts.run.version):
+        if not parts.memory_checkpointer.may_report(parts.run.version):
             return  # the successor trains this step again, and the ledger must not have it before
         await parts.reports.last(parts.run.version)
         if parts.checkpoints.unsaved:

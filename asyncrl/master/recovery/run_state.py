@@ -59,7 +59,7 @@ class RunState:
             "version": self.version,
             "buffer": self.buffer.state(),
             "metrics_log": self._metrics_log.state(),
-            "dropped": dict(self._reported.told.books.dropped),
+            "dropped": dict(self._reported.last_reply.books.dropped),
             "curriculum": self._reported.curriculum.state(),
             "buffer_order": self._order.state(),
             "win_rates": self._win_rates.state(),

@@ -75,15 +75,15 @@ class StepEnd:
     async def begin_keeping(self, step: CompleteStep) -> None:
         """1. Have the ranks copy the state, and begin to write it."""
         parts = self._parts
-        if parts.steps.on:
-            due, measured = parts.reports.state.due.trained, parts.reports.state.told.measured
+        if parts.memory_checkpointer.on:
+            due, measured = parts.reports.state.due.trained, parts.reports.state.last_reply.measured
             kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())
-            await parts.steps.begin(step.version, parts.run.state(), kept)
+            await parts.memory_checkpointer.begin(step.version, parts.run.state(), kept)
 
     async def publish(self, step: CompleteStep) -> None:
         """2. Have the ranks publish the weights."""
         parts = self._parts
-        in_use, to_disk = parts.reports.state.told.status.versions_in_use, self._wants_folder(step.version)
+        in_use, to_disk = parts.reports.state.last_reply.status.versions_in_use, self._wants_folder(step.version)
         with observer.doing(f"publishes version {step.version}", "publish", step=step.version):
             step.path = await parts.publishing.publish(step.version, in_use, to_disk=to_disk)
         step.lap("publish")
@@ -91,7 +91,7 @@ class StepEnd:
     async def finish_keeping(self, step: CompleteStep) -> None:
         """3. Wait until the state is complete."""
         with observer.doing(f"keeps step {step.version}", "memory_checkpoint", step=step.version):
-            await self._parts.steps.finish()
+            await self._parts.memory_checkpointer.finish()
         step.lap("memory_checkpoint")
 
     async def announce(self, step: CompleteStep) -> None:
@@ -106,11 +106,11 @@ class StepEnd:
 
     def write_down(self, step: CompleteStep) -> None:
         """6. Record the step."""
-        parts, told = self._parts, self._parts.reports.state.told
+        parts, reply = self._parts, self._parts.reports.state.last_reply
         measured = step.measured | parts.checkpoints.figures()
-        parts.metrics_log.step(step.version, step.batch, measured, told.status, perf_counter())
+        parts.metrics_log.step(step.version, step.batch, measured, reply.status, perf_counter())
         parts.ledger.step(step.batch, parts.reports.state.reported_books)
-        write_books(parts.run_dir, step.version, told.books)
+        write_books(parts.run_dir, step.version, reply.books)
         parts.stall.progressed()
 
     async def save(self, step: CompleteStep) -> None:

@@ -73,7 +73,7 @@ class PartialAnswer:
 
 
 @dataclass(slots=True)
-class Work:
+class OpenRequest:
     """A request in progress: its id at the manager, its content, a partial answer per sample, and the largest number of
     tokens per round, now and without failures.
     """
@@ -83,8 +83,8 @@ class Work:
     rollout_id: str | None
     min_version: int | None
     partials: list[PartialAnswer]
-    most: int
-    chunk: int
+    round_tokens: int
+    most_round_tokens: int
     scores: tuple[float, ...] = ()
     """Log-probabilities of the request's own tokens, if it asks for them, once they have arrived."""
 
@@ -102,12 +102,12 @@ class Work:
 
     def wanted(self, partial: PartialAnswer) -> int:
         """Return the number of tokens that the next round requests for `partial`."""
-        return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.most)
+        return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.round_tokens)
 
     def ask_for_less(self) -> None:
         """Halve the tokens per round, because the last round was not answered."""
-        self.most = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
+        self.round_tokens = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
 
     def ask_for_more(self) -> None:
         """Double the tokens per round, because the last round was answered quickly."""
-        self.most = min(2 * self.most, self.chunk)
+        self.round_tokens = min(2 * self.round_tokens, self.most_round_tokens)

@@ -61,7 +61,7 @@ from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, w
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities
-from asyncrl.rollout.generation.partial_answers import PartialAnswer, Work
+from asyncrl.rollout.generation.partial_answers import OpenRequest, PartialAnswer
 from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
 
 SCHEDULE_HOLD_S = 5.0
@@ -153,7 +153,7 @@ class RolloutClient:
         most = self._chunk or request.sampling.max_new_tokens
         if request.sampling.stop and not self._servers.can.find_stops_of(request):
             most = min(most, STOP_CHUNK)
-        work = Work(own_id, request, rollout_id, min_version, partials, most, most)
+        work = OpenRequest(own_id, request, rollout_id, min_version, partials, most, most)
         async with self._slots:
             try:
                 await self._complete(work, route)
@@ -167,7 +167,7 @@ class RolloutClient:
             answers = (replace(answer, policy=request.policy) for answer in answers)
         return GenerationResult(request.request_id, tuple(answers))
 
-    async def _complete(self, work: Work, route: Route | None) -> None:
+    async def _complete(self, work: OpenRequest, route: Route | None) -> None:
         """Run rounds until every answer is complete; the first goes to `route` if given."""
         failures = idle = 0
         name, now = work.request.request_id, asyncio.get_running_loop().time
@@ -203,7 +203,7 @@ class RolloutClient:
             if idle > 1:  # repeatedly aborted in the queue: the servers are busy with other work
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
-    async def _route(self, work: Work) -> Route:
+    async def _route(self, work: OpenRequest) -> Route:
         """Get a server for the next round; wait while there is none."""
         request = work.request
         partials = work.open_partials.values()
@@ -221,7 +221,7 @@ class RolloutClient:
             pass
         return route
 
-    async def _round(self, work: Work, attempt: int, route: Route) -> None:
+    async def _round(self, work: OpenRequest, attempt: int, route: Route) -> None:
         """Send the incomplete answers to one server and append the result, or have it score the request's tokens."""
         request, open_partials, can = work.request, work.open_partials, self._servers.can
         if request.score_from is not None:

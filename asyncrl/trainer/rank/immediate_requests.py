@@ -60,7 +60,7 @@ class ImmediateRequests:
 
     async def is_step_running(self, request: IsStepRunning) -> StepRunning:
         """Return whether the rank is within a step."""
-        return StepRunning(self._queued.standing.in_step)
+        return StepRunning(self._queued.progress.in_step)
 
     async def discard(self, request: Discard) -> Done:
         """Forget rollouts that will not be trained."""

@@ -86,7 +86,7 @@ class QueuedRequests:
         measures: measures the steps.
 
     Attributes:
-        standing: the rank's progress, as a new master needs it.
+        progress: the rank's progress, as a new master needs it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class QueuedRequests:
         self._memory_checkpoint = memory_checkpoint
         self._step, self._calls, self._scorer, self._measures = step, calls, scorer, measures
         self._master = 0
-        self.standing = RankState(in_step=False, master_state=None)
+        self.progress = RankState(in_step=False, master_state=None)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """Return the function that answers each kind of request."""
@@ -127,7 +127,7 @@ class QueuedRequests:
         """Accept requests of this MasterWorker from now on; return the rank's progress."""
         self._master = request.incarnation
         self._receiver.inbox.report_again()
-        return self.standing
+        return self.progress
 
     def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
         """Reject a request of a replaced master: the version it would write may belong to its successor."""
@@ -137,17 +137,17 @@ class QueuedRequests:
 
     def score_ahead(self, request: ScoreAhead) -> Done:
         """Score what the head of each copy received, and keep the scores there."""
-        standing = self.standing
+        before = self.progress
         if self._scorer.collective:  # if the master dies meanwhile, it may have asked only some ranks, which then wait
-            self.standing = RankState(in_step=True, master_state=None)
+            self.progress = RankState(in_step=True, master_state=None)
         self._scorer.score(request)
-        self.standing = standing
+        self.progress = before
         return Done()
 
     def begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks, and build the step's batches."""
         self._check_master(step)
-        self.standing = RankState(in_step=True, master_state=None)
+        self.progress = RankState(in_step=True, master_state=None)
         self._measures.begin(step.version + 1)
         self._step.begin(step, self._receiver.inbox.get(step.leaving))
         self._receiver.left(step.leaving)
@@ -187,7 +187,7 @@ class QueuedRequests:
         path = checkpoint_path(request, self._memory_checkpoint)
         self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(path)))
         if request.in_memory:
-            self.standing = RankState(in_step=False, master_state=request.master_state)
+            self.progress = RankState(in_step=False, master_state=request.master_state)
         return Done()
 
     def load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

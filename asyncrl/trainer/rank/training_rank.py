@@ -76,8 +76,8 @@ class TrainingRank:
         return engine
 
     @cached_property
-    def checkpoints(self) -> CheckpointWriter:
-        """Writes the checkpoints that `save_checkpoint` began."""
+    def disk_writer(self) -> CheckpointWriter:
+        """Writer of checkpoints on disk, which `save_checkpoint` begins."""
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone)
 
     @cached_property
@@ -86,14 +86,14 @@ class TrainingRank:
         return HostFolders.of(self.world)
 
     @cached_property
-    def memory_checkpoint(self) -> CheckpointWriter:
+    def memory_writer(self) -> CheckpointWriter:
         """Writer of the in-memory checkpoint, independent of a checkpoint on disk that may be in progress."""
         hosts = self.folders if self.folders.spread else None
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone, in_memory=True, hosts=hosts)
 
     def writer(self, in_memory: bool) -> CheckpointWriter:
         """Return the writer of in-memory checkpoints, or the one of checkpoints on disk."""
-        return self.memory_checkpoint if in_memory else self.checkpoints
+        return self.memory_writer if in_memory else self.disk_writer
 
     def save_checkpoint(self, order: SaveCheckpoint) -> None:
         """Copy the tensors of the checkpoint that `order` describes, and begin to write it. Called by all ranks.

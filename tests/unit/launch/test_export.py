@@ -66,7 +66,7 @@ def make_run(
             publish(policy, run / "weights", role="actor", version=step, ranks=Ranks(), shared=shared)
             path = run / "checkpoints" / f"v{step}"
             rank.save_checkpoint(SaveCheckpoint(str(path), step, {}))
-            rank.checkpoints.commit(path, rank.checkpoints.share(path).result(60.0), keep=2, protected=())
+            rank.disk_writer.commit(path, rank.disk_writer.share(path).result(60.0), keep=2, protected=())
         return run
 
     return make

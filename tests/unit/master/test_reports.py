@@ -31,7 +31,7 @@ NONE = cast(Any, None)
 
 
 class EveryStepIsWhole:
-    def may_tell_of(self, version: int) -> bool:
+    def may_report(self, version: int) -> bool:
         return True
 
     def kept_of(self, measured_seq: int) -> int:

@@ -299,8 +299,8 @@ def test_a_checkpoint_has_every_policy(config: ExperimentConfig, tmp_path: Path)
     before = {name: tensor.clone() for name, tensor in rank.engines["judge"].state()[0].items()}
     path = tmp_path / "v1"
     rank.save_checkpoint(SaveCheckpoint(str(path), 1, {"version": 1}))
-    files = rank.checkpoints.share(path).result()
-    rank.checkpoints.commit(path, files, keep=1, protected=())
+    files = rank.disk_writer.share(path).result()
+    rank.disk_writer.commit(path, files, keep=1, protected=())
     assert set(read_state(path)["roles"]) == {"actor", "judge"}
     for tensor in rank.engines["judge"].state()[0].values():
         tensor.zero_()

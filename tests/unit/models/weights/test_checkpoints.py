@@ -47,8 +47,8 @@ PIECE = 4096
 def save(rank: TrainingRank, root: Path, version: int, keep: int = 2) -> Path:
     path = root / f"v{version}"
     rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}))
-    files = rank.checkpoints.share(path).result(LIMIT_S)
-    rank.checkpoints.commit(path, files, keep=keep, protected=())
+    files = rank.disk_writer.share(path).result(LIMIT_S)
+    rank.disk_writer.commit(path, files, keep=keep, protected=())
     return path
 
 
@@ -202,7 +202,7 @@ def test_a_protected_checkpoint_stays(config: ExperimentConfig, make_rank: MakeR
     for version in (1, 2, 3, 4):
         path = tmp_path / f"v{version}"
         rank.save_checkpoint(SaveCheckpoint(str(path), version, {}))
-        rank.checkpoints.commit(path, rank.checkpoints.share(path).result(LIMIT_S), keep=1, protected=(2,))
+        rank.disk_writer.commit(path, rank.disk_writer.share(path).result(LIMIT_S), keep=1, protected=(2,))
     assert versions_in(tmp_path) == [2, 4]
 
 
@@ -275,7 +275,7 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
     root = tmp_path / "state"
     path = root / "v1"
     stream.release.clear()
-    rank.__dict__["memory_checkpoint" if in_memory else "checkpoints"] = writer
+    rank.__dict__["memory_writer" if in_memory else "disk_writer"] = writer
     rank.save_checkpoint(SaveCheckpoint(str(path), 1, {}, in_memory=in_memory))
     run_step(config, rank, make_batch())
     stream.release.set()
@@ -302,13 +302,13 @@ def test_checkpoints_in_memory_take_turns_in_two_files_and_each_is_whole(
         run_step(config, rank, make_batch(seed=version, version=version - 1))
         path = root / f"v{version}"
         rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, in_memory=True))
-        rank.memory_checkpoint.commit(path, rank.memory_checkpoint.share(path).result(LIMIT_S), keep=1, protected=())
+        rank.memory_writer.commit(path, rank.memory_writer.share(path).result(LIMIT_S), keep=1, protected=())
         restored = make_rank(config)
         assert restored.load_checkpoint(root) == {"version": version}
         for name, tensor in rank.policy("actor").state()[0].items():
             assert torch.equal(tensor, restored.policy("actor").state()[0][name])
         assert len(list((root / "files").iterdir())) == min(version, 2)
-    rank.memory_checkpoint.close()
+    rank.memory_writer.close()
     assert list((root / "files").iterdir()) == []
     assert verify(root / "v4")
 
@@ -321,11 +321,11 @@ def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_w
         patch.setattr(shard_copies, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         rank.save_checkpoint(SaveCheckpoint(str(tmp_path / "v1"), 1, {}))
         with pytest.raises(OSError, match="disk full"):
-            rank.checkpoints.share(tmp_path / "v1").result(LIMIT_S)
+            rank.disk_writer.share(tmp_path / "v1").result(LIMIT_S)
     save(rank, tmp_path, 2)
     assert versions_in(tmp_path) == [2]
     with pytest.raises(RuntimeError, match=r"v1 is not under way here; the last one begun: .*v2"):
-        rank.checkpoints.share(tmp_path / "v1")
+        rank.disk_writer.share(tmp_path / "v1")
 
 
 WRITER = """

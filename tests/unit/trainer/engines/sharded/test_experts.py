@@ -64,11 +64,11 @@ def test_a_checkpoint_of_dealt_experts_goes_on_in_other_layouts(
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
         step(config, world, rank, 0)
         rank.save_checkpoint(SaveCheckpoint(str(path), 1, {}))
-        shares = world.everyone.all_gather_bytes(msgspec.json.encode(rank.checkpoints.share(path).result(LIMIT_S)))
+        shares = world.everyone.all_gather_bytes(msgspec.json.encode(rank.disk_writer.share(path).result(LIMIT_S)))
         if world.everyone.leads:
             decoded = [msgspec.json.decode(share, type=dict[str, FileEntry]) for share in shares]
             files = {name: entry for share in decoded for name, entry in share.items()}
-            rank.checkpoints.commit(path, files, keep=1, protected=())
+            rank.disk_writer.commit(path, files, keep=1, protected=())
         return step(config, world, rank, 1)
 
     def go_on(world: World) -> dict[str, float]:

@@ -42,10 +42,10 @@ def keep(rank: TrainingRank, root: Path, version: int, commits: str) -> None:
     """The state of a step, by all ranks; the leaders on the hosts `commits` make it visible there."""
     path, everyone = root / f"v{version}", rank.world.everyone
     rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, in_memory=True))
-    written = everyone.all_gather_bytes(msgspec.json.encode(rank.memory_checkpoint.share(path).result(LIMIT_S)))
+    written = everyone.all_gather_bytes(msgspec.json.encode(rank.memory_writer.share(path).result(LIMIT_S)))
     files = [msgspec.json.decode(each, type=dict[str, FileEntry]) for each in written]
     if rank.folders.leads and rank.world.rank_hosts[rank.world.worker] in commits:
-        rank.memory_checkpoint.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
+        rank.memory_writer.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
     everyone.together(lambda: None, "committing")
 
 

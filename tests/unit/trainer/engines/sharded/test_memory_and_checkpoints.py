@@ -54,10 +54,10 @@ def save(rank: TrainingRank, root: Path) -> None:
     """The checkpoint `v1` in `root`, by all ranks."""
     path, everyone = root / "v1", rank.world.everyone
     rank.save_checkpoint(SaveCheckpoint(str(path), 1, {"prompts": 5}))
-    written = everyone.all_gather_bytes(msgspec.json.encode(rank.checkpoints.share(path).result(LIMIT_S)))
+    written = everyone.all_gather_bytes(msgspec.json.encode(rank.disk_writer.share(path).result(LIMIT_S)))
     if everyone.leads:
         files = [msgspec.json.decode(each, type=dict[str, FileEntry]) for each in written]
-        rank.checkpoints.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
+        rank.disk_writer.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
 
 
 @pytest.mark.parametrize("lora", [0, 4])
