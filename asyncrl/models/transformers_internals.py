@@ -281,11 +281,11 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
         return
     before = text.config._attn_implementation
-    text.set_attn_implementation(name)
+    _replace_attention(text, name)
     try:
         yield
     finally:
-        text.set_attn_implementation(before)
+        _replace_attention(text, before)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -295,4 +295,22 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         ValueError: the model does not support `name`.
     """
     if attention_is_replaceable(text := text_part(model)):
-        text.set_attn_implementation(name)
+        _replace_attention(text, name)
+
+
+def _replace_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation `name`, except in configs of parts that the model does not have.
+
+    Moshi's text model has the config of its audio encoder without the encoder. Transformers warns about each such part
+    at each change.
+    """
+    held = {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    configs = {key: getattr(model.config, key) for key in model.config.sub_configs}
+    model.set_attn_implementation({"": name} | {key: name for key, part in configs.items() if _is_held(part, held)})
+
+
+def _is_held(config: PretrainedConfig | None, held: set[int]) -> bool:
+    """True if `config` or one within it is in `held`, by its `id`."""
+    if config is None:
+        return False
+    return id(config) in held or any(_is_held(getattr(config, key), held) for key in config.sub_configs)

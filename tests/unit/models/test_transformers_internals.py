@@ -5,6 +5,7 @@ the change.
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from typing import Any
 
@@ -97,6 +98,25 @@ def test_an_attention_is_replaced_and_put_back() -> None:
         assert model.config._attn_implementation == "eager"
         assert model.base_model.config._attn_implementation == "eager"
     assert model.config._attn_implementation == before
+
+
+def test_an_attention_is_not_set_in_the_config_of_a_part_that_the_model_lacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Transformers warns of each such part at each change: a page of warnings with Moshi."""
+    model = build("moshi", ffn_dim=48, audio_vocab_size=40)
+    internals.register_attention("mine", lambda *_, **__: (torch.zeros(1), None))
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        with internals.attention(model, "mine"):
+            assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {
+                "mine"
+            }
+        internals.set_attention(model, "eager")
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert model.config._attn_implementation == "eager"
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("model_type", "replaceable"), [("llama", True), ("gpt_oss", True), ("falcon", False)])
