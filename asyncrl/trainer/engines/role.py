@@ -30,6 +30,7 @@ from asyncrl.trainer.engines.base import StepOutcome, TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
 from asyncrl.trainer.engines.vision import RoleVision
 from asyncrl.trainer.model.flops import FlopCount, NotCounted, Work
+from asyncrl.trainer.model.lora import adapters_off
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
 Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
@@ -173,15 +174,14 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self.vision.weights_changed()
 
     @contextmanager
-    def with_other_weights(self) -> Iterator[None]:
-        """Within this block the role computes with other weights (adapters off, for example); picture rows are
-        recomputed.
-        """
-        self.vision.weights_changed()
-        try:
-            yield
-        finally:
+    def without_adapters(self) -> Iterator[None]:
+        """See `PolicyEngine`. Routers choose by themselves, and picture rows are recomputed."""
+        with adapters_off(self.root), self.choosing_freely():
             self.vision.weights_changed()
+            try:
+                yield
+            finally:
+                self.vision.weights_changed()
 
     def offload(self) -> None:
         own_storage(self.root)

@@ -6,8 +6,8 @@ is not documented here is in `base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,6 @@ from asyncrl.trainer.model.lora import (
     Merged,
     WholeAdapters,
     WholeBase,
-    adapters_off,
     plain_name,
 )
 from asyncrl.trainer.parallel.rank_position import RankPosition
@@ -229,11 +228,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
         in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
         return torch.split(in_order, [len(tokens) - 1 for tokens in sequences])
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        with adapters_off(self._model), self.choosing_freely(), self.with_other_weights():
-            yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""

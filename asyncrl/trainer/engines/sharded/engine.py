@@ -12,8 +12,7 @@ fillers of one token whose outputs are ignored. Inherited methods are documented
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -49,7 +48,7 @@ from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collect
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.engines.sharded.sharded_adamw import ShardedAdamW
 from asyncrl.trainer.model.chunked_logprobs import EntropyMode
-from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
+from asyncrl.trainer.model.lora import Merged, is_adapter
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 
@@ -303,11 +302,6 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         if self._neighbours is not None:
             self._neighbours.broadcast(found_T)
         return [logprobs.tolist() for logprobs in torch.split(found_T, lengths)]
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        with adapters_off(self.stage.trunk), self.choosing_freely(), self.with_other_weights():
-            yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
