@@ -29,18 +29,21 @@ class LoggingConfig:
 
     tensorboard: bool = setting(True, "write TensorBoard event files under the trial's folder")
     wandb_project: str = setting("", "Weights & Biases project; empty: off (needs the `tracking` extra)")
-    display: DisplayMode = setting(DisplayMode.auto, "live display, or plain lines")
+    display: DisplayMode = setting(
+        DisplayMode.auto,
+        "progress on the terminal. live: one panel; plain: a line per step; none; auto: live on a terminal, else plain",
+    )
 
 
 @dataclass
 class ProfileConfig:
     """Steps that are profiled, in the run's folder `profile/`; see docs/performance.md."""
 
-    steps: list[int] = setting(help="train steps of which traces are written; each takes longer", factory=list)
+    steps: list[int] = setting(help="train steps that are profiled; a profiled step takes longer", factory=list)
     ranks: list[int] = setting(help="ModelWorkers that write torch's trace, by index", factory=lambda: [0])
-    memory: bool = setting(True, "on GPUs: the history of their memory too")
+    memory: bool = setting(True, "on GPUs: also write the history of their memory")
     stacks: bool = setting(
-        True, "the stacks of the run's processes on the master's host too (needs the `profile` extra: py-spy)"
+        True, "also write the stacks of the run's processes on the master's host (needs the `profile` extra: py-spy)"
     )
 
 
@@ -62,8 +65,7 @@ class SamplesConfig:
     )
     max_gb: float = setting(
         2.0,
-        "what the files of training may take together, and what those of evaluations may; beyond it the oldest are "
-        "removed",
+        "limit on the files of training, and separately on those of evaluations; beyond it the oldest are removed",
         unit="GB",
         minimum=0.001,
     )
@@ -72,5 +74,5 @@ class SamplesConfig:
     )
     only: bool = setting(False, "keep rollouts and train nothing; set by the command `rollout`")
     tables: int = setting(
-        8, "how many of a step's kept samples go to TensorBoard and Weights & Biases as a table", minimum=0
+        8, "kept samples of a step that TensorBoard and Weights & Biases show as a table; 0: none", minimum=0
     )

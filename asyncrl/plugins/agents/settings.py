@@ -18,9 +18,9 @@ class AgentConfig(PluginConfig):
     )
     run_in: RunIn = setting(
         RunIn.auto,
-        "thread, or process: each episode of a plain `def run` then has its own process, which is killed if it hangs "
-        "or exceeds rollout.user_code.process_memory_mb or process_children; auto: as it is marked, else a "
-        "thread for `def`, an event loop of your own for `async def`",
+        "where the agent runs. thread; process: each episode of a plain `def run` has a process, which is killed if "
+        "it hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as it is marked, else a "
+        "thread for `def`, and the event loop of user code for `async def`",
     )
     processes: int = setting(
         16,
@@ -29,5 +29,8 @@ class AgentConfig(PluginConfig):
         minimum=1,
     )
     process_max_episodes: int = setting(
-        100, "with run_in=process, episodes after which a process is renewed", unit="episodes", minimum=1
+        100,
+        "with run_in=process, episodes after which a process is replaced, which frees what they leaked",
+        unit="episodes",
+        minimum=1,
     )

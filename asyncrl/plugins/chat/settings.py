@@ -36,25 +36,26 @@ class ChatConfig:
 
     parser: str = setting(
         AUTO,
-        "how tool calls and reasoning are read: hermes, llama3, json, xml, none; auto: as the chat template writes",
+        "format of tool calls and reasoning in answers: hermes, llama3, json, xml, none; auto: that of the chat "
+        "template",
     )
     reasoning: Reasoning = setting(
         Reasoning.keep,
-        "earlier reasoning that the chat template drops from the history: keep it in view, or branch off a sample "
-        "without it",
+        "earlier reasoning that the chat template drops from the history. keep: the policy still sees it; branch: the "
+        "conversation continues without it, as another sample",
     )
     drift: DriftCheck = setting(
         DriftCheck.off,
-        "compare extended conversations with a rendering from scratch: off, tolerant (count differences), strict "
-        "(fail)",
+        "compare extended conversations with a new rendering: off, tolerant (count differences), strict (a difference "
+        "fails the rollout)",
     )
-    max_turns: int = setting(0, "answers of the policy in one conversation; 0: no limit", unit="turns", minimum=0)
+    max_turns: int = setting(0, "limit on the policy's answers in one conversation; 0: none", unit="turns", minimum=0)
     feedback_tokens: int = setting(
         256,
-        "room for what comes between two answers, where the context length is derived from the turns",
+        "tokens reserved for the text between two answers, if the context length is derived from the turns",
         unit="tokens",
         minimum=0,
     )
     max_tool_s: float = setting(
-        0.0, "time that the tools of one conversation may take in all; 0: no limit", unit="s", minimum=0.0
+        0.0, "limit on the total time of tools in one conversation; 0: none", unit="s", minimum=0.0
     )

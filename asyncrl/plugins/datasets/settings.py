@@ -43,8 +43,8 @@ class SourceConfig:
     path: str = setting("", "as dataset.path")
     args: dict[str, Any] = setting(help="as dataset.args", factory=dict)
     fields: dict[str, str] = setting(help="as dataset.fields", factory=dict)
-    weight: float = setting(1.0, "its share of the rows is weight / sum of all weights")
-    name: str = setting("", "its rows say `source: <name>`; empty: its path")
+    weight: float = setting(1.0, "weight of the source; its share of an epoch's rows is weight / sum of all weights")
+    name: str = setting("", "name in the field `source` of its rows; empty: its path")
 
 
 @dataclass
@@ -52,20 +52,32 @@ class CurriculumConfig:
     """Prompts that are too easy or too hard are left out of some epochs; docs/data.md."""
 
     path: str = setting(
-        "", "import path of a class of yours that decides in place of low, high and rest (asyncrl.api.Curriculum)"
+        "",
+        "import path of your class that decides in place of low, high and rest (asyncrl.api.Curriculum); empty: none",
     )
     args: dict[str, Any] = setting(help="keyword arguments of its constructor", factory=dict)
     low: float = setting(
-        0.0, "share of right answers from which a prompt is drawn in every epoch", minimum=0.0, maximum=1.0
+        0.0,
+        "least share of right answers with which a prompt is used in every epoch; with less it rests",
+        minimum=0.0,
+        maximum=1.0,
     )
-    high: float = setting(1.0, "share of right answers up to which it is", minimum=0.0, maximum=1.0)
+    high: float = setting(
+        1.0,
+        "largest share of right answers with which a prompt is used in every epoch; with more it rests",
+        minimum=0.0,
+        maximum=1.0,
+    )
     rest: int = setting(
-        2, "epochs that a prompt outside is left out of; then it is measured again", unit="epochs", minimum=1
+        2,
+        "epochs in which a prompt outside low to high is left out; then it is used and measured again",
+        unit="epochs",
+        minimum=1,
     )
     least_weight: float = setting(
         1.0,
-        "share of the epochs in which a prompt that is always or never right is used; one of success s is used in a "
-        "share 1 - (1 - least_weight) (2 s - 1)^2, so most often those that are right half the time; 1: all alike",
+        "share of the epochs in which a prompt that is always or never right is used. A prompt with the share s of "
+        "right answers is used in a share 1 - (1 - least_weight) (2 s - 1)^2, so most often with s = 1/2. 1: all alike",
         minimum=0.0,
         maximum=1.0,
     )
@@ -89,30 +101,37 @@ class DatasetConfig:
     )
     args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict, fixed=True)
     fields: dict[str, str] = setting(
-        help="columns of a file under another name, `{prompt: question, answer: solution}`; a column within a column "
-        "with a dot",
+        help="columns of a file by the names that asyncrl and rewards use, for example {prompt: question, answer: "
+        "solution}; a nested column is named with a dot",
         factory=dict,
         fixed=True,
     )
     sources: list[SourceConfig] = setting(
-        help="several datasets in place of path, mixed by weight; each with path, args, fields, weight and name",
+        help="several datasets, which replace path, args and fields, mixed by weight; each has path, args, fields, "
+        "weight and name",
         factory=list,
         fixed=True,
     )
     shuffle: bool = setting(
         True, "each epoch in a different order, from the seed; false: rows in their order, in every epoch", fixed=True
     )
-    max_prompt_tokens: int = setting(2048, "longest prompt, its chat template counted", unit="tokens", minimum=1)
+    max_prompt_tokens: int = setting(
+        2048,
+        "longest prompt, including its chat template; overlong says what happens to longer ones",
+        unit="tokens",
+        minimum=1,
+    )
     overlong: Overlong = setting(
         Overlong.filter,
-        "what becomes of longer prompts: their rows are left out, their text is cut (left, right, middle), or the run "
-        "is refused",
+        "treatment of longer prompts. filter: the row is left out; left, right, middle: this part of the text is cut; "
+        "refuse: the run does not start",
     )
     chat_template: str = setting(
-        AUTO, "auto: the tokenizer's, where it has one; off: prompts are plain text; or a Jinja file"
+        AUTO,
+        "chat template of prompts. auto: the tokenizer's, if it has one; off: prompts are plain text; or a Jinja file",
     )
     chat_template_args: dict[str, Any] = setting(
-        help="further variables of the chat template, as `{enable_thinking: false}`", factory=dict
+        help="further variables of the chat template, for example {enable_thinking: false}", factory=dict
     )
     system_prompt: str = setting("", "system message put before prompts that have none; empty: no such message")
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)

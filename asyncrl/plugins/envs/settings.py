@@ -20,13 +20,13 @@ class EnvConfig(PluginConfig):
         False, "gymnasium only: the games of a group are one vector environment, stepped together"
     )
     timeout_s: float = setting(
-        300.0, "limit of one call of your environment; beyond it its episode fails", unit="s", minimum=0.01
+        300.0, "time limit of one call of the environment; beyond it the episode fails", unit="s", minimum=0.01
     )
     run_in: RunIn = setting(
         RunIn.auto,
-        "thread, or process: each episode's environment then has its own process, which is killed if it hangs or "
-        "exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
-        "a thread for `def`, an event loop of your own for `async def`",
+        "where the environment runs. thread; process: each episode's environment has a process, which is killed if it "
+        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
+        "a thread for `def`, and the event loop of user code for `async def`",
     )
     processes: int = setting(
         16,
@@ -35,7 +35,10 @@ class EnvConfig(PluginConfig):
         minimum=1,
     )
     process_max_episodes: int = setting(
-        100, "with run_in=process, episodes after which a process is renewed", unit="episodes", minimum=1
+        100,
+        "with run_in=process, episodes after which a process is replaced, which frees what they leaked",
+        unit="episodes",
+        minimum=1,
     )
 
 

@@ -25,12 +25,13 @@ class RewardConfig(PluginConfig):
         "function (data, completion), (episode) or (group), or a class whose instances are called so; docs/rewards.md",
     )
     run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
-    timeout_s: float = setting(60.0, "limit of one call", unit="s", minimum=0.01)
+    timeout_s: float = setting(60.0, "time limit of one call; beyond it the reward fails", unit="s", minimum=0.01)
     failure_reward: Optional[float] = setting(
-        None, "value of an answer whose reward fails; null: its episode is tried again, then lost"
+        None, "reward of an answer whose reward function fails; null: its episode is tried again, then lost"
     )
     verdict: Optional[bool] = setting(
-        None, "whether it is 1 for right answers and 0 for wrong ones: then there is accuracy; null: as it is marked"
+        None,
+        "true: the reward is 1 for right answers and 0 for wrong ones, so evaluations report accuracy; null: as marked",
     )
 
 
@@ -39,8 +40,8 @@ class NamedRewardConfig(RewardConfig):
     """One of several rewards."""
 
     path: str = setting("", "as reward.path")
-    name: str = setting("", "its metric is reward/<name>, before the weight")
-    weight: float = setting(1.0, "factor of its value in the sum")
+    name: str = setting("", "name of its metric reward/<name>, which is before the weight")
+    weight: float = setting(1.0, "factor of its value in the sum of rewards")
     sources: list[str] = setting(
         help="sources (column `source` of a row) whose rows it scores; empty: all", factory=list
     )

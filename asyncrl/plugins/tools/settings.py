@@ -20,27 +20,39 @@ class ToolConfig(PluginConfig):
     args: dict[str, Any] = setting(
         help="keyword arguments of the constructor; for a function: values of the parameters after `*`", factory=dict
     )
-    name: str = setting("", "what the model calls it; empty: the function's own name, or what the class says")
+    name: str = setting("", "name of the tool for the model; empty: that of the function or class")
     run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
-    timeout_s: float = setting(30.0, "limit of one call", unit="s", minimum=0.01)
-    max_result_chars: int = setting(8192, "longest result; the middle of longer ones is left out", minimum=16)
+    timeout_s: float = setting(
+        30.0, "time limit of one call; beyond it the model reads an error", unit="s", minimum=0.01
+    )
+    max_result_chars: int = setting(
+        8192, "longest result; the middle of longer ones is left out", unit="characters", minimum=16
+    )
 
 
 @dataclass
 class McpServerConfig:
     """One MCP server, shared by the samples of a RolloutWorker; every worker has its own connection."""
 
-    name: str = setting("", "how messages name it")
+    name: str = setting("", "name of the server in messages; each server has its own")
     command: str = setting(
         "",
         "program to start, which speaks over its standard input and output; python: the interpreter that runs asyncrl",
     )
-    args: list[str] = setting(help="its arguments", factory=list)
-    env: dict[str, str] = setting(help="its environment, beside a few harmless variables of the worker's", factory=dict)
-    url: str = setting("", "in place of command: address of a server that speaks streamable HTTP")
-    headers: dict[str, str] = setting(help="HTTP headers, as `{Authorization: ...}`", factory=dict)
+    args: list[str] = setting(help="arguments of the program", factory=list)
+    env: dict[str, str] = setting(
+        help="environment variables of the program, in addition to a few harmless ones of the worker", factory=dict
+    )
+    url: str = setting("", "address of a server that speaks streamable HTTP; give this or command")
+    headers: dict[str, str] = setting(
+        help="HTTP headers of requests to url, for example {Authorization: ...}", factory=dict
+    )
     tools: list[str] = setting(help="the tools to offer, by the server's names; empty: all", factory=list)
-    prefix: str = setting("", "put before the tools' names, where two servers have tools of one name")
-    timeout_s: float = setting(30.0, "limit of one call", unit="s", minimum=0.01)
-    start_timeout_s: float = setting(60.0, "limit of a start, and of a restart after the server died", unit="s")
-    max_result_chars: int = setting(8192, "longest result; the middle of longer ones is left out", minimum=16)
+    prefix: str = setting("", "prefix of the tools' names, needed if two servers have tools of the same name")
+    timeout_s: float = setting(
+        30.0, "time limit of one call; beyond it the model reads an error", unit="s", minimum=0.01
+    )
+    start_timeout_s: float = setting(60.0, "time limit of a start, and of a restart after the server died", unit="s")
+    max_result_chars: int = setting(
+        8192, "longest result; the middle of longer ones is left out", unit="characters", minimum=16
+    )
