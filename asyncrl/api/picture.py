@@ -152,7 +152,8 @@ class Picture:
         match = _DATA_URL.match(url)
         if match is None:
             raise PictureError(
-                f"{url[:60]!r} is not a data URL, and other URLs are not fetched; send data:image/png;base64,..."
+                f"{url[:60]!r} is not a data URL, and nothing is fetched from other URLs; send "
+                "data:image/png;base64,..."
             )
         if match["base64"] is None:
             raise PictureError(f"{url[:60]!r} is not in base64: send data:image/png;base64,...")

@@ -118,7 +118,7 @@ def test_a_login_to_an_etcd_without_and_tls_to_one_without_are_told(etcd_address
 
 def test_an_etcd_that_wants_a_login_says_so(etcd_server: EtcdCluster) -> None:
     etcd_server.switch_authentication_on()
-    with pytest.raises(NameResolveError, match=r"system\.etcd\.user=''.*wants a user and a password"):
+    with pytest.raises(NameResolveError, match=r"system\.etcd\.user=''.*requires a user and a password"):
         resolver_at(etcd_server.access())
 
 

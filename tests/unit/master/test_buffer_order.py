@@ -226,7 +226,7 @@ async def test_a_functions_order_keeps_nothing(mine: str) -> None:
 def test_an_object_that_cannot_be_kept_is_refused_before_the_start(classes: str) -> None:
     with pytest.raises(ConfigError, match=r"state\(\) and restore\(state\) both or neither"):
         ConfiguredOrder(BufferOrderConfig(f"{classes}:HalfAState"))
-    with pytest.raises(ConfigError, match=r"buffer\.order\.path=.*NotPlain.*state\(\) is a set; it is plain data"):
+    with pytest.raises(ConfigError, match=r"buffer\.order\.path=.*NotPlain.*state\(\) is a set; state must be"):
         ConfiguredOrder(BufferOrderConfig(f"{classes}:NotPlain"))
     config = ExperimentConfig()
     config.buffer.order = BufferOrderConfig(f"{classes}:LeastSeen", {"weight": 2.0})

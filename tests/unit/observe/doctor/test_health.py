@@ -356,7 +356,7 @@ def test_a_plan_for_a_run_that_the_simulation_does_not_know_is_refused(
 ) -> None:
     policy_servers(run, lambda _, line: {})
     assert main([str(run), "--plan", "4"], "asyncrl") == 2
-    assert "the run has policies, which the simulation does not know" in capsys.readouterr().err
+    assert "the run has policies, which the simulation does not support" in capsys.readouterr().err
 
 
 def evaluate(run: Path, accuracy: Any, reward: Any) -> None:
