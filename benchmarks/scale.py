@@ -4,9 +4,10 @@
 
 Each row is measured in a process of its own, has a target, and is met or MISSED. `--against` names another checkout of
 this repository, for example a worktree of the commit before a change (`git worktree add /tmp/before COMMIT`): every row
-is then measured there and here in turns, round by round, and the table gives the median of each and their ratio. Times
-are CPU seconds of the process that is measured, so that a busy machine changes them little. A row that a checkout
-cannot carry out says why in place of a figure.
+is then measured there and here in turns, round by round, and the table gives the median of each and their ratio. Each
+checkout is measured by its own `benchmarks/scale.py`, so a row that has changed meanwhile cannot be compared. Times are
+CPU seconds of the process that is measured, so that a busy machine changes them little. A row that a checkout cannot
+carry out says why in place of a figure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -31,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve()
+ROOT = HERE.parent.parent
 WORKERS, SERVERS, RANKS = 1_000, 512, 256
 ROLLOUTS = 70_000
 LIVE, BATCH, ETA = 100_000, 12_500, 7
@@ -54,25 +55,13 @@ class RowKind:
 
 
 def _service(**more: Any) -> Any:
+    from asyncrl.manager.messages import RequestSize
     from asyncrl.manager.service import ManagerService
+    from asyncrl.plugins.datasets.queue.order import DataOrder
 
-    settings: dict[str, Any] = {"max_staleness": 4, "routing": "least_requests", "lease_s": 600.0} | more
-    if "order" in inspect.signature(ManagerService).parameters:
-        from asyncrl.manager.messages import RequestSize
-        from asyncrl.plugins.datasets.queue.order import DataOrder
-
-        settings |= {"order": DataOrder(1_000_000, 0), "first": RequestSize(100, 1000, 8)}
-    return ManagerService(**settings)
-
-
-def _asked(names: list[str], first_order: int) -> Any:
-    """Build the request of a worker that has room for these rollouts."""
-    from asyncrl.manager import messages as m
-
-    if not hasattr(m, "WantedRollout"):
-        return names
-    size = m.RequestSize(100, 1000, 8)  # a checkout in which workers bring the prompts
-    return [m.WantedRollout(name, name, first_order + at, first=size) for at, name in enumerate(names)]
+    settings: dict[str, Any] = {"max_staleness": 4, "routing": "least_requests", "lease_s": 600.0}
+    settings |= {"order": DataOrder(1_000_000, 0), "first": RequestSize(100, 1000, 8)}
+    return ManagerService(**settings | more)
 
 
 def _servers(service: Any, count: int) -> None:
@@ -94,7 +83,7 @@ async def _admission(quick: bool) -> float:
     service.begin(m.RunReport())
 
     async def ask(worker: int, turn: int) -> m.AllocateReply:
-        rollouts = _asked([f"{worker}-{turn}-{index}" for index in range(ASKED)], worker)
+        rollouts = [f"{worker}-{turn}-{index}" for index in range(ASKED)]
         request = m.AllocateRequest(worker=f"rollout_worker/{worker}", rollouts=rollouts, timeout_s=60.0)
         return await service.allocate_rollout(request)
 
@@ -179,7 +168,7 @@ async def _blocking(quick: bool) -> float:
     service = _service(batch_size=ROLLOUTS // versions, max_staleness=versions - 1)
     service.begin(m.RunReport())
     for worker in range(WORKERS):
-        wanted = _asked([f"{worker}-{index}" for index in range(ROLLOUTS // WORKERS)], 0)
+        wanted = [f"{worker}-{index}" for index in range(ROLLOUTS // WORKERS)]
         await service.allocate_rollout(m.AllocateRequest(worker=f"rollout_worker/{worker}", rollouts=wanted))
     assert service.gate.books().running == ROLLOUTS
     waiting = asyncio.create_task(service.wait_expiring(m.WaitExpiringRequest(1, 60.0)))
@@ -202,12 +191,11 @@ def blocking(quick: bool) -> float:
 
 
 def _answer_peers(ports: Any) -> None:
-    from asyncrl.comm.request_reply import Done, RequestServer
-    from asyncrl.trainer import messages
-    from asyncrl.trainer.messages import EndStep
+    from asyncrl.comm.request_reply import RequestServer
+    from asyncrl.trainer.messages import EndedStep, EndStep
 
-    async def done(request: EndStep) -> Any:
-        return messages.EndedStep(memory_bytes=0) if hasattr(messages, "EndedStep") else Done()
+    async def done(request: EndStep) -> EndedStep:
+        return EndedStep(memory_bytes=0)
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     server = RequestServer("0.0.0.0", None, immediate={EndStep: done})
@@ -225,17 +213,14 @@ def _addresses(endpoint: str) -> Iterator[str]:
 
 async def _peers(count: int, endpoint: str) -> float:
     from asyncrl.comm.request_reply import RequestClient
+    from asyncrl.master.peers.connections import router_of_peers
     from asyncrl.trainer.messages import EndStep
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    shared: dict[str, Any] = {}
-    with contextlib.suppress(ImportError):  # a checkout in which each peer has a context of its own
-        from asyncrl.master.peers.connections import router_of_peers
-
-        shared |= {"router": router_of_peers(SimpleNamespace(security=None), count)}  # type: ignore[arg-type]
+    router = router_of_peers(SimpleNamespace(security=None), count)  # type: ignore[arg-type]
     before = len(os.listdir("/proc/self/fd"))
     at = _addresses(endpoint)
-    clients = [RequestClient(next(at), None, **shared) for _ in range(count)]
+    clients = [RequestClient(next(at), None, router=router) for _ in range(count)]
     await asyncio.gather(*(client.call(EndStep(), timeout_s=120.0) for client in clients))
     taken = len(os.listdir("/proc/self/fd")) - before
     for client in clients:
@@ -260,12 +245,9 @@ def _step() -> tuple[Any, Any]:
 
     Each stays where it was received, so that a rank can be asked alone.
     """
+    from asyncrl.master.data.step_plan import Assignment
     from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 
-    try:
-        from asyncrl.master.data.step_plan import Assignment
-    except ImportError:  # a checkout in which all ranks are told everything
-        from asyncrl.trainer.messages import Assignment  # type: ignore[attr-defined, no-redef]
     placed = Placement({"actor": WorkerGrid(data=RANKS), "ref": WorkerGrid(data=RANKS, replicas=2)})
     cut = [Assignment(f"e0-{row}-0123456789abcdef", row % RANKS, row % RANKS, (0,)) for row in range(MOVED)]
     return [cut, cut], placed
@@ -273,12 +255,8 @@ def _step() -> tuple[Any, Any]:
 
 def _requests(cuts: Any, placed: Any) -> list[Any]:
     """Build the request for each rank."""
-    try:
-        from asyncrl.master.data.step_plan import plan_step
-    except ImportError:
-        from asyncrl.trainer.messages import BeginStep
+    from asyncrl.master.data.step_plan import plan_step
 
-        return [BeginStep(1, 0, 1, tuple(cuts[0]), (tuple(entry.dst for entry in cuts[1]),))] * RANKS  # type: ignore[call-arg]
     return plan_step(cuts, placed, version=1, min_version=0, minibatches=1)
 
 
@@ -335,13 +313,13 @@ def step_of_rank(quick: bool) -> float:
 
 def ended_known(quick: bool) -> float:
     """Return how many of `LIVE` rollouts, all dropped at the same moment, the gate still knows as ended."""
-    from asyncrl.manager.rollouts import staleness_gate
+    from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+    from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 
-    ticket = getattr(staleness_gate, "RolloutTicket", None) or getattr(staleness_gate, "Ticket")  # noqa: B009 - before
-    gate = staleness_gate.StalenessGate(BATCH, ETA)
+    gate = StalenessGate(BATCH, ETA)
     gate.resume(0)
     for number in range(LIVE):
-        gate.start(ticket(f"r{number}", "rollout_worker/0", f"p{number}", number))
+        gate.start(RolloutTicket(f"r{number}", "rollout_worker/0", f"p{number}", number))
     for number in range(LIVE):
         gate.drop(f"r{number}", "failed")
     return sum(gate.outcome(f"r{number}") == "failed" for number in range(LIVE))
@@ -391,16 +369,11 @@ def inbox(quick: bool) -> float:
 
     from asyncrl.api.trajectory import Sample, Trajectory
     from asyncrl.trainer.trajectories.inbox import Inbox
+    from asyncrl.trainer.trajectories.inbox_store import InboxStore
 
     rollouts, limit, length = 32, 64 << 20, 32_768
     with tempfile.TemporaryDirectory() as folder:
-        bounded: dict[str, Any] = {}
-        with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
-            from asyncrl.trainer.trajectories.inbox_store import InboxStore
-
-            if "memory_bytes" in inspect.signature(Inbox).parameters:
-                bounded = {"memory_bytes": limit, "spilled": InboxStore(Path(folder) / "spilled")}
-        held = Inbox(0, 4096, **bounded)
+        held = Inbox(0, 4096, memory_bytes=limit, spilled=InboxStore(Path(folder) / "spilled"))
 
         def trajectory(number: int) -> Trajectory:
             tokens = np.arange(length, dtype=np.int32)
@@ -437,9 +410,7 @@ def update(quick: bool) -> float:
     from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
     from asyncrl.manager.settings import UpdateMode
 
-    settable = "update_fraction" in inspect.signature(FleetDecisions).parameters
-    a_tenth: dict[str, Any] = {"update_fraction": 0.1} if settable else {}
-    fleet = FleetDecisions(UpdateMode.interrupt, 60.0, **a_tenth)
+    fleet = FleetDecisions(UpdateMode.interrupt, 60.0, update_fraction=0.1)
     for server in range(SERVERS):
         fleet.register(server, f"http://server{server}", 0, 0.0)
     fleet.targets.publish(Target(1, "/weights/v1"))
@@ -482,8 +453,7 @@ async def _manager_reads() -> float:
         manager._decisions = SimpleNamespace(guests=SimpleNamespace(announced=0))
         manager._policies = SimpleNamespace(check=lambda target: None, published=_published)
         before = read()
-        told: list[Any] = [{}] if "win_rates" in inspect.signature(manager._take).parameters else []
-        await manager._take(Target(1, folder), *told)
+        await manager._take(Target(1, folder), {})
         assert taken, "it was refused"
         return (read() - before) / weights.stat().st_size
 
@@ -512,8 +482,11 @@ ROWS = (
 
 
 def measure_in(checkout: Path, row: str, quick: bool) -> float | str:
-    """One measurement of `row` with the code of `checkout`; where it cannot be carried out, why."""
-    command = [sys.executable, str(HERE), "--measure", row, *(["--quick"] if quick else [])]
+    """One measurement of `row` by the benchmark of `checkout`; where it cannot be carried out, why."""
+    own = checkout / HERE.relative_to(ROOT)
+    if not own.is_file():
+        return f"{checkout} has no {HERE.relative_to(ROOT)}"
+    command = [sys.executable, str(own), "--measure", row, *(["--quick"] if quick else [])]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -523,8 +496,7 @@ def measure_in(checkout: Path, row: str, quick: bool) -> float | str:
 
 def measure(rows: list[RowKind], against: Path | None, rounds: int, quick: bool) -> list[dict[str, Any]]:
     """All rows; of each the medians of `rounds` rounds, there and here."""
-    here = HERE.parent.parent
-    checkouts = {"here": here} if against is None else {"there": against.resolve(), "here": here}
+    checkouts = {"here": ROOT} if against is None else {"there": against.resolve(), "here": ROOT}
     found = []
     for row in rows:
         taken: dict[str, list[float | str]] = {name: [] for name in checkouts}

@@ -1,7 +1,7 @@
 """The user's order of the buffer (`buffer.order.path`), which ranks the waiting rollouts.
 
 A step does not depend on the user's function: if it fails, or takes longer than `buffer.order.timeout_s` for all
-waiting rollouts, the step takes the oldest tokens first, as without it, and the log says why. It runs in a daemon
+waiting rollouts, the step takes the buffer's own order (`sample_buffer`), and the log says why. It runs in a daemon
 thread beside the master's event loop. A call that hangs cannot be ended, so the function is not called again before it
 has returned. An object of a user's class may have a state, which is saved in every checkpoint.
 """
@@ -36,7 +36,7 @@ class ConfiguredOrder:
     """The order that the settings name.
 
     Attributes:
-        failures: steps that took the oldest tokens first because the function failed or was too slow.
+        failures: steps in the buffer's own order because the function failed or was too slow.
 
     Raises:
         ConfigError: the path names nothing that can be called.

@@ -179,6 +179,8 @@ class Inbox:
                 if (held := self._held.pop(rollout_id, None)) is not None:
                     self.bytes_held -= held.bytes
             self._room.notify_all()
+        # Outside the lock, as polls wait for it. No `put` adds one of these ids again meanwhile and so relies on a file
+        # that is deleted here: the puller drops repetitions of what it accepted.
         if self._spilled is not None:
             self._spilled.remove(rollout_ids)
 
