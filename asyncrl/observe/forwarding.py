@@ -97,11 +97,23 @@ class ObservedLines:
         if file.name not in self._files:
             self._files[file.name] = Appended(file)
             waiting += map(_text, Appended(file.with_name(file.name + OLDER)).read())
+        reader = self._files[file.name]
+        previous = reader.moved_to(file.with_name(file.name + OLDER))
         try:
-            waiting += map(_text, self._files[file.name].read())
-        except ReadAgain:  # it was full, and is the previous file now
-            waiting += map(_text, Appended(file.with_name(file.name + OLDER)).read())
-            waiting += map(_text, self._files[file.name].read())
+            waiting += map(_text, reader.read())
+        except ReadAgain:  # it was full, and is the previous file now; what was read of it must not come twice
+            waiting += map(_text, _rest_of(previous))
+            waiting += map(_text, reader.read())
+
+
+def _rest_of(previous: Appended) -> list[bytes]:
+    """Return the unread lines of a file that was full; all lines of the file that has its name now if another was full
+    meanwhile.
+    """
+    try:
+        return previous.read()
+    except ReadAgain:
+        return previous.read()
 
 
 def _text(raw: bytes) -> str:

@@ -16,6 +16,12 @@ class Appended:
     def __init__(self, file: Path) -> None:
         self.file, self._offset, self._inode = file, 0, 0
 
+    def moved_to(self, file: Path) -> Appended:
+        """Return a reader of `file`, the new name of this reader's file, that continues where this one is."""
+        moved = Appended(file)
+        moved._offset, moved._inode = self._offset, self._inode
+        return moved
+
     def read(self) -> list[bytes]:
         """Return the new lines without their ends; none if the file does not exist.
 

@@ -84,7 +84,22 @@ def test_a_file_that_was_full_is_read_to_its_end_and_a_batch_is_bounded(tmp_path
         assert sum(map(len, batch.lines.get(NAME, []))) <= 60
         home.append(batch, 0.0)
         lines.arrived(batch)
-    assert at_home(tmp_path / "home")[-3:] == [2.0, 3.0, 4.0]
+    assert at_home(tmp_path / "home") == [2.0, 3.0, 4.0], "what was read before the file was full comes once"
+
+
+def test_a_file_that_was_full_twice_since_it_was_read_is_read_from_the_beginning_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    there, home = host(tmp_path / "there"), ObservedHome(host(tmp_path / "home"))
+    lines, file = ObservedLines(there), there / "observed" / NAME
+    write(there, 1.0)
+    lines.arrived(lines.take(1 << 20))
+    with file.open():  # its number is not given to another file
+        for time in (2.0, 3.0):
+            file.replace(file.with_name(file.name + ".1"))
+            write(there, time)
+    home.append(lines.take(1 << 20), 0.0)
+    assert at_home(tmp_path / "home") == [2.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["../secret", "rollout_worker-3.jsonl.1", "config.yaml", ""])
