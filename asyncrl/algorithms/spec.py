@@ -36,7 +36,7 @@ class KLPlace(StrEnum):
 
 
 class ValueNormalisation(StrEnum):
-    """Normalisation of the critic's targets; see `critic.ValueNorm`."""
+    """Normalisation of the critic's targets; see `critic_objective.ValueNorm`."""
 
     none = auto()
     running = auto()

@@ -394,7 +394,7 @@ class GenerationServerClient:
         )
 
     async def ready(self, *, timeout_s: float) -> None:
-        """Return if the server takes requests; see the module's docstring for why this is not `/health`."""
+        """Return once `/ready` answers that the server takes requests, and raise if it does not."""
         try:
             await self._http.call("GET", f"{self.url}/ready", timeout_s=timeout_s)
         except HttpRefused as error:

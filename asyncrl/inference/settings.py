@@ -38,15 +38,18 @@ class SGLangConfig:
     python: str = setting("", "interpreter with sglang installed; empty: this one")
     urls: list[str] = setting(help="servers that already run; they are adopted, none is started", factory=list)
     args: dict[str, Any] = setting(help="flags of sglang.launch_server, e.g. {mem_fraction_static: 0.8}", factory=dict)
-    env: dict[str, str] = setting(help="environment variables of the server", factory=dict)
-    tensor_parallel: int = setting(1, "GPUs per server", minimum=1)
+    env: dict[str, str] = setting(help="environment variables of the servers that the run starts", factory=dict)
+    tensor_parallel: int = setting(1, "GPUs of each server, over which each layer is cut", unit="GPUs", minimum=1)
 
 
 @dataclass
 class GenerationConfig:
     """GenerationServers."""
 
-    backend: GenerationBackend = setting(GenerationBackend.embedded, "engine behind the HTTP contract")
+    backend: GenerationBackend = setting(
+        GenerationBackend.embedded,
+        "inference engine of each server: embedded, torch in the server's own process; sglang",
+    )
     servers: int = setting(1, "number of GenerationServers", minimum=1)
     guests: str = setting(
         NO_GUESTS,
@@ -61,8 +64,10 @@ class GenerationConfig:
         "quantise would do to a run; memory and speed stay those of generation.dtype. SGLang has its own, "
         "generation.sglang.args={quantization: fp8}",
     )
-    max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
-    max_total_tokens: int = setting(65536, "KV cache (embedded engine)", unit="tokens", minimum=16)
+    max_running_requests: int = setting(256, "most sequences decoded together; more wait (embedded engine)", minimum=1)
+    max_total_tokens: int = setting(
+        65536, "size of the KV cache; requests beyond it wait (embedded engine)", unit="tokens", minimum=16
+    )
     chunked_prefill_size: int = setting(
         512,
         "most tokens of one prompt that are computed between two decode steps, so that a long prompt does not hold up "

@@ -1,2 +1,4 @@
-"""Facts about transformers' models that both engines use, the check that the engines agree with transformers, and, in
-`weights/`, what publishes, loads, sends and keeps the tensors of a model."""
+"""Facts about transformers' models that both engines use, and the check that the engines agree with transformers.
+
+`weights/` publishes, loads, sends and keeps the tensors of a model.
+"""

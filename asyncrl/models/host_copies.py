@@ -95,7 +95,7 @@ def stream_of(device: torch.device) -> CopyStream | None:
 
 
 class HostCopy:
-    """A copy that has begun; see the module's docstring. Its methods may be called from any thread.
+    """A copy from a device to host memory that has begun. Its methods may be called from any thread.
 
     Args:
         pieces: queue of each piece, and its pairs; pieces of a queue end in their order.

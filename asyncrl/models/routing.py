@@ -1,7 +1,7 @@
 """Record the experts that a model's routers choose, and replay recorded choices.
 
 "Rollout routing replay" (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
-2510.11370): if the generating engine chose the experts I of a token, the trainer gives expert i in I the weight
+2510.11370): the generating engine chose the experts I of a token. The trainer gives expert i in I the weight
 exp(s_i) / sum over j in I of exp(s_j), where s are the logits of the *trainer's* router. So the choice is the engine's,
 and the weights and their gradient are the trainer's.
 

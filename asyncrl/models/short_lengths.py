@@ -1,8 +1,8 @@
 """A copy of a model with short lengths in its config, so that short sequences reach beyond them.
 
-A sliding window of 4,096 tokens, a chunk of 8,192 or the 2,048 best keys of an index have no effect on the short
-sequences of the parity check (`asyncrl.models.parity`). So an engine is checked a second time, on a copy of the model
-whose config has `SHORT` instead of these lengths, with the same weights.
+Examples are a sliding window of 4,096 tokens, a chunk of 8,192, or the 2,048 best keys of an index. They have no effect
+on the short sequences of the parity check (`asyncrl.models.parity`). So an engine is checked a second time, on a copy
+of the model whose config has `SHORT` instead of these lengths, with the same weights.
 
 No list of names would cover all fields that are lengths. A field counts as a length if lowering it keeps the shapes of
 the parameters, unlike a size, and the copy still computes. Other factors that pass this test do no harm: the copy is an

@@ -59,10 +59,10 @@ _CLOSE_S = 1.0  # time limit for weights in transit at the end of the process
 
 
 class ModelWorker(Worker):
-    """One training rank; see the module's docstring.
+    """One training rank: the two I/O threads, and the main thread that computes.
 
-    It receives a stop request only when no process needs its answers any more. So it abandons a running call and aborts
-    its collectives: the peers of a collective may never come.
+    A stop request comes only when no process needs the rank's answers any more. So the rank abandons a running call and
+    aborts its collectives: the peers of a collective may never come.
     """
 
     interruptible = True

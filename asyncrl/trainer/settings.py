@@ -97,7 +97,7 @@ class LoraConfig:
     )
     publish: LoraPublish = setting(
         LoraPublish.auto,
-        "what each version holds: adapter, the adapters alone, which the embedded engine loads from a shared disk; "
+        "content of each version: adapter, the adapters alone, which the embedded engine loads from a shared disk; "
         "merged, the whole weights with the adapters merged, which every back end and transport takes; auto: adapter "
         "where possible",
     )
@@ -153,19 +153,20 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = setting(1e-4, "peak learning rate", minimum=0.0)
-    beta1: float = setting(0.9, "AdamW beta 1", minimum=0.0, maximum=MOST_BETA)
-    beta2: float = setting(0.99, "AdamW beta 2", minimum=0.0, maximum=MOST_BETA)
+    beta1: float = setting(0.9, "AdamW beta 1, decay of the mean gradient", minimum=0.0, maximum=MOST_BETA)
+    beta2: float = setting(0.99, "AdamW beta 2, decay of the mean squared gradient", minimum=0.0, maximum=MOST_BETA)
     eps: float = setting(1e-8, "AdamW epsilon", minimum=1e-20)
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices; norms and biases have none", minimum=0.0)
-    decay_embeddings: bool = setting(True, "whether weight decay acts on embeddings")
-    max_grad_norm: float = setting(1.0, "gradient clipping by global norm; 0: none", minimum=0.0)
+    decay_embeddings: bool = setting(True, "apply weight decay to embeddings too")
+    max_grad_norm: float = setting(1.0, "limit of the gradient's global norm, by clipping; 0: none", minimum=0.0)
     schedule: LearningRateSchedule = setting(LearningRateSchedule.constant, "learning-rate schedule after warm-up")
-    min_lr_share: float = setting(
-        0.0, "where the cosine schedule ends, as a share of the peak", minimum=0.0, maximum=1.0
-    )
+    min_lr_share: float = setting(0.0, "end of the cosine schedule, as a share of the peak", minimum=0.0, maximum=1.0)
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
     warmup_ratio: float = setting(
-        0.0, "the same as a share of all optimizer steps of the run; not together with it", minimum=0.0, maximum=1.0
+        0.0,
+        "linear warm-up as a share of the run's optimizer steps; not together with warmup_steps",
+        minimum=0.0,
+        maximum=1.0,
     )
     moments_on: KeptOn = setting(
         KeptOn.device,
@@ -247,7 +248,10 @@ class TrainerConfig:
     )
     train_offset: int = setting(0, "see trainer.train_every; less than it", minimum=0)
     buffer_capacity: int = setting(
-        4096, "rollouts a rank holds before it stops taking more", unit="rollouts", minimum=1
+        4096,
+        "most rollouts that a rank holds; it takes no more until some are trained or discarded",
+        unit="rollouts",
+        minimum=1,
     )
     buffer_memory: float = setting(
         8.0,
@@ -256,7 +260,9 @@ class TrainerConfig:
         unit="GiB",
         minimum=0.0,
     )
-    collective_timeout_s: float = setting(120.0, "limit of one collective operation", unit="s", minimum=1.0)
+    collective_timeout_s: float = setting(
+        120.0, "time limit of one collective operation; a rank that waits longer fails", unit="s", minimum=1.0
+    )
 
 
 @dataclass
@@ -292,7 +298,7 @@ class CriticConfig(RolePlacementConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     value_loss: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="clipped"))
     value_norm: ValueNormalisation = setting(ValueNormalisation.none, "normalisation of the returns")
-    warmup_steps: int = setting(0, "train steps in which only the critic moves", unit="steps", minimum=0)
+    warmup_steps: int = setting(0, "first train steps, in which only the critic is trained", unit="steps", minimum=0)
 
 
 @dataclass
@@ -382,7 +388,9 @@ class AlgorithmConfig:
         "where the KL term enters: the loss, the reward, or the advantage of each token after the estimator, which "
         "distils the reference into the policy (on-policy distillation)",
     )
-    kl_target: float = setting(0.0, "adapt kl_coef towards this KL; 0: fixed", unit="nats/token", minimum=0.0)
+    kl_target: float = setting(
+        0.0, "KL towards which kl_coef is adapted; 0: kl_coef is fixed", unit="nats/token", minimum=0.0
+    )
     kl_horizon: int = setting(10000, "samples over which kl_coef adapts", unit="samples", minimum=1)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", minimum=0.0)
     log_ratio_coef: float = setting(
@@ -459,5 +467,5 @@ class CheckpointConfig:
         None, "metric of an evaluation, like eval/<set>/accuracy, whose best checkpoint is kept too; null: none"
     )
     keep_best_direction: BestDirection = setting(
-        BestDirection.highest, "whether the highest or the lowest value of `checkpoint.keep_best` is the best"
+        BestDirection.highest, "better values of `checkpoint.keep_best`: the highest or the lowest"
     )

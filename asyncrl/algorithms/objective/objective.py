@@ -2,11 +2,12 @@
 
     total = 1/D sum_t a_t [ w_t k_t L_t + kl_coef KL_t + log_ratio_coef/2 l_t^2 - entropy_coef H_t ]
 
-a_t and D come from the aggregation (D summed over all micro-batches and ranks before the first backward), w_t and k_t
-(weight, keep) from the correction, L_t from the policy loss. A selection, made over the whole minibatch before its
-first forward pass (`selection`), masks further tokens of L. l = log(pi / pi_old) is the log-ratio to the policy that
-the loss's ratio refers to; its square keeps the policy near that one without a clip (DRO, arXiv:2405.19107; Kimi k1.5,
-arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, also where the loss is masked. Use:
+a_t and D come from the aggregation; D is summed over all micro-batches and ranks before the first backward pass. w_t
+and k_t (weight, keep) come from the correction, L_t from the policy loss. A selection, made over the whole minibatch
+before its first forward pass (`selection`), masks further tokens of L. l = log(pi / pi_old) is the log-ratio to the
+policy that the loss's ratio refers to; its square keeps the policy near that one without a clip (DRO, arXiv:2405.19107;
+Kimi k1.5, arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, also where the loss is
+masked. Use:
 
     D = all_reduce(sum(objective.normaliser(m.mask_T, m.seq_ids_T, m.num_seqs) for m in micro_batches))
     for m in micro_batches:

@@ -1,4 +1,4 @@
-"""The embedded engine in the GenerationServer's own process, which imports torch with it."""
+"""The embedded engine in the GenerationServer's own process. Only a process with this engine imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EmbeddedHost:
     Args:
         config: the experiment, `model.path` resolved.
         security: the token that clients must send, and TLS; None if the run has no secret.
-        guest: it releases its memory while the trainer needs the device.
+        guest: the engine releases its memory while the trainer needs the device.
     """
 
     def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, guest: bool = False) -> None:
@@ -56,7 +56,7 @@ class EmbeddedHost:
         return ServedEngine(self._server.url, os.getpid())
 
     async def failed(self) -> str:
-        """Wait until the engine's thread has failed."""
+        """Wait until the engine's thread has failed; return the reason."""
         assert self._engine is not None, "not started"
         while self._engine.healthy:  # noqa: ASYNC110 - the engine has no event of this loop to set
             await asyncio.sleep(_HEALTH_POLL_S)

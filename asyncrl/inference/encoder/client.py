@@ -40,7 +40,7 @@ class EncoderClient:
         self._http, self._servers, self._timeout_s = http, servers, timeout_s
 
     async def embed(self, clips: Sequence[Clip]) -> list[Vector]:
-        """`[N, D]`: embeddings of N clips, of at least one frame each.
+        """Return the embeddings of N clips, of at least one frame each, as N vectors of D numbers.
 
         Raises:
             EncoderUnavailable: no server answered within the time limit, a server refused, or the encoder failed.

@@ -22,8 +22,8 @@ class EncoderConfig(PluginConfig):
     frames: int = setting(
         64, "frames of an episode that are embedded together, evenly chosen", unit="frames", minimum=1, maximum=1024
     )
-    end: bool = setting(False, "embed only an episode's last frame, repeated")
-    batch: int = setting(32, "most clips in one call", unit="clips", minimum=1)
+    end: bool = setting(False, "embed only an episode's last frame, repeated; false: frames of the whole episode")
+    batch: int = setting(32, "most clips in one call of the encoder; more need more memory", unit="clips", minimum=1)
     cached: int = setting(4096, "embeddings that a server keeps, by the content of the frames", minimum=1)
     timeout_s: float = setting(
         120.0, "limit for a group's embeddings, a server's restart included", unit="s", minimum=1.0

@@ -40,7 +40,7 @@ _Handler = Callable[[web.BaseRequest, Session, str], Awaitable[web.StreamRespons
 
 
 class Endpoint:
-    """See the module's docstring. `close` it in the event loop that opened its first session.
+    """An OpenAI-compatible HTTP endpoint for agents. `close` it in the event loop that opened its first session.
 
     Args:
         host: interface to listen on.

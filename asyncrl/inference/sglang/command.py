@@ -29,8 +29,8 @@ from asyncrl.models.pictures.picture_rules import placeholder_id
 from asyncrl.trainer.settings import VisionMode
 
 _INPUT_MARGIN = 8
-"""SGLang refuses inputs that come within 6 tokens of its context length (`max_req_input_len`), as the last tokens of an
-interrupted answer do, and the last turn of a conversation."""
+"""Tokens added to the context length: SGLang refuses inputs within 6 tokens of it (`max_req_input_len`). An interrupted
+answer that is nearly complete is such an input, and so is the last turn of a conversation."""
 _PLUGIN = Path(__file__).parent / "plugin"
 _KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 

@@ -54,11 +54,11 @@ class SGLangHost:
 
     Args:
         config: the experiment, `model.path` resolved.
-        scratch: name of its scratch folder, which no other server of the run has.
+        scratch: name of the server's scratch folder, which no other server of the run has.
         run_dir: the run's folder.
-        device: device on which it computes.
-        security: the token that it asks for, and TLS; None if the run has no secret.
-        log: where its output goes.
+        device: device on which the server computes.
+        security: the token that the server asks for, and TLS; None if the run has no secret.
+        log: file that receives the server's output.
         guest: see `build_command`.
     """
 
@@ -163,11 +163,11 @@ class AdoptedHost:
     """A server that somebody else started; it outlives the run. It gets no token, as it is not the run's.
 
     Args:
-        url: its address.
-        model_dir: the initial model, at a path that it can read; loaded unless it already serves it under label "0".
-            None: the server keeps its own model, under whatever label.
+        url: the server's address.
+        model_dir: the initial model, at a path that the server can read. The server loads it unless it already serves
+            this model under label "0". None: the server keeps its own model, under any label.
         security: has `url` among the adopted ones; None if the run has no secret.
-        timeout_s: limit for it to answer and load.
+        timeout_s: limit in seconds for the server to answer and load.
     """
 
     def __init__(self, url: str, *, model_dir: Path | None, security: HttpSecurity | None, timeout_s: float) -> None:
@@ -214,10 +214,10 @@ async def wait_ready(
     """Wait until the server at `url` takes requests.
 
     Args:
-        grew: returns True if it has made progress since the last call.
+        grew: returns True if the server has made progress since the last call.
 
     Raises:
-        EngineStartError: it was not ready within `timeout_s` seconds after its last progress, or within
+        EngineStartError: the server was not ready within `timeout_s` seconds after its last progress, or within
             `LONGEST_STARTS` times as long in all; the message has the result of the last attempt.
     """
     last, pause_s, now = "no reply", _READY_POLL_S, asyncio.get_running_loop().time

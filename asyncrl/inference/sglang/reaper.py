@@ -2,12 +2,12 @@
 
     python reaper.py GRACE_S COMMAND [ARGUMENT ...]
 
-SGLang is a tree of processes that ask the kernel to die with their parent, but if the tree is killed while it starts,
+SGLang is a tree of processes that ask the kernel to end them with their parent. If the tree is killed while it starts,
 processes that have not asked yet may remain. So this process, which does nothing else, adopts every orphan of the tree
-(it is their "child subreaper"). It waits for the end of the server, or of its own standard input: then the
-GenerationServer has closed it, or is gone for any reason. It stops the server with SIGTERM, gives it `GRACE_S`
-seconds, kills all remaining processes below it, and removes the shared memory that only a clean exit would have
-removed. Its exit code is the server's, or 128 + the signal that ended the server.
+(it is their "child subreaper"). It waits for the end of the server, or of its own standard input. The input ends when
+the GenerationServer closes it, or is gone for any reason. The reaper then stops the server with SIGTERM and gives it
+`GRACE_S` seconds. It kills all remaining processes below itself, and removes the shared memory that only a clean exit
+would have removed. Its exit code is the server's, or 128 + the signal that ended the server.
 
 Run by path: it imports the standard library and psutil, nothing of asyncrl.
 """
@@ -32,7 +32,7 @@ _SHARED_MEMORY = "/dev/shm/"
 
 
 def main() -> int:
-    """See the module's docstring."""
+    """Run the server until either end, then end all of its processes; return the exit code."""
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,6 +1,6 @@
 """One micro-batch: the tokens that go into the model, and the outputs that score the wanted tokens.
 
-Token t of a sequence is predicted from position t - 1, so a sequence whose last wanted token is t goes into the model
+Token t of a sequence is predicted from position t - 1. So a sequence whose last wanted token is t goes into the model
 up to t - 1 only. Later tokens (the end token, trailing environment tokens) are never computed. Index arrays refer to
 three spaces:
 

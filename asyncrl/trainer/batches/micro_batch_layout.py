@@ -6,8 +6,8 @@ are as long as the longest, so the cost is rows times longest. Sequences are tak
 padded micro-batch are then nearly equal, and the attention of a packed one, which works on a few padded blocks, wastes
 little.
 
-The number of micro-batches is the least that first-fit in this order needs, and the budget is then lowered as far as
-this number allows, so that micro-batches are nearly equal and none is a leftover.
+The number of micro-batches is the least that first-fit in this order needs. The budget is then lowered as far as this
+number allows, so that micro-batches are nearly equal and none is a leftover.
 """
 
 from __future__ import annotations

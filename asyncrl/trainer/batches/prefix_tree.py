@@ -12,12 +12,12 @@ neighbours is the smallest LCP between them. So one order per batch (`PrefixOrde
 
 Attention
 ---------
-A row of a block has a sequence's own tokens as queries and its whole path (shared prefix, then own tokens) as keys,
-gathered from the stream. A mask of rows x queries x keys hides later keys. A sequence that shares nothing is a row of
-the causal kernel, without a mask. In two cases a row that shares a prefix also uses the causal kernel: if the mask
-would take more than `MAX_MASK_BYTES`, or if less than half of its path is shared (the causal kernel computes half of
-all pairs, a masked one all of them). Then its whole path are the queries, and only the outputs of its own tokens are
-read. So a row never computes more pairs than it does when packed.
+A row of a block has a sequence's own tokens as queries. Its keys are the sequence's whole path (shared prefix, then own
+tokens), gathered from the stream. A mask of rows x queries x keys hides later keys. A sequence that shares nothing is a
+row of the causal kernel, without a mask. A row that shares a prefix uses the causal kernel too in two cases: the mask
+would take more than `MAX_MASK_BYTES`, or less than half of its path is shared. The causal kernel computes half of all
+pairs, a masked one all of them. With the causal kernel the row's whole path are the queries, and only the outputs of
+its own tokens are read. So a row never computes more pairs than it does when packed.
 
 verl's PrefixGrouper shares the prompt of a group in this way; AReaL's tree training shares the whole trie
 (arXiv 2602.00482). `benchmarks/prefix.py` compares it with packing.

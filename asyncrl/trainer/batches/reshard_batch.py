@@ -2,8 +2,8 @@
 
 Both grids have all samples of the step, each with its own distribution, and both count rollouts in data order. Each
 copy knows which copy of the other grid has each of its rollouts. So the rows of a rollout go directly from the head of
-the copy that has it to the head of the copy that wants it, and from there to that copy's ranks. Once per pair of heads,
-the column's type and level (one row per token or per sample) are sent before the rows.
+the copy that has it to the head of the copy that wants it. That head passes them to its copy's ranks. Once per pair of
+heads, the column's type and level (one row per token or per sample) are sent before the rows.
 """
 
 from __future__ import annotations

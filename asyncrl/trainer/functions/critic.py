@@ -65,7 +65,7 @@ def _fit(old_T: Tensor, returns_T: Tensor, wanted_T: Tensor) -> Stats:
 
 
 def _explained_variance(told: StatValues) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 if all returns are equal."""
+    """Return 1 - Var(returns - values) / Var(returns); 0 if all returns are equal."""
     of_returns = told["critic/returns_square_mean"] - told["critic/returns_mean"] ** 2
     of_errors = told["critic/error_square_mean"] - told["critic/error_mean"] ** 2
     return 1.0 - of_errors / of_returns if of_returns > 0.0 else 0.0

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from hidden states. The logits of a whole batch are never in memory.
 
-For V = 150,000 the fp32 logits of 16k tokens take 10 GB, and their gradient as much again several times over, one for
-each step from logits to log-probabilities. Tokens are therefore scored in chunks whose logits take at most
+For V = 150,000 the fp32 logits of 16k tokens take 10 GB. Their gradient takes as much again for each step from logits
+to log-probabilities. Tokens are therefore scored in chunks whose logits take at most
 `MAX_LOGITS_BYTES`. If gradients are needed and there is more than one chunk, a chunk's logits are not kept but computed
 again in the backward pass. From logits to log-probabilities is one step (`_Score`), with the gradient written
 over what the forward pass left: there are never more than two buffers of the chunk's size, three for logits in half

@@ -1,7 +1,7 @@
 """Check a model's folder before anything loads it. Torch-free: only the headers of the weight files are read.
 
-Names, shapes and sizes in the headers reveal a download that was cut off, a pointer of Git LFS in place of a file, and
-a `config.json` of another model. Values are not checked, nor are `*.bin` files, which are pickles.
+Names, shapes and sizes in the headers reveal three mistakes: a download that was cut off, a pointer of Git LFS in place
+of a file, and a `config.json` of another model. Values are not checked, nor are `*.bin` files, which are pickles.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ list of names could distinguish these. So each layout is tried at load (`asyncrl
 Padded rows have their padding at the end, which no causal model sees, by attention, convolution or recurrence. So they
 are right for every causal model, at the price of computing the padding.
 
-If the run's sequences or rows may be longer than a length in the model's config, a layout must also be right on a copy
-of the model with short lengths (`asyncrl.models.short_lengths`).
+The run's sequences or rows may be longer than a length in the model's config. Then a layout must also be right on a
+copy of the model with short lengths (`asyncrl.models.short_lengths`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _end_connection(descriptor: int, number: int) -> None:
 
 
 def _take_no_more(descriptor: int, number: int) -> None:
-    """If the socket with this `number` still listens, make the kernel drop attempts to connect; open connections stay.
+    """Make the kernel drop attempts to connect if the socket with this `number` still listens; open connections stay.
 
     Raises:
         OSError: the kernel does not accept the filter.

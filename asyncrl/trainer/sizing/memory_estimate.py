@@ -10,9 +10,12 @@ Kept from step to step, for P values on the rank (a shard of them under the shar
 
 One micro-batch of T tokens adds the tensors that autograd keeps of each layer (`layer_bytes_per_token`), and the logits
 of one chunk of tokens. With gradient checkpointing, autograd keeps each layer's input and the tensors of one layer at a
-time. The sharded engine adds gathered weights, and gradients that are whole until they are reduced. The peak is one of
-three moments of the backward pass: in the head (all activations, the logits), in the last layer (all
-activations, its gradients and the head's), at the end (the gradients of embedding and head, no activations).
+time. The sharded engine adds gathered weights, and gradients that are whole until they are reduced. The peak is at one
+of three moments of the backward pass:
+
+    in the head          all activations, the logits
+    in the last layer    all activations, the gradients of this layer and of the head
+    at the end           the gradients of embedding and head, no activations
 
 All roles of a rank work one after the other: their permanent tensors add up, and the largest of the rest counts. If
 idle roles are off-loaded, only the largest role counts, and the permanent tensors of all roles, except gradients, are

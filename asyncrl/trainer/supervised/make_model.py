@@ -1,8 +1,8 @@
 """Make the folder of a model by supervised training: its first weights, the loop, and the files beside the weights.
 
-The loop (`loop`) takes the steps. Its learner is AdamW by the engines of RL training (`engine_learner`), or Muon
-(`muon`). Muon is not a part of the engines: it orthogonalises whole matrices, which no rank of a sharded engine has.
-Only the small models of the demos are trained from scratch.
+The loop (`supervised_loop`) takes the steps. Its learner is AdamW by the engines of RL training (`engine_learner`), or
+Muon (`muon`). Muon is not a part of the engines: it orthogonalises whole matrices, which no rank of a sharded engine
+has. Only the small models of the demos are trained from scratch.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class SFTConfig:
     """Supervised training on demonstrations, or on judged answers."""
 
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
-    fileroot: str = setting(DEFAULT_FILEROOT, "where models, checkpoints, logs and metrics go")
+    fileroot: str = setting(DEFAULT_FILEROOT, "folder of models, checkpoints, logs and metrics")
     seed: int = setting(1, "seed of data order and initialisation", minimum=0, maximum=MOST_SEED)
     device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
@@ -158,11 +158,14 @@ class SFTConfig:
     adamw_lr: float = setting(2e-2, "peak learning rate of AdamW", minimum=0.0)
     min_lr_share: float = setting(0.1, "end of the cosine schedule, as a share of the peak", minimum=0.0, maximum=1.0)
     warmup_steps: int = setting(50, "linear warm-up", unit="steps", minimum=0)
-    max_grad_norm: float = setting(1.0, "gradient clipping by global norm", minimum=0.0)
+    max_grad_norm: float = setting(1.0, "limit of the gradient's global norm, by clipping; 0: none", minimum=0.0)
     tokens_per_micro_batch: int = setting(
         2048, "token budget of one forward and backward pass", unit="tokens", minimum=1
     )
-    phases: list[SFTPhaseConfig] = setting(help="what to imitate, in order", factory=lambda: [SFTPhaseConfig()])
+    phases: list[SFTPhaseConfig] = setting(
+        help="parts of the training, in order, each with its steps and dataset arguments",
+        factory=lambda: [SFTPhaseConfig()],
+    )
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
     dataset: SFTDatasetConfig = field(default_factory=SFTDatasetConfig)
     eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)

@@ -5,8 +5,8 @@ Row r of the decode batch is slot r, so a step reads the first R slots as a view
 makes a hole. The engine fills it with a new sample, or moves the last row into it (`move`).
 
 Attention always reads the slots' whole length, and masks positions that a row does not use. A decode step on a CPU is
-bound by memory, and a contiguous block is read four times as fast as a somewhat smaller one with a gap behind every
-head, at which the prefetcher stops. So the length is kept tight: it follows the longest running sample in small steps,
+bound by memory. A contiguous block is read four times as fast as a somewhat smaller one with a gap behind every head:
+the prefetcher stops at gaps. So the length is kept tight: it follows the longest running sample in small steps,
 up and down. Each time the slots are laid out again in a spare buffer that all layers share.
 
 Memory: `rows x length <= max_total_tokens` positions, by the admission rule, plus one layer's keys for the spare

@@ -17,9 +17,16 @@ from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.model.sampling import RowSampling, sample, signed_64, uniforms_TR
 
 POSITION, OUTPUT, LAST_OUTPUT, FIRST_STOP, TOKEN, TOP_K, DELTA = range(7)
-"""Rows of the integer state: position of the token being decoded, flat output index it leads to, flat index of the last
-token allowed, flat index from which stop tokens count, the token itself, top-k, what is added to the place of a token
-to give its position (of models with three positions a token)."""
+"""Rows of the integer state:
+
+    POSITION      position of the token being decoded
+    OUTPUT        flat output index of the token that it leads to
+    LAST_OUTPUT   flat output index of the last token allowed
+    FIRST_STOP    flat output index from which stop tokens count
+    TOKEN         the token being decoded
+    TOP_K         top-k
+    DELTA         number added to a token's place to give its position, of models with three positions per token
+"""
 INVERSE_TEMPERATURE, TOP_P, MIN_P = range(3)
 NO_STOP = -1
 IDLE_STEPS = 4

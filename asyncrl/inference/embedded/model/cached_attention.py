@@ -1,12 +1,13 @@
 """The attention function that the engine registers with transformers.
 
-Decoding is one query per row against keys of ragged length. It is two batched matrix products over `rows x kv_heads`,
-which need no copy of the cache (a slice of the slot tensor collapses to one batch dimension) and no repeat of the keys
-for grouped-query attention. They take about half the time of torch's CPU flash kernel at one query. A prefill uses
-torch's `scaled_dot_product_attention`, except for capped logits and attention sinks, which that does not support.
+Decoding is one query per row against keys of ragged length. It is two batched matrix products over `rows x kv_heads`.
+They need no copy of the cache, since a slice of the slot tensor collapses to one batch dimension. They need no repeat
+of the keys for grouped-query attention. They take about half the time of torch's CPU flash kernel at one query. A
+prefill uses torch's `scaled_dot_product_attention`, except for capped logits and attention sinks, which that function
+does not support.
 
-Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D = head dimension of queries and keys, E
-= that of values (different in DeepSeek's latent attention).
+Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys. D = head dimension of queries and keys,
+E = head dimension of values; they differ in DeepSeek's latent attention.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form of transformers' `ALL_ATTENTION_FUNCTIONS`; output `[R, Q, H, E]`.
+    """Compute attention in the form of transformers' `ALL_ATTENTION_FUNCTIONS`; the output is `[R, Q, H, E]`.
 
     Args:
         s_aux: `[H]`, logits of sinks, which take their part of the attention and contribute nothing.

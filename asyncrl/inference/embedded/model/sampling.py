@@ -1,10 +1,10 @@
 """Sample the next token of every row at once.
 
-A row's token is found by inverse CDF from one uniform number of its own stream (`seeds`), so a sample does not depend
-on its neighbours in the batch. The log-probability returned is that of the whole distribution at the row's temperature,
-over the tokens that the row may draw (`RowSampling.forbidden`), before top-k, top-p and min-p cut it. The trainer
-computes the same, so their ratio is 1 if the weights are the same (docs/off_policy.md, "Truncated sampling"). A greedy
-row returns its value at temperature 1. SGLang does both likewise.
+A row's token is found by inverse CDF from one uniform number of the row's own stream (`random_streams`). So a sample
+does not depend on its neighbours in the batch. The log-probability returned is that of the distribution at the row's
+temperature, over the tokens that the row may draw (`RowSampling.forbidden`). Top-k, top-p and min-p do not change it.
+The trainer computes the same, so the ratio is 1 if the weights are the same (docs/off_policy.md, "Truncated sampling").
+A greedy row returns the log-probability at temperature 1. SGLang does both likewise.
 
 Shapes: R = rows (running samples), V = vocabulary, T = output positions.
 """

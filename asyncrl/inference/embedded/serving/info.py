@@ -9,7 +9,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 
 
 def model_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
-    """`/model_info`; `has_text` says that the server has a tokenizer."""
+    """Return the answer of `/model_info`; `has_text`: the server has a tokenizer."""
     config = engine.model.config
     return {
         "model_path": engine.model_path,
@@ -30,7 +30,7 @@ def model_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str,
 
 
 def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
-    """`/server_info`."""
+    """Return the answer of `/server_info`: settings and load."""
     return {
         "model_path": engine.model_path,
         "served_model_name": name,

@@ -11,9 +11,12 @@
     GET  /model_info, /server_info    model and version; settings and load
     GET  /metrics                     Prometheus text
 
-One aiohttp application over one engine. Where SGLang's behaviour would only hurt its client, this server differs: a
-token outside the vocabulary is a 400, weights are never replaced under a 400, `/health` answers at once also while
-paused, and an abort that names nothing is refused instead of ending everything.
+One aiohttp application over one engine. Where SGLang's behaviour would only hurt its client, this server differs:
+
+- A token outside the vocabulary is answered with status 400.
+- An update that is answered with 400 has replaced no weights.
+- `/health` answers at once, also while paused.
+- An abort that names nothing is refused instead of ending everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints: everything that a training run needs to continue. A kill at any moment leaves a complete checkpoint.
 
-    begin    all ranks: begin to copy the tensors to host memory; then training continues (`shards`)
+    begin    all ranks: begin to copy the tensors to host memory; then training continues (`shard_copies`)
     write    each rank by itself, in a thread: write its file of tensors, sync it, compute its checksum
     commit   the leading rank, once the master knows that all have written: state.json, the manifest, the rename
 

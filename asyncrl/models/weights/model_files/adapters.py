@@ -3,11 +3,11 @@
     adapter_model.safetensors    base_model.model.<layer>.lora_A.weight [rank, in], <...>.lora_B.weight [out, rank]
     adapter_config.json          rank, alpha, the folder of the base
 
-A layer with an adapter computes W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021), the same as a layer with the
-weights W + (alpha / rank) B A. Layers that keep W transposed, [in, out], as GPT-2's do, have `fan_in_fan_out` in the
-configuration. W is always read from the base's folder, never computed back from a merged weight, so rounding errors
-do not add up over versions. Adapters are published in the type in which the trainer holds the base, and W is first
-rounded to that type, as in the trainer.
+A layer with an adapter computes W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021). A layer with the weights
+W + (alpha / rank) B A computes the same. Layers that keep W transposed, [in, out], as GPT-2's do, have `fan_in_fan_out`
+in the configuration. W is always read from the base's folder, never computed back from a merged weight, so rounding
+errors do not add up over versions. Adapters are published in the type in which the trainer holds the base, and W is
+first rounded to that type, as in the trainer.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class FolderTensor:
 
     @property
     def is_whole(self) -> bool:
-        """True if the view covers the whole parameter."""
+        """True if the tensor is the whole parameter."""
         return self.shape == self.whole
 
     def of(self, parameter: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Difference between two versions of a weight file: a few percent of its bytes where weights are published in bf16.
 
-A delta is the XOR of the two files, by byte planes (all first bytes of the 16-bit numbers, then all second ones),
-compressed by zstd's fastest level, block by block, each block after its length (four bytes, little-endian). One version
-of a small learning rate changes 0.6 % of the elements in bf16 and all of them in fp32, so fp32 is sent whole.
+A delta is the XOR of the two files, by byte planes: all first bytes of the 16-bit numbers, then all second ones. Each
+block is compressed by zstd's fastest level, and comes after its length (four bytes, little-endian). With a small
+learning rate, a version changes 0.6 % of the elements in bf16 and all of them in fp32, so fp32 is sent whole.
 """
 
 from __future__ import annotations

@@ -170,8 +170,10 @@ async def _fetch_file(http: JsonHttp, url: str, path: Path, entry: FileEntry) ->
 async def _receive(http: JsonHttp, url: str, path: Path, begin: int, end: int | None, most: int) -> None:
     """Write the bytes of `url` from `begin` to `end` (None: all) to their places in `path`; resume after interruptions.
 
+    It stops after the piece that goes beyond `end`, or without `end` beyond `most`; the caller's checksum then fails.
+
     Raises:
-        HttpError: the transfer cannot be resumed. SourceFailed: there are more than `most` bytes.
+        HttpError: an attempt received nothing, or the transfer broke off `_RESUMES` times.
     """
     at, failure = begin, None
     for _ in range(_RESUMES):

@@ -2,8 +2,8 @@
 
     manager ── update_weights_from_disk(folder) ──▶ server
 
-The trainer's end is writing the folder (`weights.publishing`). The server's is SGLang's own, or `weights.loading` in
-the embedded engine, which reads and checks everything before it touches the model.
+The trainer writes the folder (`weights.versions.publishing`). An SGLang server reads it by SGLang's own code. The
+embedded engine reads it by `weights.model_files.loading`, which checks everything before it touches the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A process group of trainer and server, at any distance: NCCL between GPUs, else gloo.
 
 Weights are sent in flat buckets: one broadcast of the bytes of many tensors, which both sides cut alike (SGLang's
-`flattened_bucket`). On a GPU a bucket goes from pinned host memory to the device and to the servers on a separate
-stream, so that it does not wait for the queued work of training.
+`flattened_bucket`). On a GPU a bucket goes from pinned host memory to the device, and from there to the servers.
+Both are done on a separate stream, so that the bucket does not wait for the queued work of training.
 
 Each server has its own group, in which the trainer is rank 0 and the server's ranks are the others. The group's
 rendezvous, torch's `TCPStore`, listens on `system.host` only and checks no secret: use a trusted network.

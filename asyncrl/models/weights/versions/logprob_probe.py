@@ -9,8 +9,9 @@ server whose vision tower is stale.
 
 The tokens are drawn once from the vocabulary and never change. The log-probabilities (nats, temperature 1) are those of
 the published model, computed as training computes them: all sequences in one micro-batch. A generation server that has
-loaded the version scores the same sequences, as separate requests. A difference means that it serves other weights than
-the published ones, or stale parts of earlier weights, or that one of the two does not keep sequences apart.
+loaded the version scores the same sequences, as separate requests. A difference has one of three
+causes: the server has other weights than the published ones; it has stale parts of earlier weights; or one of the two
+does not keep sequences apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The flat engine: every rank has the whole model, its gradients and its optimizer, and trains its own samples.
 
-All trainable values lie in one vector (`adamw`), so that a step is one all-reduce, one norm and one kernel. What
-is not documented here is in `base`.
+All trainable values lie in one vector (`flat_adamw`), so that a step is one all-reduce, one norm and one kernel.
+Inherited methods are documented in `asyncrl.trainer.engines.base`.
 """
 
 from __future__ import annotations

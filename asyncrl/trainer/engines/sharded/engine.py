@@ -2,8 +2,8 @@
 
 Each rank has the layers of one stage, one tensor slice of each layer, and one FSDP part of each slice. FSDP2 gathers a
 layer's parts over the data-parallel ranks when the layer is computed, and reduces its gradients back into parts. All
-ranks of one data-parallel copy have the same samples and cut them into the same micro-batches, of which a rank may
-compute a part of the tokens only (`context_parallel`). The last stage sends its outputs to the others. So an engine
+ranks of one data-parallel copy have the same samples and cut them into the same micro-batches. A rank may compute only
+a part of a micro-batch's tokens (`context_parallel`). The last stage sends its outputs to the others. So an engine
 returns the same on all ranks of a copy, and a model function does not depend on the layout.
 
 Data-parallel ranks must run equally many micro-batches, or FSDP2's collectives would not match. A rank with fewer runs

@@ -11,12 +11,13 @@ those that stay whole on all ranks: clipping and the optimizer then handle a sin
     rowwise_split_input              as rowwise, on an input that is whole
     embedding_rowwise                vocabulary cut
     replicated_with_grad_allreduce   whole, but each rank sees its own heads only: gradients are summed
-    ep_dispatch_experts              experts dealt to the ranks (`experts`)
+    ep_dispatch_experts              experts dealt to the ranks (`_deal_experts`)
     (not in the plan)                whole, computed alike on all ranks
 
-The output embedding is cut by vocabulary and its logits stay slices (`vocab_parallel`). Keys and values of fewer heads
-than ranks stay whole; each rank takes the heads that its queries attend to. Experts are never cut: each tensor-parallel
-rank has some of a layer's whole (expert parallelism), which keeps matrices large and their places in a parameter boxes.
+The output embedding is cut by vocabulary and its logits stay slices (`stage.sliced_logprobs`). Keys and values of fewer
+heads than ranks stay whole; each rank takes the heads that its queries attend to. Experts are never cut: each
+tensor-parallel rank has some of a layer's whole (expert parallelism), which keeps matrices large and their places in a
+parameter boxes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ token q sees token k if and only if k is on its path:
     k <= q < ends[k],   and with a sliding window depth[q] - depth[k] < window
 
 Sequences that share nothing are tries of one branch, so the same two vectors keep packed sequences apart. Nothing is
-gathered, repeated or masked by a [T, T] tensor: the kernel gets the blocks of `BLOCK` x `BLOCK` pairs with anything
-visible, found from the vectors' extremes, and applies the rule in blocks that are only partly visible.
+gathered, repeated or masked by a [T, T] tensor. The kernel gets the blocks of `FLEX_BLOCK` x `FLEX_BLOCK` pairs with
+anything visible, found from the vectors' extremes. It applies the rule in blocks that are only partly visible.
 
 On a GPU the kernel is compiled once, for any length. Elsewhere FlexAttention has no backward pass: `all_pairs` does the
 same there, which is slow and for tests; they compare it with FlexAttention's forward pass, with `packed_attention` and

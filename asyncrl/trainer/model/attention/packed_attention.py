@@ -2,11 +2,11 @@
 
 A micro-batch is one row [1, T]: its sequences end to end, positions restarting at each. Everything in a transformer but
 attention works token by token and needs no padding; attention must keep sequences apart. On a GPU flash attention's
-variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under `PACKED`, gathers the
-stream into a few blocks of rows of similar length (`micro_batch_layout.blocks`), runs torch's causal kernel on each,
-and scatters the result back. Rows are padded on the right, so causality alone hides the padding and no mask is built.
-Forms of attention that torch's kernel lacks (Gemma 2's capped logits, GPT-OSS's attention sinks) are written out on the
-same blocks.
+variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under `PACKED`, does it. It
+gathers the stream into a few blocks of rows of similar length (`micro_batch_layout.blocks`), runs torch's causal kernel
+on each, and scatters the result back. Rows are padded on the right, so causality alone hides the padding and no mask is
+built. Forms of attention that torch's kernel lacks (Gemma 2's capped logits, GPT-OSS's attention sinks) are written out
+on the same blocks.
 
 Rows that share a prefix have it among their keys; their queries are their own tokens (`prefix_tree`).
 
