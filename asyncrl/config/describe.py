@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+import textwrap
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,11 +32,11 @@ commands:
   attach RUN                          show a run that was started with --detach
   join RUN --kind KIND                add generation_servers or rollout_workers to a run in progress
   chaos EXPERIMENT                    run the experiment under kills, pauses and broken connections
+  doctor EXPERIMENT                   make every check of a start, and start nothing
   doctor RUN                          explain why a run is slow, stands still or learns nothing
   dashboard RUN                       show runs on a page, live or as one file
   clean RUN                           remove what an ended run does not need
   trace RUN                           write a run's timeline, for ui.perfetto.dev or as a picture
-  doctor EXPERIMENT                   make every check of a start, and start nothing
   completion bash|zsh                 print a script that completes commands, experiments and settings
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 
@@ -50,6 +53,19 @@ options:
 def program() -> str:
     """Return the command as the user called it."""
     return "asyncrl" if Path(sys.argv[0]).stem == "asyncrl" else "python -m asyncrl.launch"
+
+
+def fitted(text: str) -> str:
+    """Return `text` with lines as wide as the terminal at most; a continued line begins below the last column.
+
+    Without a terminal the lines stay as they are.
+    """
+    width, lines = max(60, shutil.get_terminal_size((sys.maxsize, 24)).columns), list[str]()
+    for line in text.splitlines():
+        before = re.match(r" *(\S+( \S+)* {2,})?", line)
+        indent = " " * (before.end() if before else 0)
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def list_experiments(folder: Path | None) -> str:

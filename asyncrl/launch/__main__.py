@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     if os.getcwd() not in sys.path:  # `python -m` adds the current folder; import paths must work alike in `asyncrl`
         sys.path.insert(0, os.getcwd())
-    from asyncrl.config.describe import experiment_help, list_experiments, program, resolved_yaml
+    from asyncrl.config.describe import experiment_help, fitted, list_experiments, program, resolved_yaml
     from asyncrl.config.setting import ConfigError
 
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(args.config_dir) if args.config_dir else None
     try:
         if args.experiment is None:
-            _print(list_experiments(folder))
+            _print(fitted(list_experiments(folder)))
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         config = load_experiment(args.experiment, args.overrides, folder, commands=COMMANDS)
         if args.help:
-            _print(experiment_help(args.experiment, config))
+            _print(fitted(experiment_help(args.experiment, config)))
             return 0
         complete(config)
         if args.cfg:

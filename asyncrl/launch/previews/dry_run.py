@@ -35,16 +35,19 @@ def dry_run(config: Config, again: Sequence[str] = ()) -> int:
     in_pods = config.system.launcher == "kubernetes"
     comment = "# " if in_pods else ""
     console.print(f"{comment}run folder: {run_dir}")
-    for plan in plans:
+    environments = [set(plan.environment().items()) for plan in plans]
+    shared = set.intersection(*environments)
+    console.print(f"{comment}environment of every process: {_assignments(shared)}")
+    for plan, environment in zip(plans, environments, strict=True):
         resources = plan.resources
         gpus = f"GPUs {','.join(resources.gpus)}" if resources.gpus else "no GPU"
         address = f" ({plan.host.address})" if plan.host.address else ""
         where = f"on {plan.host.name}{address}, " if plan.host.name else ""
-        console.print(f"{comment}  {plan.name:<20} {where}{resources.threads} thread(s), {gpus}")
+        threads = f"{resources.threads} thread{'s' * (resources.threads != 1)}"
+        console.print(f"{comment}  {plan.name:<20} {where}{threads}, {gpus}")
         console.print(f"{comment}    {shlex.join(plan.command(run_dir))}")
-        console.print(
-            f"{comment}    " + " ".join(f"{name}={value}" for name, value in sorted(plan.environment().items()))
-        )
+        if own := environment - shared:
+            console.print(f"{comment}    {_assignments(own)}")
     for named in named_inputs(config) if brings_inputs(config) else ():
         if named.path is not None:
             console.print(f"  {named.setting}={named.value}: its files are brought to the hosts of the RolloutWorkers")
@@ -53,3 +56,7 @@ def dry_run(config: Config, again: Sequence[str] = ()) -> int:
     if in_pods:
         console.print(yaml.safe_dump_all(manifests(config, plans, again), sort_keys=False).rstrip("\n"))
     return 0
+
+
+def _assignments(variables: set[tuple[str, str]]) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(variables))

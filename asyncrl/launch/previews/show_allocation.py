@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 GIB = 1 << 30
 _WIDTH = 200
-"""Width up to which the table may exceed the terminal's, so that no figure is cut off."""
+"""Width of the table; a narrower terminal gets a line for each figure."""
 RUNTIME_BYTES = {"cpu": GIB // 2, "gpu": 3 * GIB // 2}
 """Memory besides models: a process's libraries; on a GPU its CUDA context, NCCL's buffers and fragmentation."""
 
@@ -71,17 +72,20 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     rows = allocation(config, graph, placed, folder)
     console = Console(highlight=False, markup=False, width=_WIDTH)
     work = f"{config.trainer.tokens_per_micro_batch} tokens per micro-batch, {config.model.dtype}"
+    ranks = f"{placed.workers} training rank{'s' * (placed.workers != 1)}"
     unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
     whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
     gpu_bytes = beside_servers(config, whole)
     shared = _in_turns(config, graph, rows, folder)
     lines = [
-        f"{placed.workers} training ranks, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
+        f"{ranks}, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
         "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
         *(f"warning: {line}" for line in warnings(rows, host_memory(), gpu_bytes)),
     ]
     console.print("\n".join(lines[:2]), soft_wrap=True)
-    console.print(_table(rows, GIB if unit == "GiB" else GIB >> 10))
+    table = _table(rows, GIB if unit == "GiB" else GIB >> 10)
+    fits = console.measure(table).maximum <= shutil.get_terminal_size((_WIDTH, 24)).columns
+    console.print(table if fits else _stacked(table))
     for line in lines[2:]:
         console.print(line, soft_wrap=True)
     for device in shared:
@@ -272,6 +276,19 @@ def _table(rows: Sequence[RankRow], unit: int) -> Table:
         cells += [f"{of.on_host / unit:.2f}"] * on_host
         table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *cells)
     return table
+
+
+def _stacked(table: Table) -> str:
+    """Return the table with a line for each figure, for a narrow terminal."""
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    return "\n".join(
+        "\n".join(
+            f"  {column.header!s:<21}  {str(cell).replace(chr(10), ', ')}"
+            for column, cell in zip(table.columns, row, strict=True)
+        )
+        + "\n"
+        for row in rows
+    )
 
 
 if __name__ == "__main__":

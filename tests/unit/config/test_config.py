@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.describe import experiment_help, list_experiments
+from asyncrl.config.describe import experiment_help, fitted, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.run_dir import read_run_config, write_run_config
@@ -497,3 +497,12 @@ def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False)
     assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
+
+
+def test_help_is_as_wide_as_the_terminal_and_loses_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = list_experiments(None) + experiment_help("async_ppo", load())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, fitted(text).splitlines())) <= 80
+    assert fitted(text).split() == text.split()
+    monkeypatch.setenv("COLUMNS", "100000")
+    assert fitted(text) == text.rstrip("\n")

@@ -192,6 +192,18 @@ def test_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path, capsys: pytes
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
+def test_a_narrow_terminal_gets_a_line_for_each_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert show_allocation(load_experiment("async_ppo", [f"fileroot={tmp_path}", "trainer.device=cpu"]), None) == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 training rank, ")
+    expected = "rank host device roles weights gradients moments gathered activations logits peak"
+    assert [line.split()[0] for line in lines if line] == expected.split()
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_allocation(load_experiment("sft", []), None) == 1
     assert "no layout" in capsys.readouterr().err
