@@ -1,8 +1,8 @@
-"""A training step of one's own: copy this file, change it, and name it in `algorithm.graph`.
+"""A custom training step: copy this file, change it, and name it in `algorithm.graph`.
 
 `build_graph` takes the GRPO step apart and adds two calls before the advantages:
 
-    length_reward   a function of one's own (below): right answers get less the longer they are
+    length_reward   a custom function (below): right answers get less the longer they are
     style           the scores of a second reward model, where `style_model` names its folder
 
 The advantages then see the sum of the environment's rewards and these two. Run it with

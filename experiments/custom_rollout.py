@@ -1,4 +1,4 @@
-"""An episode of one's own as a function: up to `looks` answers from scratch, the first right one ends it."""
+"""A custom episode as a function: up to `looks` answers from scratch, the first right one ends it."""
 
 from __future__ import annotations
 
