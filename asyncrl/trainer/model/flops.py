@@ -201,12 +201,11 @@ def _pairs(text: nn.Module, config: PretrainedConfig, first: int | None) -> dict
     kinds = list(getattr(config, "layer_types", None) or [])
     present = {layer for name, _ in text.named_parameters() if (layer := _layer(name)) is not None}
     attending = [layer for layer, memory in enumerate(layer_memories(config)) if memory.keys and layer in present]
-    if not attending:
-        return {}
-    per_pair = 2.0 * _heads(text, config)
     found: dict[Attended, Product] = {}
     for layer in attending:
-        sees = _sees(config, kinds[layer] if layer < len(kinds) else None)
+        own = config.per_layer_config[layer]  # Gemma 4's layers have heads of two sizes
+        per_pair = 2.0 * _heads(text, own)
+        sees = _sees(own, kinds[layer] if layer < len(kinds) else None)
         backward = 2.0 * per_pair if first is not None and layer >= first else 0.0
         found[sees] = found.get(sees, Product()) + Product(per_pair, backward)
     return found

@@ -48,6 +48,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 61,
+        "num_kv_shared_layers": 0,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
