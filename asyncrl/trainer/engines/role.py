@@ -29,7 +29,7 @@ from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import StepOutcome, TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
 from asyncrl.trainer.engines.vision import RoleVision
-from asyncrl.trainer.model.flops import FlopCount, Work
+from asyncrl.trainer.model.flops import FlopCount, ForwardPass
 from asyncrl.trainer.model.lora import adapters_off
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
@@ -100,7 +100,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         recorded.
         """
         if self._flops is not None:
-            work = Work(micro_batch.depths, len(micro_batch.targets_N))
+            work = ForwardPass(micro_batch.depths, len(micro_batch.targets_N))
             backward = self.trained and torch.is_grad_enabled()
             self._flops.add(work, backward=backward, share=1.0 / self._place.context.world)
 

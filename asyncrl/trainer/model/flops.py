@@ -48,7 +48,7 @@ class NotCounted(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ForwardPass:
     """Tokens of a forward pass.
 
     Attributes:
@@ -101,7 +101,7 @@ class ModelFlops:
     wanted: Product
     pairs: Mapping[Attended, Product] = field(default_factory=dict)
 
-    def of(self, work: Work, *, backward: bool) -> float:
+    def of(self, work: ForwardPass, *, backward: bool) -> float:
         """The operations of a forward pass over `work`, and of its backward pass if there is one."""
         parts = [(self.token, len(work.depths)), (self.wanted, work.wanted)]
         parts += [(product, attended.pairs(work.depths)) for attended, product in self.pairs.items()]
@@ -270,7 +270,7 @@ class FlopCount:
         if recurrent := sum(memory.states > 0 for memory in layer_memories(trunk.config.get_text_config())):
             self.left_out.append(f"the states of {recurrent} recurrent layers")
 
-    def add(self, work: Work, *, backward: bool, share: float = 1.0) -> None:
+    def add(self, work: ForwardPass, *, backward: bool, share: float = 1.0) -> None:
         """Add `share` of a forward pass over `work`, and of its backward pass if there is one."""
         self.total += share * self._model.of(work, backward=backward)
 
