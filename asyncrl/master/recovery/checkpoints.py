@@ -154,9 +154,7 @@ class Checkpoints:
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:
-        """Return the versions whose checkpoints are kept by the settings of `checkpoint`, including that of
-        `version`.
-        """
+        """Return the versions whose checkpoints `checkpoint`'s settings keep, including `version`."""
         config = self._config
         versions = [*versions_in(self._root), version]
         scores, undecided = {}, set[int]()
