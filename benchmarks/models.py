@@ -7,9 +7,9 @@ Each entry of transformers' mapping of causal language models is made with 4 lay
 config, with `--length` in place of every window, chunk and number of indexed keys, and saved. Then, in fp32 on one
 core:
 
-- *trained*: the training engine loads the folder as a run does and computes 24 samples of up to 90 tokens, which branch
-  in the middle of prompts and answers. Their log-probabilities and the gradients of all weights are compared with
-  transformers' forward and backward of each sample alone (eager attention).
+- *trained*: the training engine loads the folder as a run without pictures does and computes 24 samples of up to 90
+  tokens, which branch in the middle of prompts and answers. Their log-probabilities and the gradients of all weights
+  are compared with transformers' forward and backward of each sample alone (eager attention).
 - *served*: the embedded engine scores prompts of up to 70 tokens and answers 11 requests, four at a time. Its
   log-probabilities are compared with transformers' forward of each sequence alone. If they differ by more than
   rounding, transformers' own decode (its cache, a token at a time) is compared with its forward as well: recurrent
@@ -57,7 +57,7 @@ from asyncrl.models.weights.model_files.folder_tensors import FolderFormatError
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.settings import OptimizerConfig, VisionMode
 
 PAGE = Path(__file__).parents[1] / "docs" / "all_models.md"
 BEGIN, END = "<!-- every model: made by benchmarks/models.py -->", "<!-- end of every model -->"
@@ -261,7 +261,7 @@ def trained(folder: str, plain: PreTrainedModel, *, share_prefixes: bool = True)
     """Return the layout that the training engine chooses for the model, and the size of its differences."""
     config = ExperimentConfig()
     config.trainer.parallel, config.trainer.tokens_per_micro_batch = "d1", 400
-    config.trainer.share_prefixes = share_prefixes
+    config.trainer.share_prefixes, config.model.vision = share_prefixes, VisionMode.none
     config.rollout.sampling.temperature, config.generation.context_length = 1.0, CONTEXT
     engine = FlatLoader(config, RankPosition(), torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
     batch = branching_batch()

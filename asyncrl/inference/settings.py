@@ -36,7 +36,7 @@ class SGLangConfig:
     """SGLang servers."""
 
     python: str = setting("", "interpreter with sglang installed; empty: this one")
-    urls: list[str] = setting(help="servers that already run; they are adopted, none is started", factory=list)
+    urls: list[str] = setting(help="URLs of running servers, used in place of `servers`, never stopped", factory=list)
     args: dict[str, Any] = setting(help="flags of sglang.launch_server, e.g. {mem_fraction_static: 0.8}", factory=dict)
     env: dict[str, str] = setting(help="environment variables of the servers that the run starts", factory=dict)
     tensor_parallel: int = setting(1, "GPUs of each server, over which each layer is cut", unit="GPUs", minimum=1)
@@ -50,13 +50,13 @@ class GenerationConfig:
         GenerationBackend.embedded,
         "inference engine of each server: embedded, torch in the server's own process; sglang",
     )
-    servers: int = setting(1, "number of GenerationServers", minimum=1)
+    servers: int = setting(1, "number of GenerationServers, each with a copy of the model", minimum=1)
     guests: str = setting(
         NO_GUESTS,
         "servers on the trainer's own devices, which give their memory back while a step is trained: none, all, or the "
         "number of the last ones",
     )
-    device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
+    device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda if there is a GPU")
     dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
     quantization: Quantization = setting(
         Quantization.none,
@@ -96,7 +96,7 @@ class GenerationConfig:
         unit="s",
         minimum=1.0,
     )
-    threads: int = setting(1, "CPU threads per server", minimum=1)
+    threads: int = setting(1, "CPU threads of each server", unit="threads", minimum=1)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 

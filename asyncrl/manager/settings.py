@@ -114,7 +114,7 @@ class PolicyConfig:
     train_every: int = setting(
         1, "of a trained policy: a step from version v trains it if v mod train_every = train_offset", minimum=1
     )
-    train_offset: int = setting(0, "of a trained policy: see train_every; must be less than it", minimum=0)
+    train_offset: int = setting(0, "remainder of the versions that train_every selects; less than it", minimum=0)
     parallel: Optional[str] = setting(None, "of a trained policy: its parallel layout; null: trainer.parallel")
     ranks: RoleRanks = setting(
         RoleRanks.shared,

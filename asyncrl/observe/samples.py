@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -76,6 +77,14 @@ def schema() -> Any:
             ("right", pa.bool_()),
         ]
     )
+
+
+@cache
+def per_token_columns() -> tuple[str, ...]:
+    """Return the names of the columns with a number for each token."""
+    from pyarrow.types import is_list, is_nested
+
+    return tuple(each.name for each in schema() if is_list(each.type) and not is_nested(each.type.value_type))
 
 
 def rows_of(trajectory: Trajectory, step: int, decode: Callable[[Sequence[int]], str], scores: Scores) -> list[Row]:

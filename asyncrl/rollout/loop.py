@@ -223,29 +223,45 @@ class RolloutLoop:
     async def _roll_out(self, granted: GrantedRollout) -> None:
         policy = RolloutPolicy(self._client, granted.rollout_id, granted.route, self._trained)
         limit = asyncio.timeout(self._config.rollout_timeout_s + AFTERWARDS_S)
+        code: str | None = None
         try:
             async with limit:
-                outcome = await self._attempt(granted, policy)
+                if granted.rests:
+                    outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.curriculum)
+                else:
+                    prompt = self._components.prompts.train(
+                        PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt), granted.version
+                    )
+                    try:
+                        samples, metrics = await self._episodes(prompt, policy)
+                    except Exception as error:
+                        code = group_failed_in(error, type(self._components.agent).__name__, policy.failures)
+                        raise
+                    outcome = await self._judge_and_send(granted, samples, metrics)
             self._failures.clear()
         except Exception as error:
             if isinstance(error, EpisodeTimeout) or limit.expired():  # other TimeoutErrors are the user's own
                 _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", granted.prompt_id)
                 outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.timeout)
             else:
-                outcome = self._failures.end_of(granted, error, policy.failed_in, self.slots.running)
+                outcome = self._failures.end_of(granted, error, code, self.slots.running)
         finally:
             self.slots.free()
         self._gate.finish([outcome])
 
-    async def _attempt(self, granted: GrantedRollout, policy: RolloutPolicy) -> FinishedRollout:
-        """Play one rollout: prompt, episodes and their rewards, filters, push. Return its end."""
+    async def _episodes(self, prompt: Prompt, policy: RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
+        """Play the group's episodes, each with its reward; return their samples and metrics."""
+        with metered() as meter:
+            samples, counted = await self._components.play_to_train(prompt, policy, self._tries)
+        policy.check(samples)
+        self._sender.take_lost(counted)
+        return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
+
+    async def _judge_and_send(
+        self, granted: GrantedRollout, samples: Sequence[Sample], metrics: dict[str, float]
+    ) -> FinishedRollout:
+        """Send a group that the filters accept to a training rank; return the rollout's end."""
         rollout_id = granted.rollout_id
-        if granted.rests:
-            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
-        prompt = self._components.prompts.train(
-            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt), granted.version
-        )
-        samples, metrics = await self._episodes(prompt, policy)
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
         success = self._rules.success(samples)
@@ -256,19 +272,6 @@ class RolloutLoop:
         await self._sender.send(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(rollout_id, accepted=True, tokens=tokens, success=success)
-
-    async def _episodes(self, prompt: Prompt, policy: RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
-        """Play the group's episodes, each with its reward; return their samples and metrics."""
-        components = self._components
-        try:
-            with metered() as meter:
-                samples, counted = await components.play_to_train(prompt, policy, self._tries)
-            policy.check(samples)
-        except Exception as error:
-            policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
-            raise
-        self._sender.take_lost(counted)
-        return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
 
     def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
         """Return the end of a rollout whose group a filter rejected. Its prompt is tried again if the filter returns it

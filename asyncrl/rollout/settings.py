@@ -194,7 +194,7 @@ class RolloutConfig:
 class EvalSamplingConfig:
     """Sampling of answers in an evaluation; in a set, null means: as in `eval.sampling`."""
 
-    temperature: Optional[float] = setting(None, "0 is greedy and needs n_samples=1; null: 0", minimum=0.0)
+    temperature: Optional[float] = setting(None, "0 (as null) is greedy and needs n_samples=1", minimum=0.0)
     top_p: Optional[float] = setting(
         None, "probability mass to sample from; null: as rollout.sampling", minimum=1e-6, maximum=1.0
     )
@@ -229,12 +229,12 @@ class EvalConfig:
         minimum=0,
     )
     name: str = setting("held_out", "name of the set in metrics: eval/<name>/accuracy")
-    path: Optional[str] = setting(None, "dataset; null: dataset.path with split=held_out")
+    path: Optional[str] = setting(None, "evaluation dataset, as dataset.path; null: dataset.path with split=held_out")
     args: dict[str, Any] = setting(
         help="keyword arguments of the dataset; added to dataset.args if eval.path is null", factory=dict
     )
     fields: Optional[dict[str, str]] = setting(None, "as dataset.fields, of eval.path; null: those of dataset")
-    size: int = setting(256, "prompts evaluated, from the set's start", unit="prompts", minimum=1)
+    size: int = setting(256, "most prompts of an evaluation, from the set's start", unit="prompts", minimum=1)
     n_samples: int = setting(1, "answers to each prompt; more than one give pass@k", unit="samples", minimum=1)
     timeout_s: float = setting(
         300.0, "time limit of one evaluation on one set; beyond it that evaluation has failed", unit="s", minimum=1.0

@@ -142,8 +142,8 @@ class ModelConfig:
     )
     vision: VisionMode = setting(
         VisionMode.train,
-        "of a model that takes pictures: train its vision tower and projector too, freeze them, or none: use it for "
-        "text alone; other models have none",
+        "vision tower and projector of a model that takes pictures: train them, freeze them, or none: use the "
+        "model for text alone; no effect on other models",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -194,8 +194,8 @@ class TrainerConfig:
         "one rank trains alone, else sharded",
         choices=(AUTO, *ENGINES),
     )
-    device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
-    threads: int = setting(1, "CPU threads per rank", minimum=1)
+    device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda if there is a GPU")
+    threads: int = setting(1, "CPU threads of each rank", unit="threads", minimum=1)
     tokens_per_micro_batch: int = setting(
         16384,
         "token budget of one forward and backward pass; with c<N> in trainer.parallel, of its N ranks together",
@@ -246,7 +246,7 @@ class TrainerConfig:
         "the run's own, so that policies can be trained in turns",
         minimum=1,
     )
-    train_offset: int = setting(0, "see trainer.train_every; less than it", minimum=0)
+    train_offset: int = setting(0, "remainder of the versions that train_every selects; less than it", minimum=0)
     buffer_capacity: int = setting(
         4096,
         "most rollouts that a rank holds; it takes no more until some are trained or discarded",
@@ -297,7 +297,10 @@ class CriticConfig(RolePlacementConfig):
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     value_loss: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="clipped"))
-    value_norm: ValueNormalisation = setting(ValueNormalisation.none, "normalisation of the returns")
+    value_norm: ValueNormalisation = setting(
+        ValueNormalisation.none,
+        "normalisation of the critic's targets: none, by all returns (running), or by their moving averages (ema)",
+    )
     warmup_steps: int = setting(0, "first train steps, in which only the critic is trained", unit="steps", minimum=0)
 
 
@@ -373,8 +376,8 @@ class AlgorithmConfig:
     selection: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="none"))
     prox: ProximalMode = setting(
         ProximalMode.recompute,
-        "proximal log-probabilities: recomputed at the step's start, approximated, or the behaviour's, which at "
-        "max_head_offpolicyness=0 are the same up to rounding and spare a forward pass",
+        "source of proximal log-probabilities. recompute: a forward pass at the step's start; approximate, behave: no "
+        "pass, but an estimate or the behaviour's own (equal up to rounding at max_head_offpolicyness=0)",
     )
     advantage: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="grpo"))
     aggregation: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_mean"))
@@ -385,8 +388,8 @@ class AlgorithmConfig:
     kl_coef: float = setting(0.0, "weight of the KL term to the reference; 0: no reference model", minimum=0.0)
     kl_in: KLPlace = setting(
         KLPlace.loss,
-        "where the KL term enters: the loss, the reward, or the advantage of each token after the estimator, which "
-        "distils the reference into the policy (on-policy distillation)",
+        "place of the KL term: loss, reward, or advantage: subtracted from each token's advantage after the "
+        "estimator, which distils the reference into the policy (on-policy distillation)",
     )
     kl_target: float = setting(
         0.0, "KL towards which kl_coef is adapted; 0: kl_coef is fixed", unit="nats/token", minimum=0.0

@@ -25,7 +25,7 @@ class Stat:
     kind: Kind = "mean"
 
     def merge(self, other: Stat) -> Stat:
-        """Return the statistic of both parts together."""
+        """Return the statistic of both parts together; raise ValueError if their kinds differ."""
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} statistic with a {other.kind} one; keep one kind per key")
         total = torch.maximum(self.total, other.total) if self.kind == "max" else self.total + other.total

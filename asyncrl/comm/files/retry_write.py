@@ -29,9 +29,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def no_retry(really: bool = True) -> Iterator[None]:
-    """Within this block, writes of this thread or task raise their first error instead of being retried, if
-    `really`.
-    """
+    """In this block, writes of this thread or task raise their first error instead of a retry, if `really`."""
     token = _patient.set(not really)
     try:
         yield

@@ -64,9 +64,11 @@ class EmbeddedHost:
 
     async def stop(self) -> None:
         """Stop the engine, which fails unfinished jobs, then the HTTP server, which has no open requests by then."""
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
-            self._engine = None
-        if self._server is not None:
-            await self._server.close()
-            self._server = None
+        try:
+            if self._engine is not None:
+                await asyncio.to_thread(self._engine.close)
+                self._engine = None
+        finally:  # the engine's thread may not end in time
+            if self._server is not None:
+                await self._server.close()
+                self._server = None

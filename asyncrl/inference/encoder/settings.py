@@ -18,13 +18,13 @@ class EncoderConfig(PluginConfig):
     servers: int = setting(
         0, "number of EncoderServers; 0: none, and a reward embeds in its own process", minimum=0, maximum=64
     )
-    gpus: int = setting(0, "GPUs of each, after those of training and generation; 0: it computes on the CPU", minimum=0)
+    gpus: int = setting(0, "GPUs of each server, besides those of training and generation; 0: CPU", minimum=0)
     frames: int = setting(
         64, "frames of an episode that are embedded together, evenly chosen", unit="frames", minimum=1, maximum=1024
     )
     end: bool = setting(False, "embed only an episode's last frame, repeated; false: frames of the whole episode")
     batch: int = setting(32, "most clips in one call of the encoder; more need more memory", unit="clips", minimum=1)
-    cached: int = setting(4096, "embeddings that a server keeps, by the content of the frames", minimum=1)
+    cached: int = setting(4096, "most embeddings that a server keeps, the recently used ones", minimum=1)
     timeout_s: float = setting(
         120.0, "limit for a group's embeddings, a server's restart included", unit="s", minimum=1.0
     )

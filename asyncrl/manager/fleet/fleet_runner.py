@@ -224,7 +224,7 @@ class FleetRunner:
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
                 self._update_routes()
                 try:
-                    await self._updater.hold(order.url)
+                    await self._updater.pause(order.url)
                 except HttpError as unpaused:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
 

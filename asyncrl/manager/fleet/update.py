@@ -76,7 +76,7 @@ class ServerUpdater:
         """
         await self._run_checks(order, self._client(order.url))
 
-    async def hold(self, url: str) -> None:
+    async def pause(self, url: str) -> None:
         """Pause the server with its requests, so that it returns no token of its present weights.
 
         Raises:

@@ -48,9 +48,7 @@ from asyncrl.trainer.messages import RolloutRecord
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A received rollout that will not be trained, and the reason; `used`: its prompt was trained or dropped for
-    good.
-    """
+    """A received rollout that will not be trained, and why; `used`: its prompt was trained or dropped for good."""
 
     record: RolloutRecord
     reason: str

@@ -63,6 +63,7 @@ class Checkpoints:
     """Writes the run's checkpoints, one after the other.
 
     Args:
+        config: when to write a checkpoint, and which to keep.
         run: the state to write.
         check: raises if a rank that would be waited for is gone.
 
@@ -73,7 +74,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        keeping: CheckpointConfig,
+        config: CheckpointConfig,
         run_dir: Path,
         ranks: RankClients,
         run: RunState,
@@ -82,9 +83,9 @@ class Checkpoints:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved: Progress | None = None
-        self.schedule = CheckpointSchedule(keeping, clock)
+        self.schedule = CheckpointSchedule(config, clock)
         self._figures: Row = {}
-        self._keeping, self._root = keeping, checkpoint_root(run_dir)
+        self._config, self._root = config, checkpoint_root(run_dir)
         self._ranks, self._run, self._evaluations, self._check = ranks, run, evaluations, check
         self._under_way: asyncio.Task[None] | None = None
 
@@ -144,7 +145,7 @@ class Checkpoints:
         shares = await self._ranks.all(FinishShare(path))
         protected = self._protected(progress.version)
         files = files_of(shares)
-        await self._ranks.publisher(CommitCheckpoint(path, files, self._keeping.keep, protected))
+        await self._ranks.publisher(CommitCheckpoint(path, files, self._config.keep, protected))
         observer.span("checkpoint", began, time.time(), version=progress.version)
         self._figures = {
             "checkpoint/seconds": self.schedule.seconds(),
@@ -153,14 +154,12 @@ class Checkpoints:
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:
-        """Return the versions whose checkpoints are kept by the settings of `checkpoint`, including that of
-        `version`.
-        """
-        keeping = self._keeping
+        """Return the versions whose checkpoints `checkpoint`'s settings keep, including `version`."""
+        config = self._config
         versions = [*versions_in(self._root), version]
         scores, undecided = {}, set[int]()
-        if keeping.keep_best is not None:
-            sign = 1.0 if keeping.keep_best_direction == BestDirection.highest else -1.0
-            scores = {key: sign * value for key, value in self._evaluations.scores(keeping.keep_best).items()}
+        if config.keep_best is not None:
+            sign = 1.0 if config.keep_best_direction == BestDirection.highest else -1.0
+            scores = {key: sign * value for key, value in self._evaluations.scores(config.keep_best).items()}
             undecided = self._evaluations.awaited(versions)
-        return tuple(sorted(which_to_keep(versions, keeping.keep, keeping.keep_every, scores, undecided)))
+        return tuple(sorted(which_to_keep(versions, config.keep, config.keep_every, scores, undecided)))

@@ -174,9 +174,7 @@ class Measured:
 
     @property
     def _limit(self) -> float:
-        """Return how close the servers are to their limit; if that was not measured, estimate it from the batch
-        size.
-        """
+        """Return how close the servers are to their limit; if not measured, estimate it from the batch size."""
         if self.saturation is not None:
             return self.saturation
         running, most = self.own.total("running"), self.own.total("max_running")

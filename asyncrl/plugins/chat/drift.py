@@ -35,9 +35,7 @@ _SHOWN = 8
 
 
 def compare(own: Sequence[int], anew: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Drift | None:
-    """Return the first difference between a conversation's ids and those of its new rendering; None if they are
-    equal.
-    """
+    """Return the first difference between a conversation's ids and those of its new rendering; None if equal."""
     if list(own) == list(anew):
         return None
     pairs = enumerate(zip(own, anew, strict=False))

@@ -23,7 +23,6 @@ class RolloutPolicy:
         route: server chosen at admission; the first request goes there.
         trained: the further trained policies; all others are opponents.
         failures: errors of requests.
-        failed_in: the user's code in which the group failed, if known.
     """
 
     client: RolloutClient
@@ -31,7 +30,6 @@ class RolloutPolicy:
     route: Route | None
     trained: Collection[str] = ()
     failures: list[Exception] = field(default_factory=list)
-    failed_in: str | None = None
     _met: dict[str, Counter[int]] = field(default_factory=dict)
     """Tokens of the opponents' answers, by policy and version."""
     _generated: GeneratedTokens = field(init=False)

@@ -29,9 +29,7 @@ def is_built_in(thing: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AgentProcess:
-    """Arguments to build an agent in a process: its name, the folder of its tokenizer, and its time limit in
-    seconds.
-    """
+    """Arguments to build an agent in a process: its name, its tokenizer's folder, and its time limit in seconds."""
 
     target: CodeTarget
     model: str

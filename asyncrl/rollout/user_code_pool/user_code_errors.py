@@ -29,9 +29,7 @@ class UserCodeError(RuntimeError):
 
 
 def failed_user_code(error: BaseException | None) -> UserCodeError | None:
-    """Return the failure of users' code that caused `error`, looking through causes and groups; None if none is
-    known.
-    """
+    """Return the failure of users' code that caused `error`, looking through causes and groups; None if unknown."""
     return next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
 
 

@@ -352,9 +352,7 @@ def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
 
 
 def _in_pre_order(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
-    """Return a stream in pre-order in which every prefix lies once; the padding at its end is the batch's first
-    token.
-    """
+    """Return a stream in pre-order in which every prefix lies once; its padding is the batch's first token."""
     stream = pre_order(tree)
     sources, positions = (np.zeros(len(stream.ends), dtype=np.int64) for _ in range(2))
     sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I

@@ -220,9 +220,7 @@ class ScheduledAdamW(ABC):
 
     @abstractmethod
     def load_state(self, meta: Mapping[str, Any]) -> None:
-        """Continue from the values that were written into the tensors of `state`, after the number of steps in
-        `meta`.
-        """
+        """Continue from the values written into the tensors of `state`, after the number of steps in `meta`."""
 
     @abstractmethod
     def _norm(self) -> Tensor:

@@ -250,9 +250,7 @@ class ValueEngine(TrainingEngine):
     def compute_gradients(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
     ) -> tuple[Tensor, list[Stats]]:
-        """As `PolicyEngine.compute_gradients`, but the loss gets the values of the prefixes before the wanted
-        tokens.
-        """
+        """As `PolicyEngine.compute_gradients`, but the loss gets the values of the prefixes before wanted tokens."""
 
 
 class EngineLoader(ABC):

@@ -156,7 +156,16 @@ class ActorLoss:
         ids_N = torch.zeros(0, dtype=torch.int64, device=device)
         vocabulary_NV = torch.zeros(0, 1, device=device) if self.exact_kl else None
         inputs = PolicyLossInputs(
-            *(none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N),
+            logprobs_T=none_N,
+            prox_logprobs_T=none_N,
+            behave_logprobs_T=none_N,
+            advantages_T=none_N,
+            mask_T=ids_N.bool(),
+            seq_ids_T=ids_N,
+            num_seqs=0,
+            versions_T=ids_N,
+            current_version=self._batch.version,
+            entropy_T=none_N,
             columns=self._batch.own_by_token(ids_N),
             selection=SelectionOutput(ids_N.bool()) if self._objective.selects else None,
         )

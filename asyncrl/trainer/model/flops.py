@@ -48,7 +48,7 @@ class NotCounted(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ForwardPass:
     """Tokens of a forward pass.
 
     Attributes:
@@ -101,7 +101,7 @@ class ModelFlops:
     wanted: Product
     pairs: Mapping[Attended, Product] = field(default_factory=dict)
 
-    def of(self, work: Work, *, backward: bool) -> float:
+    def of(self, work: ForwardPass, *, backward: bool) -> float:
         """The operations of a forward pass over `work`, and of its backward pass if there is one."""
         parts = [(self.token, len(work.depths)), (self.wanted, work.wanted)]
         parts += [(product, attended.pairs(work.depths)) for attended, product in self.pairs.items()]
@@ -201,12 +201,11 @@ def _pairs(text: nn.Module, config: PretrainedConfig, first: int | None) -> dict
     kinds = list(getattr(config, "layer_types", None) or [])
     present = {layer for name, _ in text.named_parameters() if (layer := _layer(name)) is not None}
     attending = [layer for layer, memory in enumerate(layer_memories(config)) if memory.keys and layer in present]
-    if not attending:
-        return {}
-    per_pair = 2.0 * _heads(text, config)
     found: dict[Attended, Product] = {}
     for layer in attending:
-        sees = _sees(config, kinds[layer] if layer < len(kinds) else None)
+        own = config.per_layer_config[layer]  # Gemma 4's layers have heads of two sizes
+        per_pair = 2.0 * _heads(text, own)
+        sees = _sees(own, kinds[layer] if layer < len(kinds) else None)
         backward = 2.0 * per_pair if first is not None and layer >= first else 0.0
         found[sees] = found.get(sees, Product()) + Product(per_pair, backward)
     return found
@@ -271,7 +270,7 @@ class FlopCount:
         if recurrent := sum(memory.states > 0 for memory in layer_memories(trunk.config.get_text_config())):
             self.left_out.append(f"the states of {recurrent} recurrent layers")
 
-    def add(self, work: Work, *, backward: bool, share: float = 1.0) -> None:
+    def add(self, work: ForwardPass, *, backward: bool, share: float = 1.0) -> None:
         """Add `share` of a forward pass over `work`, and of its backward pass if there is one."""
         self.total += share * self._model.of(work, backward=backward)
 

@@ -254,9 +254,7 @@ def peft_config(
 
 
 def adapter_config(config: LoraConfig, base: str, specs: Sequence[TensorSpec], model_config: PretrainedConfig) -> bytes:
-    """Return the content of peft's `adapter_config.json` beside the published adapters `specs` of the model in
-    `base`.
-    """
+    """Return the content of peft's `adapter_config.json` for the published adapters `specs` of the model in `base`."""
     kinds = sorted({adapted_layer(spec.name).rsplit(".", 1)[-1] for spec in specs})
     made = peft_config(config, kinds, base, transposed=are_transposed(model_config, specs))
     described: dict[str, Any] = made.to_dict()  # type: ignore[no-untyped-call]

@@ -70,8 +70,8 @@ class SFTModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     vision: VisionMode = setting(
         VisionMode.train,
-        "of a model that takes pictures: train its vision tower and projector too, freeze them, or none: use it for "
-        "text alone",
+        "vision tower and projector of a model that takes pictures: train them, freeze them, or none: use the model "
+        "for text alone",
     )
 
 
@@ -141,7 +141,7 @@ class SFTConfig:
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
     fileroot: str = setting(DEFAULT_FILEROOT, "folder of models, checkpoints, logs and metrics")
     seed: int = setting(1, "seed of data order and initialisation", minimum=0, maximum=MOST_SEED)
-    device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda where there is one")
+    device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda if there is a GPU")
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "rows per step: demonstrations, pairs or labelled answers", unit="rows", minimum=1)
     loss: ChoiceConfig = setting(

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 
 import numpy as np
@@ -41,7 +41,7 @@ class _Held:
     @property
     def bytes(self) -> int:
         """Bytes in memory, of tokens and scores."""
-        return (0 if self.trajectory is None else bytes_of(self.trajectory)) + _bytes_of_scores(self.scores or {})
+        return (0 if self.trajectory is None else bytes_of(self.trajectory)) + _bytes_of_arrays(self.scores)
 
 
 class Inbox:
@@ -129,7 +129,7 @@ class Inbox:
                 held = self._held.get(rollout_id)
                 if held is not None and held.scores is None:
                     held.scores = own
-                    self.bytes_held += _bytes_of_scores(own)
+                    self.bytes_held += _bytes_of_arrays(own)
 
     def report_again(self) -> None:
         """Report all held rollouts again, to a new master."""
@@ -185,21 +185,20 @@ class Inbox:
             self._spilled.remove(rollout_ids)
 
 
-def _bytes_of_scores(scores: Scores) -> int:
-    return sum(column.nbytes for column in scores.values())
-
-
 def bytes_of(trajectory: Trajectory) -> int:
-    """Return the bytes that a trajectory takes in memory: tokens, per-token columns and pictures."""
+    """Return the bytes that a trajectory takes in memory: all arrays of its samples, and pictures."""
     samples = trajectory.samples
-    shared, rest = (
-        ((samples.prompt, samples.routing), samples.rest) if isinstance(samples, SharedPrompt) else ((), samples)
-    )
-    columns = SampleColumns.join(rest)
-    of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions)
-    held = (*shared, *of_tokens, columns.token_rewards, columns.routing, *columns.token_columns.values())
     pictures = sum(len(picture.data) for picture in trajectory.pictures.values())
-    return pictures + sum(int(column.nbytes) for column in held if column is not None)
+    return pictures + _bytes_of_arrays(samples if isinstance(samples, SharedPrompt) else SampleColumns.join(samples))
+
+
+def _bytes_of_arrays(value: object) -> int:
+    """Return the bytes of all arrays in `value` and, if it is a mapping or a dataclass, in its values."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if is_dataclass(value):
+        return sum(_bytes_of_arrays(getattr(value, each.name)) for each in fields(value))
+    return sum(map(_bytes_of_arrays, value.values())) if isinstance(value, Mapping) else 0
 
 
 def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:

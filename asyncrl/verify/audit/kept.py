@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Trained
+from asyncrl.observe.samples import TOKEN_SCORES, per_token_columns
 from asyncrl.verify.audit.documents import Settings, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.policy_checks import OWN, head_and_policy, strangers
 
-_COLUMNS = ("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments")
-_ALIGNED = ("tokens", "loss_mask", "versions", "behave_logprobs")
-_SCORES = ("prox_logprobs", "ref_logprobs", "advantages", "token_rewards")
-_NEWER = ("pictures", "group")
-"""Columns that files of earlier versions lack."""
+_COLUMNS = {
+    *("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments"),
+    *("tokens", "loss_mask", "versions", "behave_logprobs", *TOKEN_SCORES, "token_rewards"),
+}
+"""Columns that files of every version have."""
 _TOLERANCE = 1e-6
 _Rows = list[dict[str, Any]]
 
@@ -78,11 +79,10 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
 
     try:
         table = pq.read_table(file, use_threads=False)
-        if missing := sorted({*_COLUMNS, *_ALIGNED, *_SCORES} - {*table.column_names}):
+        if missing := sorted(_COLUMNS - {*table.column_names}):
             report(place, f"has no column {missing[0]}")
             return None
-        newer = [name for name in _NEWER if name in table.column_names]
-        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *newer]).to_pylist()
+        rows: _Rows = table.to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
         report(place, f"is not a file of samples: {one_line(error)}")
@@ -179,8 +179,9 @@ class _KeptStep:
 def _wrong_with(row: Mapping[str, Any]) -> str | None:
     """Describe a contradiction within a row; None if the row is consistent."""
     length = len(row["tokens"])
-    for name in (*_ALIGNED, *_SCORES):
-        if (values := row[name]) is not None and len(values) != length:
+    columns = {name: row.get(name) for name in per_token_columns()} | dict(row.get("token_columns") or ())
+    for name, values in columns.items():
+        if values is not None and len(values) != length:
             return f"{name} has {len(values)} values for {length} tokens"
     generated = [version for version in row["versions"] if version >= 0]
     if [version >= 0 for version in row["versions"]] != [mask != 0 for mask in row["loss_mask"]]:

@@ -291,7 +291,7 @@ def test_samples(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from asyncrl.observe.samples import schema
+    from asyncrl.observe.samples import per_token_columns, schema
 
     folder = a_run(tmp_path / "run") / "samples"
     file = folder / "step-00000004.head-0.parquet"
@@ -313,6 +313,11 @@ def test_samples(tmp_path: Path) -> None:
             else:
                 forged[1][name] = altered(value)
             yield f"samples: {name}", {file: parquet(forged)}
+        for name in per_token_columns():
+            longer = [*(rows[1][name] or rows[1]["loss_mask"]), 0]
+            yield f"samples: length of {name}", {file: parquet([rows[0], rows[1] | {name: longer}, *rows[2:]])}
+        forged = [rows[0], rows[1] | {"token_columns": {"own": [0.5]}}, *rows[2:]]
+        yield "samples: length of token_columns", {file: parquet(forged)}
         yield "samples: delete", {file: parquet(rows[1:])}
         yield "samples: delete rollout", {file: parquet(rows[2:])}
         yield "samples: duplicate", {file: parquet(rows[:1] + rows)}

@@ -148,8 +148,8 @@ class CheckpointWriter:
     def commit(self, path: Path, files: Mapping[str, FileEntry], *, keep: int, protected: Collection[int]) -> None:
         """Make the checkpoint `path`, of which all ranks have written `files`, visible. The leading rank alone.
 
-        Then all other checkpoints are deleted, except the newest `keep` and the `protected` ones. A second call does
-        nothing: if the requesting MasterWorker died, its successor repeats the request without knowing its progress.
+        Then all other checkpoints are deleted, except the newest `keep` and the `protected` ones; with `hosts`, none is
+        deleted. A second call does nothing: a MasterWorker that replaces a dead one repeats the request.
 
         Raises:
             OSError: the checkpoint cannot be written.

@@ -85,6 +85,7 @@ class Store:
         self._readers: Counter[str] = Counter()
         self._encoding: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._useless: set[Path] = set()
+        self._wanted_last: set[str] = set()
 
     def place_of(self, folder: str) -> Path:
         """Return the path at which a copy of the folder is kept."""
@@ -99,6 +100,7 @@ class Store:
 
         It raises SourceFailed, ManifestError, or OSError; see `fetch_folder` and `verify`.
         """
+        self._wanted_last = {request.folder, *request.keep}
         key = (request.folder, request.path or request.manifest_sum)
         if key not in self._coming:
             self._coming[key] = asyncio.create_task(self._have(request))
@@ -207,10 +209,10 @@ class Store:
         return _copy_at(self._root / folder)
 
     async def _remove_others(self, wanted: Collection[str]) -> None:
-        """Remove the folders that are neither `wanted` nor being fetched or read."""
+        """Remove the folders that are neither `wanted`, nor wanted by the last request, nor being fetched or read."""
         for folder in self._copies.keys() - {*wanted}:
             # Looked up each time: while a folder is removed, others may be requested, or removed by another task.
-            if folder in self._copies and not self._is_busy(folder):
+            if folder in self._copies and folder not in self._wanted_last and not self._is_busy(folder):
                 await self._remove(folder)
 
     def _is_busy(self, folder: str) -> bool:

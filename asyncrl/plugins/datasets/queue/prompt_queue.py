@@ -80,9 +80,7 @@ class PromptQueue:
         return turn
 
     def waiting(self, order: int) -> NextTry | None:
-        """Return the prompt at `order` if it waits for another attempt; None if it does not wait, or was never
-        begun.
-        """
+        """Return the prompt at `order` if it waits for another attempt; None if it does not, or was never begun."""
         tries = self.back.get(order)
         return None if tries is None else NextTry(order, *tries)
 

@@ -85,9 +85,7 @@ def gather(slice_: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
 
 
 def split(whole: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
-    """Return this rank's slice of the last dimension of a tensor that is whole on all ranks; `gather` is the
-    inverse.
-    """
+    """Return this rank's slice of the last dimension of a tensor that all ranks hold; the inverse of `gather`."""
     return _apply(_Split, whole, widths, group)
 
 

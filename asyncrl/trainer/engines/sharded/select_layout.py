@@ -76,9 +76,7 @@ def select_layout(
 def _select_alone(
     path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, *, in_parts: bool
 ) -> SequenceLayout:
-    """Return the first layout that is correct in this process; only layouts whose tokens can be cut, if they will
-    be.
-    """
+    """Return the first layout that is correct in this process; if tokens will be cut, among those that allow it."""
     setting = config.model.attn_implementation
     model = _surrogate(path, dtype, device, config.seed)
     pictures = prepare_vision(model, path, config.model.vision)

@@ -26,6 +26,7 @@ from asyncrl.models.weights.versions.manifest import (
     Manifest,
     ManifestError,
     file_entry,
+    read_manifest,
     verify,
     write_manifest,
 )
@@ -81,6 +82,14 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     for role, engine in straight.engines.items():
         theirs = resumed.engines[role].state()[0]
         assert all(torch.equal(value, theirs[name]) for name, value in engine.state()[0].items())
+
+
+def test_every_file_of_a_checkpoint_is_in_its_manifest(
+    everything: ExperimentConfig, make_rank: MakeRank, tmp_path: Path
+) -> None:
+    path = save(make_rank(everything), tmp_path, 1)
+    found = {str(file.relative_to(path)) for file in path.rglob("*")}
+    assert found == {MANIFEST_FILE, *read_manifest(path).files}
 
 
 def test_no_checkpoint_restores_nothing(config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path) -> None:

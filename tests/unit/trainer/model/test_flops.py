@@ -25,7 +25,7 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.model.flops import Attended, FlopCount, NotCounted, Work, model_flops
+from asyncrl.trainer.model.flops import Attended, FlopCount, ForwardPass, NotCounted, model_flops
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
@@ -48,6 +48,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 61,
+        "num_kv_shared_layers": 0,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
@@ -97,9 +107,9 @@ def _counted(model: PreTrainedModel, *, backward: bool) -> int:
     return counter.get_total_flops() - turns
 
 
-def _all_pairs() -> Work:
+def _all_pairs() -> ForwardPass:
     """Attention without a kernel computes each pair of two tokens of a sequence."""
-    return Work(np.full(SEQUENCES * LENGTH, LENGTH), WANTED)
+    return ForwardPass(np.full(SEQUENCES * LENGTH, LENGTH), WANTED)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -216,7 +226,7 @@ def test_layouts_count_each_token_and_each_pair_that_they_compute(
         engine.compute_gradients(batch, wanted_T, everything, _loss)
     else:
         engine.logprobs(batch, wanted_T)
-    work = Work(np.array(sorted(map(len, computed))), int(wanted_T.sum()))
+    work = ForwardPass(np.array(sorted(map(len, computed))), int(wanted_T.sum()))
     flops = model_flops(engine.module, trunk_of(engine.network))
     assert engine.flops == before + flops.of(work, backward=train)
 
@@ -234,7 +244,7 @@ def test_matrices_of_a_vision_tower_are_counted_as_pictures_need_them(
     )
     batch = vlm_batch(vlm_trajectories(folder))
     micro_batches = list(engine.micro_batches(batch, batch["loss_mask"]))
-    works = [Work(each.depths, len(each.targets_N)) for each in micro_batches]
+    works = [ForwardPass(each.depths, len(each.targets_N)) for each in micro_batches]
     text = model_flops(engine.module, trunk_of(engine.network))
     left_out = FlopCount(engine.module, trunk_of(engine.network)).left_out
     assert left_out == ["attention between the patches of a picture"]

@@ -220,6 +220,31 @@ async def test_a_version_that_is_asked_for_while_it_is_removed_comes_again(
     assert host.service.store.get("v1") is not None
 
 
+async def test_an_older_request_removes_nothing_that_a_later_one_brought(
+    start_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await start_host("one")
+    paths = {name: str(publish(tmp_path / "published" / name)) for name in ("v1", "v2")}
+    begun, go_on = threading.Event(), threading.Event()
+    really = store.atomic_dir.begin
+
+    def begin(folder: Path) -> Path:
+        if folder.name == "v1":
+            begun.set()
+            assert go_on.wait(LIMIT_S)
+        return really(folder)
+
+    monkeypatch.setattr(store.atomic_dir, "begin", begin)
+    older = asyncio.create_task(host.stage("v1", path=paths["v1"]))
+    assert await asyncio.to_thread(begun.wait, LIMIT_S)
+    try:
+        await host.stage("v2", path=paths["v2"], keep=("v1",))
+    finally:
+        go_on.set()
+    await older
+    assert listed(host.disk / "staged") == ["v1", "v2"]
+
+
 async def test_the_initial_model_is_served_from_where_it_lies_and_stays(
     start_host: Any, tmp_path: Path, published: Path
 ) -> None:
