@@ -71,23 +71,23 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     placed = placement(config, graph)
     rows = allocation(config, graph, placed, folder)
     console = Console(highlight=False, markup=False, width=_WIDTH)
-    work = f"{config.trainer.tokens_per_micro_batch} tokens per micro-batch, {config.model.dtype}"
+    work = f"{config.model.dtype}, {config.trainer.tokens_per_micro_batch} tokens per micro-batch"
     ranks = f"{placed.workers} training rank{'s' * (placed.workers != 1)}"
     unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
     whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
     gpu_bytes = beside_servers(config, whole)
     shared = _in_turns(config, graph, rows, folder)
-    lines = [
-        f"{ranks}, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
-        "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
-        *(f"warning: {line}" for line in warnings(rows, host_memory(), gpu_bytes)),
+    heading = [
+        f"{ranks}, actor {placed.actor}, engine {engine_of(config)}, {work}",
+        f"memory in {unit}, in brackets with gradient checkpointing;",
+        "not counted: the libraries' own, and generation servers",
     ]
-    console.print("\n".join(lines[:2]), soft_wrap=True)
+    console.print("\n".join(heading), soft_wrap=True)
     table = _table(rows, GIB if unit == "GiB" else GIB >> 10)
     fits = console.measure(table).maximum <= shutil.get_terminal_size((_WIDTH, 24)).columns
     console.print(table if fits else _stacked(table))
-    for line in lines[2:]:
-        console.print(line, soft_wrap=True)
+    for line in warnings(rows, host_memory(), gpu_bytes):
+        console.print(f"warning: {line}", soft_wrap=True)
     for device in shared:
         console.print(str(device), soft_wrap=True)
     missing = problems(shared, whole)

@@ -158,8 +158,9 @@ def test_ranks_on_the_cpu_share_the_machines_memory() -> None:
 
 
 def test_what_is_kept_in_host_memory_is_counted_there(
-    config: ExperimentConfig, llama_dir: Path, capsys: pytest.CaptureFixture[str]
+    config: ExperimentConfig, llama_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     config.trainer.device, config.model.path = Device.cpu, str(llama_dir)
     config.algorithm.kl_coef = 0.1
     (here,) = rows_of(config)
@@ -182,7 +183,10 @@ def test_a_host_too_small_for_what_its_gpus_put_there_is_said() -> None:
     )
 
 
-def test_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_model_that_is_not_made_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     overrides = [f"fileroot={tmp_path}", "trainer.parallel=d2", "trainer.device=cpu", "algorithm.kl_coef=0.1"]
     assert show_allocation(load_experiment("async_ppo", overrides), None) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -197,7 +201,7 @@ def test_a_narrow_terminal_gets_a_line_for_each_figure(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert show_allocation(load_experiment("async_ppo", [f"fileroot={tmp_path}", "trainer.device=cpu"]), None) == 0
-    first, _, *lines = capsys.readouterr().out.splitlines()
+    first, _, _, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("1 training rank, ")
     expected = "rank host device roles weights gradients moments gathered activations logits peak"
     assert [line.split()[0] for line in lines if line] == expected.split()
