@@ -48,10 +48,6 @@ def test_a_last_row_that_cannot_be_shown_does_not_hide_how_the_run_ended(
 ) -> None:
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
     output = RunOutput(tmp_path, cast(Any, BrokenDisplay()))
-    with pytest.raises(OSError, match="of the run itself"):
-        try:
-            raise OSError("of the run itself")
-        finally:
-            output.show_last_rows()
+    output.show_last_rows()  # called in a `finally`: an error here would replace that of the run
     (record,) = caplog.records
     assert record.getMessage() == "output of the run: the last rows of metrics could not be shown"
