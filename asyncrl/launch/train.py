@@ -100,9 +100,9 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         code = launcher.run()
     finally:
         display.close()
-    show_end(run_dir, code, console)
     if detached:
-        (run_dir / EXIT_FILE).write_text(str(code))
+        (run_dir / EXIT_FILE).write_text(str(code))  # before `show_end`, whose failure must not hide how the run ended
+    show_end(run_dir, code, console)
     return code
 
 

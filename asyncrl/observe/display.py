@@ -336,8 +336,10 @@ class LiveDisplay:
         self._closed.set()
         self._redrawing.join()
         self._panel.standing = ()
-        self._live.stop()
-        self._restore_keys()
+        try:
+            self._live.stop()  # draws a last frame
+        finally:
+            self._restore_keys()
 
     def _redraw(self) -> None:
         while not self._closed.wait(_REFRESH_S):

@@ -132,7 +132,7 @@ class Launcher:
         finally:
             guarding.cancel()
             showing.cancel()
-            self._output.show_new_rows()
+            self._output.show_last_rows()
 
     async def _run_processes(self) -> int | None:
         """Run all processes to the end. Return the exit code; None if the whole run must restart."""

@@ -55,10 +55,10 @@ def _line(plans: list[WorkerPlan], what: str, dtype: Dtype, attention: str) -> s
 
 
 def check_guests_fit(config: ExperimentConfig) -> None:
-    """Check that guests and training ranks fit on this host's GPUs in turns. Another process counts: it takes torch.
+    """Check that guests and training ranks fit on this host's GPUs in turns. A child process counts, with torch.
 
     Raises:
-        ConfigError: some is missing; the message says how many GiB.
+        ConfigError: memory is missing, and the message says how many GiB; or it could not be counted.
     """
     plans = plan_workers(config) if guests_of(config.generation) else []
     if not any(plan.resources.gpus for plan in plans if plan.kind == GENERATION_SERVER):
@@ -66,6 +66,12 @@ def check_guests_fit(config: ExperimentConfig) -> None:
     with TemporaryDirectory() as folder:
         write_run_config(config, Path(folder))
         argv = [sys.executable, "-m", "asyncrl.launch.previews.show_allocation", folder]
-        told = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=True).stdout.strip()
-    if told:
+        try:
+            counted = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"the memory of guests and ranks was not counted within {COUNT_LIMIT_S:g} s") from None
+    if counted.returncode:
+        why = (counted.stderr.strip().splitlines() or [f"exit code {counted.returncode}"])[-1]
+        raise ConfigError(f"the memory of guests and ranks cannot be counted: {why}")
+    if told := counted.stdout.strip():
         raise ConfigError(told)

@@ -20,6 +20,7 @@ from asyncrl.runtime.settings import RAY, SLURM
 
 _CONNECT_LIMIT_S = 10.0
 _SLURM_LIMIT_S = 60.0
+_FIND_LIMIT_S = 60.0
 _ALLOCATED = "SLURM_JOB_NODELIST"
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 
@@ -93,8 +94,13 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
     sglang = config.generation.sglang
     starts_here = config.generation.backend == GenerationBackend.sglang and not sglang.urls
     if starts_here and sglang.python and not config.system.hosts:
-        found = subprocess.run([Path(sglang.python).expanduser(), "-c", _FIND_SGLANG], check=False)
-        if found.returncode:
+        asked = [str(Path(sglang.python).expanduser()), "-c", _FIND_SGLANG]
+        try:
+            is_missing = subprocess.run(asked, timeout=_FIND_LIMIT_S, check=False).returncode != 0
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield f"generation.sglang.python={sglang.python!r}: the interpreter cannot be asked for sglang: {error}"
+            is_missing = False
+        if is_missing:
             yield (
                 f"generation.sglang.python={sglang.python!r}: sglang is not installed for this interpreter; `asyncrl "
                 "install sglang_gpu` (without a GPU: sglang_cpu) makes an environment for it"

@@ -155,15 +155,17 @@ class DeviceTurns:
         return self._lending.release_s
 
     async def take_to_end(self, limit_s: float) -> None:
-        """Take the devices to save a run that was asked to stop; after `limit_s`, return without them."""
+        """Take the devices to save a run that was asked to stop; after `limit_s`, warn and return without them."""
         if not self.guests or self.training:
             return
         self._announce(training=True)
         try:
             async with asyncio.timeout(limit_s):
-                await self._manager.wait_resting(self._turn.number, limit_s)
+                stayed = (await self._manager.wait_resting(self._turn.number, limit_s)).waits_for
         except TimeoutError:
-            _log.warning("saving beside guests, which did not leave the devices within %g s", limit_s)
+            stayed = ["guests"]
+        if stayed:
+            _log.warning("saving beside %s, which did not leave the devices within %g s", ", ".join(stayed), limit_s)
 
     def _announce(self, *, training: bool) -> None:
         self._turn = TrainerTurn(self._turn.number + 1, training, self._announcer.announced)

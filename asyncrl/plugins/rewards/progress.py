@@ -177,8 +177,8 @@ class Progress:
     Attributes:
         reward: 0 without references.
         references, centres, failures: numbers of episodes and centres compared with.
-        correlation: Spearman's rank correlation of these failures' rewards with their true progress; None if the
-            progress of fewer than three is known, or if nothing varies.
+        correlation: Spearman's rank correlation of these failures' closeness (minus their distance) with their true
+            progress; None if the progress of fewer than three is known, or if nothing varies.
     """
 
     reward: float = 0.0

@@ -29,7 +29,7 @@ from asyncrl.api.tool import as_result
 from asyncrl.api.tool_schema import wrong_arguments
 
 MAX_ARGUMENT_CHARS = 200_000
-"""Longest arguments of a call as JSON, in characters; no sensible call has more."""
+"""Limit on the arguments of a call, as JSON in UTF-8, in bytes."""
 SAID_EVERY_S = 10.0
 """Least seconds between two log lines about failures of one tool."""
 UNKNOWN = "unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ from pathlib import Path
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.files.leftovers import remove_leftover
-from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, step_of, write_samples
+from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, write_samples
 
 _log = logging.getLogger(__name__)
 _WRITER = "worker-"
+_WRITTEN = re.compile(rf"step-(\d+)\.{_WRITER}(\d+)\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class KeptAnswers:
     def _forget_workers(self, folder: Path, version: int) -> None:
         """Remove the answers to `version` and later ones that a launch with more workers kept."""
         for file in sample_files(folder):
-            writer = int(file.name.removesuffix(".parquet").rpartition(_WRITER)[2])
-            if writer >= self._workers and step_of(file) >= version:
+            written = _WRITTEN.fullmatch(file.name)  # None: not a file of this class
+            if written is not None and int(written[2]) >= self._workers and int(written[1]) >= version:
                 remove_leftover(file, _log)
 
     def _rows(self, name: str, version: int, number: int, group: Sequence[Answer]) -> list[Row]:

@@ -71,6 +71,15 @@ class RunOutput:
         for line in self._remarks.read():
             self._display.note(line["remark"])
 
+    def show_last_rows(self) -> None:
+        """Show new rows and remarks at the end of the run; a failure is logged, so that it does not hide how the run
+        ended.
+        """
+        try:
+            self.show_new_rows()
+        except Exception:
+            _log.exception("output of the run: the last rows of metrics could not be shown")
+
     async def _show_rows(self) -> None:
         while True:
             self.show_new_rows()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import devices
 from asyncrl.launch.before_start.devices import device_lines
@@ -68,3 +69,21 @@ def test_servers_that_others_started_are_told_as_such(config: ExperimentConfig) 
     config.generation.backend = GenerationBackend.sglang
     config.generation.sglang.urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     assert lines(config)[1] == "generation: 2 servers that were started by others"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"), [("echo no torch here >&2; exit 1", "no torch here"), ("exec sleep 60", "within")]
+)
+def test_a_count_of_memory_that_fails_says_why(
+    config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    python = tmp_path.with_name(f"{tmp_path.name}-python")
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(devices, "guests_of", lambda generation: True)
+    monkeypatch.setattr(devices, "COUNT_LIMIT_S", 0.5)
+    monkeypatch.setattr(devices.sys, "executable", str(python))
+    with pytest.raises(ConfigError, match=why):
+        devices.check_guests_fit(config)

@@ -277,3 +277,14 @@ def test_no_frame_is_drawn_between_the_composition_of_a_remark_and_its_output() 
     display.close()
     assert drawn_amid == [False], "the remark moves the cursor by the height of a panel that is no longer there"
     assert "the remark" in out.getvalue()
+
+
+def test_keys_are_restored_even_if_the_last_frame_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[bool] = []
+    monkeypatch.setattr("asyncrl.observe.display.silence_keys", lambda terminal: lambda: restored.append(True))
+    shown, _ = console()
+    display = LiveDisplay(shown, "run", 10, 4)
+    display.row({"step": 1, "reward/mean": 0.5})  # a row without the other figures
+    with pytest.raises(KeyError):
+        display.close()
+    assert restored == [True]

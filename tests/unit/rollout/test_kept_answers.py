@@ -92,3 +92,13 @@ async def test_what_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         await kept(tmp_path).keep("maths", 3, {0: [answer("a")]})
     assert "answers of version 3 to maths are not kept" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["step-000003.mine.parquet", "step-best.worker-9.parquet", "step-3.worker-x.parquet"])
+async def test_a_file_with_a_foreign_name_is_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "maths").mkdir()
+    foreign = tmp_path / "maths" / name
+    foreign.write_text("notes")
+    await kept(tmp_path).keep("maths", 3, {0: [answer("a")]})
+    assert foreign.read_text() == "notes"
+    assert len(list((tmp_path / "maths").iterdir())) == 2, "the answers were written beside it"

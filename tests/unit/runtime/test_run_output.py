@@ -41,3 +41,13 @@ async def test_a_display_that_fails_is_reported_and_logs_are_still_rotated(
     (record,) = caplog.records
     assert record.getMessage() == "output of the run: rows of metrics failed, and is missing from now on"
     assert (record.exc_info or [None])[0] is KeyError
+
+
+def test_a_last_row_that_cannot_be_shown_does_not_hide_how_the_run_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
+    output = RunOutput(tmp_path, cast(Any, BrokenDisplay()))
+    output.show_last_rows()  # called in a `finally`: an error here would replace that of the run
+    (record,) = caplog.records
+    assert record.getMessage() == "output of the run: the last rows of metrics could not be shown"

@@ -1,0 +1,47 @@
+"""The devices are taken to save a run that was asked to stop, with a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.comm.names import TrainerTurn
+from asyncrl.manager.messages import WaitRestingReply
+from asyncrl.master.peers.guest_turns import DeviceTurns
+
+
+class Board:
+    def trainer_turn(self) -> TrainerTurn | None:
+        return None
+
+    def announce_turn(self, turn: TrainerTurn) -> None:
+        pass
+
+
+class Announcer:
+    announced, evaluating = 0, False
+
+
+class Manager:
+    """Answers with the guests that still have the devices."""
+
+    def __init__(self, *waits_for: str) -> None:
+        self._waits_for = list(waits_for)
+
+    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+        return WaitRestingReply(self._waits_for)
+
+
+@pytest.mark.parametrize("stayed", [(), ("generation_server/0", "generation_server/1")])
+async def test_guests_that_the_manager_still_names_are_a_warning(
+    stayed: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = DeviceTurns(Board(), Manager(*stayed), cast(Any, None), cast(Any, Announcer()), asyncio.Event(), guests=2)
+    turns.begin()
+    with caplog.at_level(logging.WARNING):
+        await turns.take_to_end(5.0)
+    warning = f"saving beside {', '.join(stayed)}, which did not leave the devices within 5 s"
+    assert [record.getMessage() for record in caplog.records] == ([warning] if stayed else [])
