@@ -129,7 +129,14 @@ class PictureRules:
         line = child.stdout.readline()
         if not line:
             raise EOFError
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] | None = None
+        with contextlib.suppress(ValueError):
+            answer = json.loads(line)
+        if not isinstance(answer, dict):
+            self._end()  # its next line would be taken for the answer to the next request
+            raise PictureRulesError(
+                f"{self._folder}: the process for pictures printed what is not a reply: {line[:80]!r}"
+            )
         if "error" in answer:
             raise PictureRulesError(str(answer["error"]))
         return answer
