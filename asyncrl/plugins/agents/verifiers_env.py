@@ -25,6 +25,8 @@ from asyncrl.api import Agent, Environment, Prompt, Sample
 HOST: Final = Path(__file__).with_name("verifiers_host.py")
 START_LIMIT_S: Final = 300.0
 """Longest time, in s, for an environment to load: some fetch data."""
+END_LIMIT_S: Final = 10.0
+"""Longest time, in s, that a process has for its own end, once its input is closed; then it is killed."""
 SPLITS: Final = ("train", "held_out")
 LINE_LIMIT: Final = 256 << 20
 """Most bytes of a reply: the rows of a large dataset."""
@@ -253,10 +255,7 @@ class _Host:
         line = await self._process.stdout.readline()
         if not line.endswith(b"\n"):
             return None
-        with contextlib.suppress(ValueError):
-            if isinstance(reply := json.loads(line), dict):
-                return reply
-        raise ValueError(f"its process printed what is not a reply: {line[:80]!r}")
+        return _reply(line)
 
     async def _read_all(self) -> None:
         error = self._gone()
@@ -288,12 +287,20 @@ def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
         try:
             process.stdin.write(b"".join((what, *asked)))
             process.stdin.flush()
-            replies = [json.loads(line) for line in itertools.islice(process.stdout, 1)]
+            replies = [_reply(line) for line in itertools.islice(process.stdout, 1)]
             if replies and "error" not in replies[0]:
-                replies += [json.loads(line) for line in itertools.islice(process.stdout, len(SPLITS))]
+                replies += [_reply(line) for line in itertools.islice(process.stdout, len(SPLITS))]
+        except ValueError as error:
+            process.kill()
+            replies = [{"error": str(error)}]
         finally:
             limit.cancel()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
     if len(replies) == 1 + len(SPLITS):
         return dict(zip(SPLITS, replies[1:], strict=True))
     failed = replies[-1] if replies and "error" in replies[-1] else {"error": "its process ended; see the log"}
@@ -307,6 +314,13 @@ def _command(python: str) -> list[str]:
 
 def _what(env: str, args: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {"env": env, "args": dict(args or {})}
+
+
+def _reply(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(reply := json.loads(line), dict):
+            return reply
+    raise ValueError(f"its process printed what is not a reply: {line[:80]!r}")
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

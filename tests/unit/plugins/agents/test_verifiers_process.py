@@ -11,14 +11,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.plugins.agents.verifiers_env import VerifiersError, _Host
+from asyncrl.plugins.agents.verifiers_env import VerifiersDataset, VerifiersError, _Host
+
+READY = '{"ready": true}'
+STAYS = "exec sleep 600"
+"""Last command of a program that does not end with its input."""
 
 
-def program(folder: Path, *replies: str) -> str:
-    """A program in place of the interpreter: prints a reply for each line that it reads, then waits for its end."""
+def program(folder: Path, *replies: str, last: str = "cat > /dev/null") -> str:
+    """A program in place of the interpreter: prints a reply for each line that it reads, then does `last`."""
     script = folder / "python"
     lines = "".join(f"read -r line\necho '{reply}'\n" for reply in replies)
-    script.write_text(f"#!/bin/sh\n{lines}cat > /dev/null\n")
+    script.write_text(f"#!/bin/sh\n{lines}{last}\n")
     os.chmod(script, 0o700)
     return str(script)
 
@@ -56,6 +60,19 @@ def test_an_environment_that_does_not_load_leaves_no_process(
 
     asyncio.run(play())
     assert not any(str(tmp_path) in command for command in commands_of_children())
+
+
+@pytest.mark.parametrize("reply", ["not a reply", "5"])
+def test_rows_that_are_not_a_reply_are_an_error_with_the_environment(reply: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"env='mine': its process printed what is not a reply: b'{reply}"):
+        VerifiersDataset(split="train", seed=0, python=program(tmp_path, READY, reply, last=STAYS), env="mine")
+
+
+@pytest.mark.timeout(30)
+def test_a_process_that_stays_after_its_rows_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.plugins.agents.verifiers_env.END_LIMIT_S", 0.1, raising=False)
+    python = program(tmp_path, READY, '{"rows": [{"prompt": "a"}]}', '{"rows": []}', last=STAYS)
+    assert len(VerifiersDataset(split="train", seed=0, python=python, env="env")) == 1
 
 
 def commands_of_children() -> Iterator[str]:
