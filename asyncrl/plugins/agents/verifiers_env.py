@@ -99,6 +99,7 @@ class VerifiersAgent(Agent):
         self._python, self._env, self._args, self._max_episodes = python, env, args, max_episodes
         self._within = frozenset(within)
         self._host: _Host | None = None
+        self._retired: list[_Host] = []
         self._starting = asyncio.Lock()
 
     async def run(self, prompt: Prompt, env: Environment, client: Any) -> Sequence[Sample]:
@@ -134,15 +135,16 @@ class VerifiersAgent(Agent):
         return f"{agent}/{prompt.member}" if agent in self._within else agent
 
     async def close(self) -> None:
-        """End the process; it also ends with the RolloutWorker."""
-        if self._host is not None:
-            await self._host.close()
-            self._host = None
+        """End the processes; they also end with the RolloutWorker."""
+        hosts = self._retired if self._host is None else [*self._retired, self._host]
+        self._host, self._retired = None, []
+        await asyncio.gather(*(host.close() for host in hosts))
 
     async def _ready(self) -> _Host:
         async with self._starting:
             if self._host is not None and self._host.episodes >= self._max_episodes:
                 self._host.retire()
+                self._retired = [host for host in (*self._retired, self._host) if not host.has_ended]
                 self._host = None
             if self._host is None or self._host.has_ended:
                 self._host = await _Host.start(self._python, self._env, self._args)
@@ -160,6 +162,7 @@ class _Host:
         self._numbers = itertools.count(1)
         self._users = 0
         self._retired = False
+        self._closing: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
@@ -204,13 +207,13 @@ class _Host:
     async def __aexit__(self, *_: object) -> None:
         self._users -= 1
         if self._retired and not self._users:
-            self._end()
+            self._closing = asyncio.create_task(self.close())
 
     def retire(self) -> None:
         """End the process once the last episode that uses it is over."""
         self._retired = True
         if not self._users:
-            self._end()
+            self._closing = asyncio.create_task(self.close())
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
         """Return the reward, its parts and the metrics of one rollout.
@@ -235,15 +238,18 @@ class _Host:
         return told
 
     async def close(self) -> None:
-        """End the process and wait until it has ended."""
-        self._end()
-        await self._process.wait()
+        """End the process and wait until it has ended; kill it after `END_LIMIT_S`."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
         if self._reading is not None:
             await self._reading
-
-    def _end(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

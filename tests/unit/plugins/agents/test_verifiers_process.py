@@ -75,6 +75,29 @@ def test_a_process_that_stays_after_its_rows_is_killed(tmp_path: Path, monkeypat
     assert len(VerifiersDataset(split="train", seed=0, python=python, env="env")) == 1
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_process_that_stays_after_its_input_is_killed(
+    retired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.plugins.agents.verifiers_env.END_LIMIT_S", 0.1, raising=False)
+
+    async def play() -> None:
+        host = await _Host.start(program(tmp_path, READY, last=STAYS), "env", None)
+        try:
+            async with asyncio.timeout(10.0):
+                if retired:
+                    host.retire()
+                    await host._process.wait()
+                await host.close()
+        finally:
+            if host._process.returncode is None:
+                host._process.kill()
+        assert host.has_ended
+
+    asyncio.run(play())
+
+
 def commands_of_children() -> Iterator[str]:
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # also raised for a zombie, which another test may have left
