@@ -14,6 +14,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,13 +123,7 @@ class PictureRules:
         return child
 
     def _answer(self, child: subprocess.Popen[str]) -> dict[str, Any]:
-        assert child.stdout is not None
-        if not select.select([child.stdout], [], [], ANSWER_S)[0]:
-            self._end()
-            raise PictureRulesError(f"{self._folder}: no answer on a picture's size within {ANSWER_S:g} s")
-        line = child.stdout.readline()
-        if not line:
-            raise EOFError
+        line = self._line(child)
         answer: dict[str, Any] | None = None
         with contextlib.suppress(ValueError):
             answer = json.loads(line)
@@ -140,6 +135,22 @@ class PictureRules:
         if "error" in answer:
             raise PictureRulesError(str(answer["error"]))
         return answer
+
+    def _line(self, child: subprocess.Popen[str]) -> str:
+        """Return the output of the process up to the end of a line."""
+        assert child.stdout is not None
+        output, line = child.stdout.fileno(), b""
+        ready = select.poll()
+        ready.register(output, select.POLLIN)
+        until = time.monotonic() + ANSWER_S
+        while not line.endswith(b"\n"):
+            if not ready.poll(1000.0 * max(0.0, until - time.monotonic())):
+                self._end()
+                raise PictureRulesError(f"{self._folder}: no answer on a picture's size within {ANSWER_S:g} s")
+            if not (more := os.read(output, 1 << 16)):
+                raise EOFError
+            line += more
+        return line.decode(errors="replace")
 
     def _end(self) -> int | None:
         child, self._child = self._child, None

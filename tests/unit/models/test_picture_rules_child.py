@@ -33,3 +33,17 @@ def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request(
             rules.text(Sizes((width, 1)))
         assert rules._child is None
     rules.close()
+
+
+@pytest.mark.timeout(30)
+def test_half_an_answer_ends_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\necho '{KNOWN}'\nread -r line\nprintf '{{\"text\": '\ncat > /dev/null\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    rules = PictureRules(tmp_path)
+    assert rules.marker == "m"
+    monkeypatch.setattr("asyncrl.models.pictures.picture_rules.ANSWER_S", 0.1)
+    with pytest.raises(PictureRulesError, match=r"no answer on a picture's size within 0\.1 s"):
+        rules.text(Sizes((1, 1)))
+    rules.close()
