@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +33,10 @@ from asyncrl.plugins.datasets.templates.template_inside import (
 
 CPU_LIMIT_S: Final = 5.0
 """CPU limit of one rendering, in s; a usual one takes a ten-thousandth of it."""
+WALL_LIMIT_S: Final = 120.0
+"""Longest wait, in s, for one rendering, whose process may be stopped or starved on a busy machine."""
+END_LIMIT_S: Final = 5.0
+"""Longest time, in s, that the process has for its own end, once its pipes are closed; then it is killed."""
 MEMORY_LIMIT_BYTES: Final = 1 << 30
 TEXT_LIMIT_CHARS: Final = 64_000_000
 
@@ -89,11 +95,17 @@ class TemplateProcess:
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = _started()
+        until = time.monotonic() + WALL_LIMIT_S
         try:
-            _send(_pipe(process.stdin), LENGTH.pack(len(request)))
-            _send(_pipe(process.stdin), request)
-            kind, length = HEADER.unpack(_read(_pipe(process.stdout), HEADER.size))
-            text = _read(_pipe(process.stdout), length)
+            _send(_pipe(process.stdin), LENGTH.pack(len(request)), until)
+            _send(_pipe(process.stdin), request, until)
+            kind, length = HEADER.unpack(_read(_pipe(process.stdout), HEADER.size, until))
+            text = _read(_pipe(process.stdout), length, until)
+        except TimeoutError:
+            self._process = None
+            process.kill()
+            _ended(process)
+            raise TemplateLimit(f"needs more than {WALL_LIMIT_S:g} s for one conversation") from None
         except (BrokenPipeError, EOFError):
             self._process = None
             code = _ended(process)
@@ -116,31 +128,47 @@ def _started() -> subprocess.Popen[bytes]:
     inside = Path(__file__).with_name("template_inside.py")
     limits = [str(limit) for limit in (CPU_LIMIT_S, MEMORY_LIMIT_BYTES, TEXT_LIMIT_CHARS)]
     command = [sys.executable, "-P", str(inside), *limits]
-    return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    os.set_blocking(_pipe(process.stdin).fileno(), False)  # a write beyond the pipe's space would have no limit
+    return process
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of the process, which its closed pipes cause, and return its exit status."""
+    """Wait for the end of the process, which its closed pipes cause, or kill it; return its exit status."""
     _pipe(process.stdin).close()
     _pipe(process.stdout).close()
-    return process.wait()
+    try:
+        return process.wait(END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
-def _send(pipe: IO[bytes], content: bytes) -> None:
+def _send(pipe: IO[bytes], content: bytes, until: float) -> None:
     unsent = memoryview(content)
     while unsent:
-        unsent = unsent[pipe.write(unsent) :]
+        _wait(pipe, select.POLLOUT, until)
+        unsent = unsent[pipe.write(unsent) or 0 :]  # None: no space yet
 
 
-def _read(pipe: IO[bytes], size: int) -> bytes:
+def _read(pipe: IO[bytes], size: int, until: float) -> bytes:
     """Read exactly `size` bytes; raise EOFError if there are fewer."""
     chunks = bytearray()
     while len(chunks) < size:
+        _wait(pipe, select.POLLIN, until)
         chunk = pipe.read(size - len(chunks))
         if not chunk:
             raise EOFError
         chunks += chunk
     return bytes(chunks)
+
+
+def _wait(pipe: IO[bytes], event: int, until: float) -> None:
+    """Wait until the pipe is ready; raise TimeoutError after `until`."""
+    ready = select.poll()
+    ready.register(pipe, event)
+    if not ready.poll(1000.0 * max(0.0, until - time.monotonic())):
+        raise TimeoutError
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

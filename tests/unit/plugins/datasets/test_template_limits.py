@@ -120,6 +120,35 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     process.close()
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("size", [1, 10**6], ids=["short", "longer than the pipe"])
+def test_a_rendering_that_uses_no_time_ends_with_the_limit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = TemplateProcess()
+    assert process.rendered("{{ n }}", {"n": 1}, NOW) == "1"
+    assert process._process is not None
+    stopped = process._process
+    stopped.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "WALL_LIMIT_S", 0.1, raising=False)
+        with pytest.raises(TemplateLimit, match=r"needs more than 0\.1 s for one conversation"):
+            process.rendered("{{ n }}", {"n": "x" * size}, NOW)
+    assert stopped.returncode == -signal.SIGKILL
+    assert process.rendered("{{ n }}", {"n": 2}, NOW) == "2"
+    process.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "END_LIMIT_S", 0.1, raising=False)
+    process = TemplateProcess()
+    assert process.rendered("{{ n }}", {"n": 1}, NOW) == "1"
+    assert process._process is not None
+    stopped = process._process
+    stopped.send_signal(signal.SIGSTOP)
+    process.close()
+    assert stopped.returncode == -signal.SIGKILL
+
+
 def test_a_forked_process_has_one_of_its_own() -> None:
     assert RENDERING.rendered("{{ n }}", {"n": 1}, NOW) == "1"
     child = os.fork()
