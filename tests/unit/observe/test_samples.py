@@ -147,6 +147,19 @@ def test_tables_show_each_step_once(tmp_path: Path) -> None:
     assert [step for step, _ in tables.new(before=4)] == [3]
 
 
+def test_a_file_that_cannot_be_read_costs_no_other_table_and_is_tried_once_more(tmp_path: Path) -> None:
+    tables = SampleTables(tmp_path, size=3, after=0)
+    files = [write(tmp_path, step, 0) for step in (1, 2, 3)]
+    whole = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.write_bytes(b"")
+    assert [step for step, _ in tables.new(before=4)] == [3]
+    files[0].write_bytes(whole[0])
+    assert [step for step, _ in tables.new(before=4)] == [1]
+    files[1].write_bytes(whole[1])
+    assert tables.new(before=4) == [], "step 2 had its second try"
+
+
 def test_a_table_keeps_text_from_being_markup() -> None:
     assert as_markdown([["e0-0", "0", "1", "", "a|b\n<b>*x*"]]).splitlines()[2] == (
         "| e0-0 | 0 | 1 |  | a&#124;b<br>&#60;b&#62;&#42;x&#42; |"
