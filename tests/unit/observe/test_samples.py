@@ -18,6 +18,7 @@ from asyncrl.launch.commands.eval.answers import write_answers
 from asyncrl.observe.dashboard import page_data
 from asyncrl.observe.metrics.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (
+    answer_files,
     forget_after,
     pictures_of,
     read_samples,
@@ -127,6 +128,20 @@ def test_steps_that_a_launch_forgets_lose_their_samples(tmp_path: Path) -> None:
         write(tmp_path, step, 0)
     forget_after(tmp_path, 2, "head-0")
     assert [step_of(file) for file in sample_files(tmp_path)] == [1, 2]
+
+
+def test_files_whose_names_have_no_step_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "maths"
+    kept = write(folder, 1, 0)
+    copies = [folder / "step-best.head-0.parquet", folder / "step-00000001 (1).head-0.parquet"]
+    for copy in copies:
+        copy.write_bytes(kept.read_bytes())
+    assert sample_files(folder) == answer_files(tmp_path) == [kept]
+    newest = write(folder, 2, 0, max_bytes=1)
+    assert sample_files(folder) == [newest]
+    forget_after(folder, 1, "head-0")
+    assert sample_files(folder) == []
+    assert all(copy.exists() for copy in copies)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
