@@ -299,7 +299,7 @@ class ToolSession:
         except (ValueError, TypeError, RecursionError) as error:
             raise ToolFailure(f"the arguments cannot be written as JSON in UTF-8 ({type(error).__name__})") from None
         if size > MAX_ARGUMENT_CHARS:
-            raise ToolFailure(f"the arguments have {size} characters; {MAX_ARGUMENT_CHARS} are the most")
+            raise ToolFailure(f"the arguments have {size} bytes; {MAX_ARGUMENT_CHARS} are the most")
         if (wrong := wrong_arguments(self._toolbox.schema_of(hosted.tool.name), call.arguments)) is not None:
             raise ToolFailure(wrong)
         try:

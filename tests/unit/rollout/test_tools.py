@@ -255,7 +255,7 @@ async def test_a_huge_result_is_cut_or_refused(runner, module):
         ("add", {"a": "1"}, "expected integer"),
         ("add", {"a": 1, "c": 2}, "unknown argument 'c'; it takes: a, b"),
         ("add", {"a": "\ud800"}, "UTF-8"),
-        ("add", {"a": "x" * (MAX_ARGUMENT_CHARS + 1)}, "characters"),
+        ("add", {"a": "é" * (MAX_ARGUMENT_CHARS // 2)}, f"the arguments have {MAX_ARGUMENT_CHARS + 9} bytes; "),
     ],
 )
 async def test_calls_that_make_no_sense_are_told_so(runner, module, name, arguments, told):
