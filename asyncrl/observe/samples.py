@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -30,6 +31,7 @@ Scores: TypeAlias = Mapping[str, NDArray[np.float32]]
 TOKEN_SCORES = ("prox_logprobs", "ref_logprobs", "advantages")
 """Columns that training adds to a sample's tokens; null if it did not."""
 
+_FILE = re.compile(r"step-[0-9]+\..*")
 _log = logging.getLogger(__name__)
 
 
@@ -109,7 +111,7 @@ def write_samples(folder: Path, step: int, writer: str, rows: Sequence[Row], max
     aside = file.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(list(rows), schema=schema()), aside, compression="zstd")
     os.replace(aside, file)
-    own = sorted(folder.glob(f"step-*.{writer}.parquet"))
+    own = sorted(_found(folder, f"step-*.{writer}.parquet"))
     sizes = [path.stat().st_size for path in own]
     total = sum(sizes)
     for path, size in zip(own[:-1], sizes[:-1], strict=True):  # the newest file stays, whatever its size
@@ -122,25 +124,30 @@ def write_samples(folder: Path, step: int, writer: str, rows: Sequence[Row], max
 
 def forget_after(folder: Path, step: int, writer: str) -> None:
     """Remove the samples of `writer` after `step`, from which a launch resumes and trains these steps again."""
-    for path in folder.glob(f"step-*.{writer}.parquet"):
+    for path in _found(folder, f"step-*.{writer}.parquet"):
         if step_of(path) > step:
             remove_leftover(path, _log)
 
 
 def sample_files(folder: Path) -> list[Path]:
     """Return the files in `folder`, by step and writer."""
-    return sorted(folder.glob("step-*.parquet"))
+    return sorted(_found(folder, "step-*.parquet"))
 
 
 def answer_files(folder: Path) -> list[Path]:
     """Return the files of kept answers in `folder`, which has a folder for each evaluation set: by version, set and
     writer.
     """
-    return sorted(folder.glob("*/step-*.parquet"), key=lambda file: (step_of(file), file.parent.name, file.name))
+    return sorted(_found(folder, "*/step-*.parquet"), key=lambda file: (step_of(file), file.parent.name, file.name))
+
+
+def _found(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of `pattern` that have the number of a step in their names; others are somebody else's."""
+    return [file for file in folder.glob(pattern) if _FILE.fullmatch(file.name)]
 
 
 def step_of(file: Path) -> int:
-    """Return the step of a file."""
+    """Return the step of a file that `sample_files` or `answer_files` returned."""
     return int(file.name.removeprefix("step-").partition(".")[0])
 
 

@@ -8,6 +8,7 @@ the launcher, which it finds as the trial's holder. The run continues if this co
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import os
 import select
@@ -153,6 +154,7 @@ class _Log:
     def __init__(self, file: Path, *, last_lines: int | None = None) -> None:
         self._file = file
         self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         if last_lines is not None:
             data = file.read_bytes()
             self._offset = len(data) - sum(map(len, data.splitlines(keepends=True)[-last_lines:]))
@@ -163,6 +165,6 @@ class _Log:
             stream.seek(self._offset)
             data = stream.read()
         self._offset += len(data)
-        text = data.decode(errors="replace")
+        text = self._decoder.decode(data)
         print(text, end="", flush=True)
         return text.splitlines()

@@ -11,23 +11,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure in the lines of `observed/`: of all processes, or of one kind of them."""
+    """A figure in the lines of `observed/`: of all processes, or of one kind of them.
+
+    Attributes:
+        grows: True for a counter, of which a reader takes differences.
+    """
 
     name: str
     of: str
     unit: str
     meaning: str
-
-    @property
-    def grows(self) -> bool:
-        """True for a counter: a reader takes differences."""
-        return self.name.endswith(("_s", "_total")) and not self.name.endswith(("late_s", "tokens_per_s"))
+    grows: bool = False
 
 
 ALL = "every process"
 OBSERVED: tuple[Figure, ...] = (
-    Figure("cpu_s", ALL, "s", "Processor time that the process has used."),
-    Figure("no_core_s", ALL, "s", "Time in which threads of the process could run and had no core, added up."),
+    Figure("cpu_s", ALL, "s", "Processor time that the process has used.", grows=True),
+    Figure(
+        "no_core_s", ALL, "s", "Time in which threads of the process could run and had no core, added up.", grows=True
+    ),
     Figure("threads", ALL, "threads", "Threads of the process."),
     Figure("rss", ALL, "bytes", "Resident memory of the process."),
     Figure("host_free", ALL, "bytes", "Memory of the host that is still available."),
@@ -43,12 +45,24 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("gpu_used", "model_worker", "bytes", "Memory of the GPU that is in use, by any process."),
     Figure("gpu_bytes", "model_worker", "bytes", "Memory that the GPU has."),
     Figure("gpu_peak", "model_worker", "bytes", "Most memory of the GPU that the process has reserved so far."),
-    Figure("computing_s", "model_worker", "s", "Time that the rank has spent in the calls of steps."),
-    Figure("flops_total", "model_worker", "FLOP", "Operations of matrix products that the rank has done in them."),
+    Figure("computing_s", "model_worker", "s", "Time that the rank has spent in the calls of steps.", grows=True),
+    Figure(
+        "flops_total",
+        "model_worker",
+        "FLOP",
+        "Operations of matrix products that the rank has done in them.",
+        grows=True,
+    ),
     Figure("peak_flops", "model_worker", "FLOP/s", "Peak of the rank's device, of which `mfu` is a share."),
     Figure("mfu", "model_worker", "share", "Share of the peak that the rank reached in the calls of its newest step."),
-    Figure("encoded_total", "encoder_server", "clips", "Clips that the server has embedded."),
-    Figure("encoder_hits_total", "encoder_server", "clips", "Clips that it had in its cache when they were asked for."),
+    Figure("encoded_total", "encoder_server", "clips", "Clips that the server has embedded.", grows=True),
+    Figure(
+        "encoder_hits_total",
+        "encoder_server",
+        "clips",
+        "Clips that it had in its cache when they were asked for.",
+        grows=True,
+    ),
     Figure("encoder_waiting", "encoder_server", "clips", "Clips that wait for the encoder."),
     Figure("rollouts", "rollout_worker", "rollouts", "Rollouts that the worker plays now."),
     Figure("places", "rollout_worker", "rollouts", "Rollouts that the worker may play at a time."),
@@ -56,16 +70,23 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("queued", "generation_server", "samples", "Samples that wait for room in the server's batch."),
     Figure("paused", "generation_server", "samples", "Samples that are held during a weight update."),
     Figure("tokens_per_s", "generation_server", "tokens/s", "Tokens that the server generates each second."),
-    Figure("generated_total", "generation_server", "tokens", "Tokens that the server has generated."),
-    Figure("prompt_total", "generation_server", "tokens", "Tokens of prompts that the server has taken in."),
+    Figure("generated_total", "generation_server", "tokens", "Tokens that the server has generated.", grows=True),
     Figure(
-        "cached_total", "generation_server", "tokens", "Tokens of prompts that the server found in its prefix cache."
+        "prompt_total", "generation_server", "tokens", "Tokens of prompts that the server has taken in.", grows=True
+    ),
+    Figure(
+        "cached_total",
+        "generation_server",
+        "tokens",
+        "Tokens of prompts that the server found in its prefix cache.",
+        grows=True,
     ),
     Figure(
         "prefilled_total",
         "generation_server",
         "tokens",
         "Tokens of prompts that the embedded engine computed, those that several samples share once.",
+        grows=True,
     ),
     Figure(
         "kept_tokens",
@@ -74,25 +95,33 @@ OBSERVED: tuple[Figure, ...] = (
         "Positions of the embedded engine's KV cache that hold earlier requests for later ones that begin alike.",
     ),
     Figure(
-        "retracted_total", "generation_server", "samples", "Samples that lost their place, as the KV cache was full."
+        "retracted_total",
+        "generation_server",
+        "samples",
+        "Samples that lost their place, as the KV cache was full.",
+        grows=True,
     ),
     Figure(
-        "aborted_total", "generation_server", "samples", "Requests that were ended before their answer was complete."
+        "aborted_total",
+        "generation_server",
+        "samples",
+        "Requests that were ended before their answer was complete.",
+        grows=True,
     ),
-    Figure("busy_s", "generation_server", "s", "Time that the server has spent in steps of its engine."),
+    Figure("busy_s", "generation_server", "s", "Time that the server has spent in steps of its engine.", grows=True),
     Figure("max_running", "generation_server", "samples", "Samples that the server generates at a time at most."),
     Figure("max_tokens", "generation_server", "tokens", "Positions of the server's KV cache."),
     Figure("kv_share", "generation_server", "share", "Share of the KV cache that is in use."),
     Figure("silent", "generation_server", "", "1 while the engine does not answer."),
     Figure("rollouts_running", "gserver_manager", "rollouts", "Rollouts that run."),
     Figure("finished_untrained", "gserver_manager", "rollouts", "Rollouts that have finished and are not trained yet."),
-    Figure("submitted_total", "gserver_manager", "rollouts", "Rollouts that the gate has admitted."),
-    Figure("trained_total", "gserver_manager", "rollouts", "Rollouts that were trained."),
-    Figure("dropped_total", "gserver_manager", "rollouts", "Rollouts that were dropped, for any reason."),
+    Figure("submitted_total", "gserver_manager", "rollouts", "Rollouts that the gate has admitted.", grows=True),
+    Figure("trained_total", "gserver_manager", "rollouts", "Rollouts that were trained.", grows=True),
+    Figure("dropped_total", "gserver_manager", "rollouts", "Rollouts that were dropped, for any reason.", grows=True),
     Figure(
         "gate_limit", "gserver_manager", "rollouts", "Rollouts that the gate admits up to now: (η + version + 1) · B."
     ),
-    Figure("idle_s", "gserver_manager", "s", "Time in which no rollout ran, as the gate let none begin."),
+    Figure("idle_s", "gserver_manager", "s", "Time in which no rollout ran, as the gate let none begin.", grows=True),
     Figure("served_version", "gserver_manager", "", "Oldest version of the policy that requests are sent to."),
     Figure("trained_version", "gserver_manager", "", "Version of the policy that the trainer has."),
     Figure("workers", "gserver_manager", "workers", "RolloutWorkers that are alive."),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from asyncrl.observe.samples import read_samples, sample_files, step_of
 
+_log = logging.getLogger(__name__)
 _MARKS = frozenset("&<>\\|`*_[]#")
 COLUMNS = ("prompt", "sample", "reward", "staleness", "text")
 Table = Sequence[Sequence[str]]
@@ -25,15 +27,28 @@ class SampleTables:
 
     def __init__(self, folder: Path, size: int, after: int) -> None:
         self._folder, self._size, self._after = folder, size, after
+        self._unread: set[int] = set()
 
     def new(self, before: int) -> list[tuple[int, Table]]:
-        """Return new tables of steps below `before`, in order; later steps may still be being written."""
+        """Return new tables of steps below `before`, in order; later steps may still be being written.
+
+        A step with a file that cannot be read is logged, and tried once more by the next call.
+        """
         steps: dict[int, list[Path]] = {}
         for file in sample_files(self._folder):
-            if self._after < (step := step_of(file)) < before:
+            if (step := step_of(file)) in self._unread or self._after < step < before:
                 steps.setdefault(step, []).append(file)
         self._after = max(self._after, before - 1)
-        return [(step, self._table(files)) for step, files in steps.items()]
+        tables: list[tuple[int, Table]] = []
+        unread: set[int] = set()
+        for step, files in steps.items():
+            try:
+                tables.append((step, self._table(files)))
+            except (OSError, ValueError) as error:
+                _log.warning("kept samples of step %d could not be shown: %s", step, error)
+                unread.add(step)
+        self._unread = unread - self._unread
+        return tables
 
     def _table(self, files: Sequence[Path]) -> Table:
         columns = ["prompt", "sample", "total_reward", "staleness", "text"]

@@ -161,9 +161,12 @@ class WandbSink(Sink):
 
 
 def _wandb_id(file: Path) -> str:
-    if not file.exists():
-        retry_write_blocking(lambda: file.write_text(secrets.token_hex(8)), f"{file}", _log)
-    return file.read_text().strip()
+    """Return the id in `file`, which is written if it is absent, or empty because a launch crashed as it wrote it."""
+    kept = file.read_text().strip() if file.exists() else ""
+    if not kept:
+        kept = secrets.token_hex(8)
+        retry_write_blocking(lambda: file.write_text(kept), f"{file}", _log)
+    return kept
 
 
 def without_secrets(value: Any) -> Any:

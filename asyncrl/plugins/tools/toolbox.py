@@ -225,7 +225,21 @@ class ToolSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the tools that were used, and report the metrics."""
+        """Release the tools that were used, and report the metrics, also if this is cancelled meanwhile."""
+        releasing = asyncio.create_task(self._release())
+        cancelled: asyncio.CancelledError | None = None
+        while not releasing.done():  # each release has its host's time limit
+            try:
+                await asyncio.wait({releasing})
+            except asyncio.CancelledError as again:
+                cancelled = again
+        if self._counts:
+            self._toolbox.report(dict(self._counts))
+        releasing.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _release(self) -> None:
         for name, creating in self._created.items():
             hosted = self._toolbox.tools[name]
             creating.cancel()
@@ -234,8 +248,6 @@ class ToolSession:
             except ToolFailure as failure:  # the sample is complete without it
                 self._counts[f"tool/{name}/errors"] += 1
                 self._toolbox.note_failure(hosted.label, f"release: {failure}")
-        if self._counts:
-            self._toolbox.report(dict(self._counts))
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -287,7 +299,7 @@ class ToolSession:
         except (ValueError, TypeError, RecursionError) as error:
             raise ToolFailure(f"the arguments cannot be written as JSON in UTF-8 ({type(error).__name__})") from None
         if size > MAX_ARGUMENT_CHARS:
-            raise ToolFailure(f"the arguments have {size} characters; {MAX_ARGUMENT_CHARS} are the most")
+            raise ToolFailure(f"the arguments have {size} bytes; {MAX_ARGUMENT_CHARS} are the most")
         if (wrong := wrong_arguments(self._toolbox.schema_of(hosted.tool.name), call.arguments)) is not None:
             raise ToolFailure(wrong)
         try:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.comm.files import retry_write
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.history.tail import read_rows
+from asyncrl.observe.metrics import sinks
 from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
     JsonlSink,
@@ -248,6 +249,14 @@ def test_wandb_has_the_config_and_goes_on_with_the_same_run_until_the_trial_is_w
     with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", config)) as writer:
         writer.write(0, {"x": 0})
     assert wandb_records(tmp_path, launches=3, rows=1)[-1][0]["run id"] != after["run id"]
+
+
+def test_an_empty_file_of_the_wandb_id_counts_as_absent(tmp_path: Path) -> None:
+    file = tmp_path / "wandb_id"
+    file.touch()
+    first = sinks._wandb_id(file)
+    assert first
+    assert sinks._wandb_id(file) == first == file.read_text()
 
 
 def test_wandb_that_is_not_installed_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

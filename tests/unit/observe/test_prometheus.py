@@ -141,3 +141,19 @@ def test_the_example_scrapes_the_dashboard_with_its_token() -> None:
     assert job["metrics_path"] == "/metrics"
     assert job["static_configs"] == [{"targets": ["127.0.0.1:8265"]}]
     assert job["authorization"] == {"credentials_file": "dashboard_token"}
+
+
+def test_figures_that_go_up_and_down_are_gauges(tmp_path: Path) -> None:
+    line = {"at": 1.0, "cpu_s": 5.0, "late_s": 0.5, "clock_ahead_s": -3.25, "clock_within_s": 0.125}
+    text = prometheus_text([run(tmp_path / "a", [ROW], {"staging_server-1": [line]})])
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    for name in ("late_s", "clock_ahead_s", "clock_within_s"):
+        assert kinds[f"asyncrl_process_{name}"] == "gauge"
+        assert f"asyncrl_process_{name}_total" not in text
+    assert kinds["asyncrl_process_cpu_s"] == "counter"
+
+
+def test_every_total_of_a_process_is_a_counter() -> None:
+    assert all(figure.grows for figure in OBSERVED if figure.name.endswith("_total"))
+    counters = {figure.name for figure in OBSERVED if figure.grows and not figure.name.endswith("_total")}
+    assert counters == {"cpu_s", "no_core_s", "computing_s", "busy_s", "idle_s"}

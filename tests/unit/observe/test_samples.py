@@ -18,6 +18,7 @@ from asyncrl.launch.commands.eval.answers import write_answers
 from asyncrl.observe.dashboard import page_data
 from asyncrl.observe.metrics.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (
+    answer_files,
     forget_after,
     pictures_of,
     read_samples,
@@ -129,6 +130,20 @@ def test_steps_that_a_launch_forgets_lose_their_samples(tmp_path: Path) -> None:
     assert [step_of(file) for file in sample_files(tmp_path)] == [1, 2]
 
 
+def test_files_whose_names_have_no_step_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "maths"
+    kept = write(folder, 1, 0)
+    copies = [folder / "step-best.head-0.parquet", folder / "step-00000001 (1).head-0.parquet"]
+    for copy in copies:
+        copy.write_bytes(kept.read_bytes())
+    assert sample_files(folder) == answer_files(tmp_path) == [kept]
+    newest = write(folder, 2, 0, max_bytes=1)
+    assert sample_files(folder) == [newest]
+    forget_after(folder, 1, "head-0")
+    assert sample_files(folder) == []
+    assert all(copy.exists() for copy in copies)
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file = write(tmp_path, 1, 0)
     file.write_bytes(file.read_bytes()[:-20])
@@ -145,6 +160,19 @@ def test_tables_show_each_step_once(tmp_path: Path) -> None:
     assert table[0] == ["e0-0", "0", "1.25", "-2", "ab=c!d"]
     assert tables.new(before=3) == []
     assert [step for step, _ in tables.new(before=4)] == [3]
+
+
+def test_a_file_that_cannot_be_read_costs_no_other_table_and_is_tried_once_more(tmp_path: Path) -> None:
+    tables = SampleTables(tmp_path, size=3, after=0)
+    files = [write(tmp_path, step, 0) for step in (1, 2, 3)]
+    whole = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.write_bytes(b"")
+    assert [step for step, _ in tables.new(before=4)] == [3]
+    files[0].write_bytes(whole[0])
+    assert [step for step, _ in tables.new(before=4)] == [1]
+    files[1].write_bytes(whole[1])
+    assert tables.new(before=4) == [], "step 2 had its second try"
 
 
 def test_a_table_keeps_text_from_being_markup() -> None:

@@ -10,11 +10,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from asyncrl.api import ToolCall
+from asyncrl.api.tool import as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.tools.checks import check
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
+from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools, check_format
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
@@ -254,7 +255,7 @@ async def test_a_huge_result_is_cut_or_refused(runner, module):
         ("add", {"a": "1"}, "expected integer"),
         ("add", {"a": 1, "c": 2}, "unknown argument 'c'; it takes: a, b"),
         ("add", {"a": "\ud800"}, "UTF-8"),
-        ("add", {"a": "x" * (MAX_ARGUMENT_CHARS + 1)}, "characters"),
+        ("add", {"a": "é" * (MAX_ARGUMENT_CHARS // 2)}, f"the arguments have {MAX_ARGUMENT_CHARS + 9} bytes; "),
     ],
 )
 async def test_calls_that_make_no_sense_are_told_so(runner, module, name, arguments, told):
@@ -461,3 +462,41 @@ async def test_tools_of_servers_that_are_not_connected_yet_are_not_left_out_sile
         _ = tools.toolbox.schemas
     with pytest.raises(RuntimeError, match="MCP servers are connected"):
         tools.toolbox.session({})
+
+
+async def test_a_cancellation_during_a_release_skips_no_release_and_no_report():
+    releasing, released = asyncio.Event(), []
+
+    def first(a: int) -> int:
+        """First."""
+        return a
+
+    def second(a: int) -> int:
+        """Second."""
+        return a
+
+    async def host(method: Any, *args: Any, **kwargs: Any) -> Any:
+        value = method(*args, **kwargs)
+        if method.__name__ == "release":
+            releasing.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            released.append(method.__self__.name)
+        return await value if asyncio.iscoroutine(value) else value
+
+    reported: list[Any] = []
+    tools = [HostedTool(as_tool(function), function.__name__, host, 100) for function in (first, second)]
+    toolbox = Toolbox(tools, reported.append)
+
+    async def sample() -> None:
+        async with toolbox.session({}) as session:
+            for name in ("first", "second"):
+                assert not (await session.call(ToolCall("1", name, {"a": 1}))).is_error
+
+    task = asyncio.create_task(sample())
+    await asyncio.wait_for(releasing.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+    assert released == ["first", "second"]
+    assert [metrics["tool/second/calls"] for metrics in reported] == [1]
