@@ -204,7 +204,7 @@ class RolloutClient:
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
     async def _route(self, work: OpenRequest) -> Route:
-        """Get a server for the next round; wait while there is none."""
+        """Get a server for the next round; wait until one is in service."""
         request = work.request
         partials = work.open_partials.values()
         wanted = RouteRequest(

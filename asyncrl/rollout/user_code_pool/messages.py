@@ -61,7 +61,7 @@ class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer of the worker to a request of the process; if `error` is set, the reason why there is none."""
+    """Answer of the worker to a request of the process; if `error` is set, the reason why it failed."""
 
     value: Any = None
     error: str = ""

@@ -24,6 +24,7 @@ _COLUMNS = {
     *("tokens", "loss_mask", "versions", "behave_logprobs", *TOKEN_SCORES, "token_rewards"),
 }
 """Columns that files of every version have."""
+_NOT_IN_ALL = ("token_columns", "pictures", "group")
 _TOLERANCE = 1e-6
 _Rows = list[dict[str, Any]]
 
@@ -82,7 +83,8 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
         if missing := sorted(_COLUMNS - {*table.column_names}):
             report(place, f"has no column {missing[0]}")
             return None
-        rows: _Rows = table.to_pylist()
+        read = _COLUMNS.union(per_token_columns(), _NOT_IN_ALL)  # the texts are not checked
+        rows: _Rows = table.select([name for name in table.column_names if name in read]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
         report(place, f"is not a file of samples: {one_line(error)}")
