@@ -26,6 +26,7 @@ from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
+from asyncrl.runtime.planning.worker_plan import ALLOCATOR_VARIABLES
 from asyncrl.trainer.settings import VisionMode
 
 _INPUT_MARGIN = 8
@@ -142,6 +143,9 @@ def build_command(
         argv += ["--config", str(secrets_file)]
     argv += render_flags(flags | user)
     env = _environment(device, generation.threads, scratch)
+    if guest and device == Device.cuda:
+        # the memory saver refuses segments that grow, which a user may have chosen for all processes
+        env |= {name: "" for name in ALLOCATOR_VARIABLES if "expandable_segments:True" in os.environ.get(name, "")}
     user_env = dict(generation.sglang.env)
     if pictures:
         env |= _pictures_environment(config)

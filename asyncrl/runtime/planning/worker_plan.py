@@ -12,7 +12,7 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": st
 heap, and the heap keeps up to 128 MiB of free memory. With the defaults, the pages of every trajectory are returned to
 the kernel and faulted in again, which costs more than sending the trajectory."""
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names by which torch takes the settings of its allocator, today's first."""
 
 HOST_VARIABLE = "ASYNCRL_HOST"
@@ -88,8 +88,8 @@ class WorkerPlan:
         """
         threads = str(self.resources.threads)
         allocator: dict[str, str] = {}
-        if self.resources.allocator and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-            allocator[_ALLOCATOR_VARIABLES[0]] = self.resources.allocator
+        if self.resources.allocator and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            allocator[ALLOCATOR_VARIABLES[0]] = self.resources.allocator
         return (
             MALLOC
             | allocator

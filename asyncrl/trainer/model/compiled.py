@@ -1,4 +1,5 @@
-"""Compile those parts of a model's layers that work token by token: norms and feed-forward (`trainer.compile`).
+"""Compile functions for a GPU, and those parts of a model's layers that work token by token: norms and feed-forward
+(`trainer.compile`).
 
 transformers' modules are written for clarity, as many small operations. On a GPU each operation is a launch and a pass
 over memory, and for training each keeps its result. `torch.compile` makes one or two kernels of a norm, and of the
@@ -25,6 +26,21 @@ TOKENWISE = ("RMSNorm", "LayerNorm", "MLP")
 """Endings of the names of transformers' classes that work token by token, in any model."""
 BACKEND: str | Callable[..., Any] = "inductor"
 """torch's name of the compiler, or a function that stands for it."""
+_COMPILATIONS = 64
+"""Most compilations of one function. It is compiled for each type, with and without gradients, for sizes of one and of
+more, and for each inner function (the rule of a sliding window), of all models of the process."""
+
+
+def compiled(function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+    """Return `function` compiled, at its first call and once for all sizes of its inputs.
+
+    Args:
+        whole: raise an error if a part of it cannot be compiled, or after too many compilations; by default such a part
+            is computed as written.
+    """
+    # torch's own limit is 8; beyond it everything is computed as written, without an error
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
+    return torch.compile(function, dynamic=True, fullgraph=whole, backend=BACKEND)
 
 
 def compile_layers(trunk: nn.Module) -> int:
@@ -43,7 +59,7 @@ def compile_layers(trunk: nn.Module) -> int:
         )
     for module in found:
         # Not `Module.compile`: torch counts compilations by the called code, which would be the same for all.
-        module.forward = torch.compile(module.forward, dynamic=True, backend=BACKEND)
+        module.forward = compiled(module.forward)
     return len(found)
 
 

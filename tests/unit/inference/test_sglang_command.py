@@ -64,6 +64,20 @@ def test_a_guest_on_a_gpu_can_give_its_memory_back(
     assert ("--enable-memory-saver" in built.argv) == saves
 
 
+def test_a_guest_on_a_gpu_has_no_segments_that_grow_which_its_memory_saver_refuses(
+    model_dir: Path, ports: PortBlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    name, config = "PYTORCH_CUDA_ALLOC_CONF", ExperimentConfig()
+    built = command(config, model_dir, ports, device=Device.cuda, guest=True)
+    assert built.env[name] == ""
+    assert "PYTORCH_ALLOC_CONF" not in built.env
+    assert name not in command(config, model_dir, ports, device=Device.cuda).env
+    config.generation.sglang.env = {name: "backend:native"}
+    assert command(config, model_dir, ports, device=Device.cuda, guest=True).env[name] == "backend:native"
+
+
 @pytest.mark.parametrize(
     ("dtype", "device", "given"),
     [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float32", "cuda", "float32")],

@@ -9,9 +9,10 @@ Sequences that share nothing are tries of one branch, so the same two vectors ke
 gathered, repeated or masked by a [T, T] tensor. The kernel gets the blocks of `FLEX_BLOCK` x `FLEX_BLOCK` pairs with
 anything visible, found from the vectors' extremes. It applies the rule in blocks that are only partly visible.
 
-On a GPU the kernel is compiled once, for any length. Elsewhere FlexAttention has no backward pass: `all_pairs` does the
-same there, which is slow and for tests; they compare it with FlexAttention's forward pass, with `packed_attention` and
-with a plain mask. The parity check at load tests each model with it, as with every layout
+On a GPU the kernel is compiled, for any length. As written it would make a [T, T] matrix for each head, so a kernel
+that cannot be compiled is an error. Elsewhere FlexAttention has no backward pass: `all_pairs` does the same there. It
+is slow and for tests, which compare it with FlexAttention's forward pass, with `packed_attention` and with a plain
+mask. The parity check at load tests each model with it, as with every layout
 (`asyncrl.trainer.model.layout_parity`).
 """
 
@@ -27,6 +28,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from asyncrl.models.transformers_internals import register_attention
 from asyncrl.trainer.batches.prefix_tree import FLEX_BLOCK
+from asyncrl.trainer.model.compiled import compiled
 
 FLEX = "asyncrl_flex"
 """Name of `flex_stream_attention` among transformers' attention functions."""
@@ -105,7 +107,7 @@ def _listed(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _kernel(device_type: str) -> Callable[..., Any]:
-    return torch.compile(cast(Callable[..., Any], flex_attention), dynamic=True) if device_type == "cuda" else all_pairs
+    return compiled(flex_attention, whole=True) if device_type == "cuda" else all_pairs
 
 
 def all_pairs(
