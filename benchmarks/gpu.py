@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                 all rows, on the first GPU; gpu.json is the record
     python benchmarks/gpu.py --rows machine model training   some of them
+    python benchmarks/gpu.py --add --rows weights sglang     further ones into the same record
     python benchmarks/gpu.py --tiny --device cpu             every row with small sizes, to see that each works
 
 Each row is a process of its own, so that one that fails, even of the GPU's memory, says why and the next begins. Each
@@ -23,6 +24,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,14 +34,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU must not begin CUDA before the forks
 
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
 from gpu_rows import attention, generation, machine, runs, sglang_server, training, weights
-from gpu_rows.bench import Bench, Figure, LeftOut, said
+from gpu_rows.bench import MODEL, Bench, Figure, LeftOut, said
 from transformers.utils.logging import disable_progress_bar
 
 import asyncrl.trainer.engines.flat.loader
@@ -118,7 +120,10 @@ def _utilisation(*variants: str) -> dict[str, tuple[Term, ...]]:
 
 
 def _served(*transports: str) -> dict[str, tuple[Term, ...]]:
-    return {transport: (("sglang", f"update by {transport}: step until served"),) for transport in transports}
+    return {
+        transport: (("sglang", f"update by {transport}: with running requests: step until served"),)
+        for transport in transports
+    }
 
 
 TARGETS = (
@@ -193,6 +198,7 @@ def measured(row: Row, bench: Bench) -> Generator[Figure]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.kill()  # if it has no session of its own yet
         process.join()
 
 
@@ -209,6 +215,37 @@ def summary(figures: dict[str, dict[str, float | str]]) -> Iterator[str]:
         yield f"  {target.name:<48} {value:>12.4g}  {wanted}  {'met' if met else 'MISSED'}{by}"
 
 
+def _values(figures: list[Figure]) -> dict[str, float | str]:
+    return {each.key: each.value for each in figures if not each.failed}
+
+
+def _earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of the record that is added to; none if there is none yet."""
+    if not options.json.is_file():
+        return {}
+    record = json.loads(options.json.read_text())
+    if (record["device"], record["tiny"]) != (options.device, options.tiny):
+        sys.exit(f"--add: {options.json} is of --device {record['device']} and tiny={record['tiny']}")
+    found: dict[str, Any] = record["rows"]
+    return found
+
+
+@contextlib.contextmanager
+def _folder(parent: Path | None) -> Iterator[Path]:
+    """A new folder in `parent`, removed at the end even if a server that is being ended still writes there."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-", dir=parent, ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def _clear(*folders: Path) -> None:
+    """Remove what a row has left in these folders of this command: one that was ended may have left a checkpoint."""
+    for path in (each for folder in folders for each in folder.iterdir() if each.name != MODEL):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def main() -> int:
     """Measure the rows; returns 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -216,18 +253,22 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small sizes: shows that every row works")
     parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="some of them")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the record")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the record's rows of earlier commands that are not asked"
+    )
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary one")
     parser.add_argument("--sglang-python", default=os.environ.get("ASYNCRL_SGLANG_PYTHON"))
     options = parser.parse_args()
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and not without the row's process
     wanted = options.rows or [row.name for row in ROWS]
     log = options.json.with_suffix(".log")
-    log.write_text("")
+    rows = _earlier(options) if options.add else {}
+    if not rows:
+        log.write_text("")
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-", dir=options.folder) as folder:
-        bench = Bench(torch.device(options.device), options.tiny, Path(folder), options.sglang_python, log.absolute())
-        rows: dict[str, dict[str, object]] = {}
+    with _folder(options.folder) as folder, _folder(Path("/dev/shm")) as memory:
+        bench = Bench(torch.device(options.device), options.tiny, folder, options.sglang_python, memory, log.absolute())
+        bench.figures |= {name: _values([Figure(**each) for each in row["figures"]]) for name, row in rows.items()}
         for row in ROWS:
             if row.name not in wanted and not (row.name == NEEDED and set(wanted) - {"machine", "tests"}):
                 continue
@@ -245,7 +286,8 @@ def main() -> int:
                     record = {"device": options.device, "tiny": options.tiny, "rows": rows}
                     options.json.write_text(json.dumps(record, indent=1) + "\n")
             failed += sum(figure.failed for figure in figures)
-            bench.figures[row.name] = {each.key: each.value for each in figures if not each.failed}
+            bench.figures[row.name] = _values(figures)
+            _clear(folder, memory)
             print(f"  ({time.monotonic() - begun:.0f} s of {row.limit_s:.0f})", flush=True)
     print("targets" + (" (of the full size: small ones say nothing)" if options.tiny else ""))
     print(*summary(bench.figures), sep="\n")
@@ -254,4 +296,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the row's process is ended first
     sys.exit(main())

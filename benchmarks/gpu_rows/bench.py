@@ -48,6 +48,8 @@ TINY: dict[str, Any] = QWEN2_1_5B | {
 """Small sizes that kernels of GPUs take too: FlexAttention wants heads of at least 16."""
 T = TypeVar("T")
 GIB = 1 << 30
+MODEL = "model"
+"""Name of the random model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,9 @@ class Bench:
     Attributes:
         device: where models compute.
         tiny: every size is small, to show that the row works.
-        folder: of this command, removed at its end.
+        folder: of this command on a disk; all but the model is removed after each row.
         sglang: an interpreter that has SGLang; None: rows for it are left out.
+        memory: folder in memory.
         log: file that gets tracebacks, and the output of tests and servers; None: it is lost.
         figures: of the rows before, by row and name.
     """
@@ -92,6 +95,7 @@ class Bench:
     tiny: bool
     folder: Path
     sglang: str | None = None
+    memory: Path = Path("/dev/shm")
     log: Path | None = None
     figures: dict[str, dict[str, float | str]] = field(default_factory=dict)
 
@@ -122,7 +126,7 @@ class Bench:
         Raises:
             RuntimeError: the row that makes it failed.
         """
-        folder = self.folder / "model"
+        folder = self.folder / MODEL
         if not (folder / "config.json").is_file():
             raise RuntimeError("there is no model: the row 'model' failed or was not asked for")
         return str(folder)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
-from gpu_rows.bench import GIB, Bench, Figure, LeftOut, tried
+from gpu_rows.bench import GIB, MODEL, Bench, Figure, LeftOut, tried
 
 ROOT = Path(__file__).parents[2]
 TESTS_S = 135
@@ -50,7 +50,7 @@ def machine(bench: Bench) -> Iterator[Figure]:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         yield from tried(bench, "driver", lambda: iter([Figure("", "driver", _first_line(asked))]))
     yield Figure("", "host memory", host_memory() / GIB, "GiB")
-    for name, folder in (("/dev/shm", Path("/dev/shm")), ("disk of this command's folder", bench.folder)):
+    for name, folder in (("/dev/shm", bench.memory), ("disk of this command's folder", bench.folder)):
         yield Figure("", f"room: {name}", shutil.disk_usage(folder).free / GIB, "GiB")
     size = bench.size(1 << 30, 1 << 16)
     for pinned in (True, False):
@@ -79,7 +79,7 @@ def _copies(bench: Bench, size: int, *, pinned: bool) -> Iterator[Figure]:
 
 def model(bench: Bench) -> Iterator[Figure]:
     """Folder of a model with random weights and a tokenizer of numbered words, which the other rows use."""
-    folder, config = bench.folder / "model", bench.config
+    folder, config = bench.folder / MODEL, bench.config
     torch.manual_seed(0)
     with bench.device:
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from asyncrl.trainer.rank.versions import Versions
 from gpu_rows.bench import Bench, Calls, Figure, LeftOut, calls, said, tried
 from gpu_rows.generation import Answer, bandwidth_share, distances
 from gpu_rows.training import VARIANTS, rank_of
-from gpu_rows.weights import SHARED_MEMORY, step_of
+from gpu_rows.weights import step_of
 
 LIMIT_S = 120.0
 """Longest that one call may take; the row's limit ends all of them."""
@@ -57,7 +58,7 @@ MEMORY_SHARE = 0.3
 ROUNDS = 2
 """Updates of each kind; the last one is reported, as the first makes connections and pinned memory."""
 POLL_S, BUSY_S = 0.02, 20.0
-"""How often a server is asked if all requests run, and for how long."""
+"""How often a server is asked how many requests run, and for how long."""
 BESIDE = VARIANTS[1]
 """The train step beside which weights are sent."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
@@ -97,6 +98,18 @@ class Server:
         number = next(_numbers)
         drawn = np.random.default_rng(number).integers(2, self.bench.config.vocab_size, (rows, prompt)).tolist()
         return Request(self, drawn, number, new, logprobs)
+
+    def long(self) -> tuple[Future[list[dict[str, Any]]], float]:
+        """Begin as many requests as run at once, with answers that take long; return once all or most of them run.
+
+        Returns:
+            The replies, and the number of requests that run.
+        """
+        size = self.bench.size
+        request = self.ask(size(REQUESTS, 4), size(512, 8), size(1500, 4000))
+        self.calls(_until(self.client, lambda running: running == 0), LIMIT_S)  # the gauge is of those before
+        replies = self.calls.begin(request())
+        return replies, self.calls(_until(self.client, lambda running: running == len(request.prompts)), LIMIT_S)
 
 
 @dataclass(frozen=True)
@@ -206,14 +219,12 @@ def _decoding(server: Server) -> Iterator[Figure]:
 
 def _pauses(server: Server) -> Iterator[Figure]:
     """A pause of an idle server, and one that aborts running requests."""
-    bench, made, client = server.bench, server.calls, server.client
+    made, client = server.calls, server.client
     begun = time.perf_counter()
     made(client.pause(PauseMode.abort), LIMIT_S)
     made(client.resume(), LIMIT_S)
     yield Figure("abort", "pause and resume without requests", time.perf_counter() - begun, "s")
-    rows = bench.size(REQUESTS, 4)
-    asked = made.begin(server.ask(rows, bench.size(512, 8), bench.size(1500, 4000))())
-    running = made(_until_running(client, rows), LIMIT_S)
+    asked, running = server.long()
     yield Figure("abort", "running requests", running)
     begun = time.perf_counter()
     made(client.pause(PauseMode.abort), LIMIT_S)
@@ -232,12 +243,12 @@ def _pauses(server: Server) -> Iterator[Figure]:
     yield Figure("abort", "tokens of an answer, fewest", float(min(tokens)))
 
 
-async def _until_running(client: GenerationServerClient, wanted: int) -> float:
-    """Wait until the server runs `wanted` requests, at most `BUSY_S` seconds; return how many it runs."""
+async def _until(client: GenerationServerClient, wanted: Callable[[float], bool]) -> float:
+    """Wait until the number of running requests is as `wanted`, at most `BUSY_S` seconds; return it."""
     ends = time.monotonic() + BUSY_S
     while True:
         running = engine_figures(await client.metrics(timeout_s=LIMIT_S)).get("running", 0.0)
-        if running >= wanted or time.monotonic() > ends:
+        if wanted(running) or time.monotonic() > ends:
             return running
         await asyncio.sleep(POLL_S)
 
@@ -251,7 +262,8 @@ def _beside_trainer(server: Server) -> Iterator[Figure]:
         alone = bench.seconds(step, bench.size(3, 1))
         yield Figure("train step alone", "seconds", alone, "s")
         numbers = itertools.count(1)
-        for name in TRANSPORTS:
+        # a disk may be slow, and the row ended
+        for name in sorted(TRANSPORTS, key=lambda each: weight_transport(each).needs_folders):
             part = partial(_updates, server, rank, name, numbers, step, alone)
             yield from tried(bench, f"update by {name}", part)
 
@@ -279,7 +291,9 @@ def _updates(
     step: Callable[[], None],
     alone: float,
 ) -> Iterator[Figure]:
-    """From the end of a train step until the server serves its weights; then the same while the next steps run."""
+    """From the end of a train step until the server serves its weights: idle, with running requests, which it aborts,
+    and idle while the next train steps run.
+    """
     bench, made, part = server.bench, server.calls, f"update by {name}"
     config = deepcopy(server.config)
     config.manager.weight_transport = name
@@ -288,7 +302,7 @@ def _updates(
         raise LeftOut("; ".join(problems))
     size = sum(spec.nbytes for spec in rank.policy("actor").published_specs())
     if name == "tensor":
-        bench.need_room(SHARED_MEMORY, 3 * size)
+        bench.need_room(bench.memory, 3 * size)
     folder = bench.folder / f"run-{name}"
     versions = Versions(config, folder, rank.world, rank, None, bench.device)
     end = versions.to_servers
@@ -309,23 +323,26 @@ def _updates(
             await updater.update(BeginUpdate(0, server.client.url, 0, target, PauseMode.abort))
         return time.perf_counter()
 
+    def stepped() -> float:
+        step()
+        bench.synchronise()
+        return time.perf_counter()
+
     try:
         for _ in range(ROUNDS):
-            step()
-            bench.synchronise()
-            begun = time.perf_counter()
-            target = publish()
-            held = time.perf_counter()
+            begun, target, held = stepped(), publish(), time.perf_counter()
             ended = made(serve(target), LIMIT_S)
         yield Figure(part, "training is held by publishing", held - begun, "s")
         yield Figure(part, "published until served", ended - held, "s")
         yield Figure(part, "step until served", ended - begun, "s")
         yield from _distances(server, rank, part)
-        step()
-        bench.synchronise()
-        begun = time.perf_counter()
-        target = publish()
-        held = time.perf_counter()
+        stepped()
+        asked, _ = server.long()
+        begun, target = time.perf_counter(), publish()
+        ended = made(serve(target), LIMIT_S)
+        made.result(asked, LIMIT_S)
+        yield Figure(part, "with running requests: step until served", ended - begun, "s")
+        begun, target, held = stepped(), publish(), time.perf_counter()
         serving, times = made.begin(serve(target)), list[float]()
         while not times or not serving.done():
             before = time.perf_counter()

@@ -30,7 +30,6 @@ from gpu_rows.bench import Bench, Figure, LeftOut, grouped, tried
 from gpu_rows.generation import load_engine
 from gpu_rows.training import VARIANTS, Variant, rank_of, train_step
 
-SHARED_MEMORY = Path("/dev/shm")
 COPIES = 1000
 """About as many as a checkpoint of 28 layers has tensors."""
 ROUNDS = 3
@@ -47,7 +46,7 @@ def weights(bench: Bench) -> Iterator[Figure]:
         specs = rank.policy("actor").published_specs()
         bytes_ = sum(spec.nbytes for spec in specs)
         yield Figure("version", "size", bytes_ / 1e9, "GB")
-        for name, root in (("written and synced", bench.folder), ("written to /dev/shm, no disk", SHARED_MEMORY)):
+        for name, root in (("written and synced", bench.folder), ("written to /dev/shm, no disk", bench.memory)):
             yield from tried(bench, "version", partial(_version, bench, rank, name, root, bytes_))
         yield from tried(bench, "version", partial(_held, bench, rank))
         if bench.cuda:
@@ -62,7 +61,7 @@ def weights(bench: Bench) -> Iterator[Figure]:
         alone = bench.seconds(step, ROUNDS)
         yield Figure("step alone", "seconds", alone, "s")
         kept = MASTER_BYTES * sum(math.prod(spec.shape) for spec in specs)
-        for name, root in (("in-memory checkpoint", SHARED_MEMORY), ("checkpoint", bench.folder)):
+        for name, root in (("in-memory checkpoint", bench.memory), ("checkpoint", bench.folder)):
             yield from tried(bench, name, partial(_checkpoint, bench, rank, name, root, step, alone, kept))
 
 
@@ -92,7 +91,7 @@ def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: in
             last = publish(policy, folder, role="actor", version=version, ranks=Ranks(), shared=shared)
             written = time.perf_counter()
         yield Figure("version", name, written - begun, "s")
-        if root == SHARED_MEMORY:
+        if root == bench.memory:
             return
         begun = time.perf_counter()
         verify(last)
@@ -134,9 +133,9 @@ def _queued(bench: Bench, part: str, *, registered: bool, in_pieces: bool) -> It
     """For how long a thread that begins copies is held: by queueing them, by another thread that waits for their end,
     and by reading one number after the other until they have ended.
     """
-    bench.need_room(SHARED_MEMORY, 1.1 * 4 * COPIES * bench.size(4 << 20, 1 << 10))
+    bench.need_room(bench.memory, 1.1 * 4 * COPIES * bench.size(4 << 20, 1 << 10))
     source = torch.ones(COPIES, bench.size(4 << 20, 1 << 10), dtype=torch.float32, device=bench.device)
-    with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY) as file:
+    with tempfile.NamedTemporaryFile(dir=bench.memory) as file:
         file.truncate(source.nbytes)
         memory = mmap.mmap(file.fileno(), source.nbytes)
         target = torch.frombuffer(memory, dtype=torch.float32) if registered else host_like(source).view(-1)
@@ -172,7 +171,7 @@ def _checkpoint(
     bench: Bench, rank: TrainingRank, name: str, root: Path, step: Callable[[], None], alone: float, bytes_: int
 ) -> Iterator[Figure]:
     """A checkpoint that is written beside a train step, which takes `alone` seconds without it."""
-    in_memory = root == SHARED_MEMORY
+    in_memory = root == bench.memory
     bench.need_room(root, 2.05 * bytes_)  # the one before it is removed after it
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
     try:

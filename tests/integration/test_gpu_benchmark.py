@@ -122,8 +122,10 @@ def test_the_limits_of_all_rows_are_less_than_half_an_hour() -> None:
     assert sum(row.limit_s for row in gpu.ROWS) <= gpu.BUDGET_S
 
 
-def raises(_: Bench) -> Iterator[Figure]:
-    """Figures of a row that fails."""
+def raises(bench: Bench) -> Iterator[Figure]:
+    """Figures of a row that fails, and leaves files."""
+    (bench.folder / "version").mkdir()
+    (bench.memory / "checkpoint").touch()
     yield Figure("", "first", 1.0)
     raise ValueError("no such kernel")
 
@@ -145,7 +147,7 @@ def hangs(_: Bench) -> Iterator[Figure]:
 def test_a_row_that_fails_keeps_what_it_has_and_says_why(
     tmp_path: Path, measure: Any, limit_s: float, reason: str
 ) -> None:
-    bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path)
+    bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path, memory=tmp_path)
     first, last = gpu.measured(gpu.Row("broken", limit_s, measure), bench)
     assert (first.key, first.value) == ("first", 1.0)
     assert last.failed
@@ -225,6 +227,7 @@ def met(bench: Bench) -> Iterator[Figure]:
     """Figures of a row that works."""
     yield Figure("", "speed", 1.0)
     yield Figure("", "before", bench.earlier("broken", "first") or 0.0)
+    assert not [*bench.folder.iterdir(), *bench.memory.iterdir()]
 
 
 def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compared(
@@ -252,3 +255,9 @@ def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compa
     assert "agrees" in printed
     assert "not measured" in printed
     assert "1 failed" in printed
+    assert "ValueError: no such kernel" in (tmp_path / "gpu.log").read_text()
+    monkeypatch.setattr(gpu, "ROWS", (gpu.Row("broken", 60, dies), gpu.Row("works", 60, met)))
+    monkeypatch.setattr(sys, "argv", [*command, "--add", "--rows", "works"])
+    assert gpu.main() == 0
+    assert json.loads(record.read_text())["rows"]["broken"] == rows["broken"]
+    assert "MISSED" in capsys.readouterr().out  # by a figure of the command before
