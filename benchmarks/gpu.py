@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU must not begin CUDA before the forks
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as in a run: GPUs are numbered as nvidia-smi does
 
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
