@@ -2,14 +2,16 @@
 
     python benchmarks/gpu.py                                 all rows, on the first GPU; gpu.json is the record
     python benchmarks/gpu.py --rows machine model training   some of them
+    python benchmarks/gpu.py --add --rows weights sglang     further ones into the same record
     python benchmarks/gpu.py --tiny --device cpu             every row with small sizes, to see that each works
 
-Each row is a process of its own, so that one that fails, even of the GPU's memory, says why and the next begins. A row
-prints what it measures as it measures it and is saved in the record once it ends; one that takes longer than its limit
-is ended and keeps what it has. The limits add up to less than half an hour:
+Each row is a process of its own, so that one that fails, even of the GPU's memory, says why and the next begins. Each
+figure is printed and saved in the record as it is measured; a row that takes longer than its limit is ended and keeps
+what it has. Tracebacks, and the output of tests and servers, are in the log beside the record. The limits add up to
+half an hour:
 
-    machine 1 min, model 1, tests 2, attention 4, scoring 1, training 6, weights 2, embedded 2.5, agreement 1,
-    sglang 3.5, runs 3.5, failures 1.5
+    machine 1 min, model 1, tests 2.5, attention 3.5, scoring 1, training 6, weights 2, embedded 2, agreement 1,
+    sglang 5, runs 3.5, failures 1.5
 
 Rows for SGLang need an interpreter that has it (`--sglang-python`, or ASYNCRL_SGLANG_PYTHON); without one they are left
 out, and the whole runs use the embedded engine. At the end the targets are compared.
@@ -22,50 +24,59 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU must not begin CUDA before the forks
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as in a run: GPUs are numbered as nvidia-smi does
 
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
-from gpu_rows import attention, generation, machine, runs, training, weights
-from gpu_rows.bench import Bench, Figure, LeftOut, said
+from gpu_rows import attention, generation, machine, runs, sglang_server, training, weights
+from gpu_rows.bench import MODEL, Bench, Figure, LeftOut, said
 from transformers.utils.logging import disable_progress_bar
 
 import asyncrl.trainer.engines.flat.loader
 import asyncrl.trainer.engines.sharded.loader  # noqa: F401 - imported once, before the rows' processes are forked
+from asyncrl.models.weights.transports import TRANSPORTS
+from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR
 
 
 class Row(NamedTuple):
-    """A part of the table that is measured in a process of its own, within `limit_s`."""
+    """A part of the table that is measured in a process of its own, within `limit_s`.
+
+    `computes`: its process computes as a ModelWorker does. The other rows start processes that have settings of their
+    own.
+    """
 
     name: str
     limit_s: float
     measure: Callable[[Bench], Iterator[Figure]]
+    computes: bool = True
 
 
 ROWS = (
     Row("machine", 60, machine.machine),
     Row("model", 60, machine.model),
-    Row("tests", 120, machine.tests),
-    Row("attention", 240, attention.attention),
+    Row("tests", 150, machine.tests, computes=False),
+    Row("attention", 210, attention.attention),
     Row("scoring", 60, attention.scoring),
     Row("training", 360, training.training),
     Row("weights", 120, weights.weights),
-    Row("embedded", 150, generation.embedded),
+    Row("embedded", 120, generation.embedded),
     Row("agreement", 60, generation.agreement),
-    Row("sglang", 210, generation.sglang),
-    Row("runs", 210, runs.runs),
-    Row("failures", 90, runs.failures),
+    Row("sglang", 300, sglang_server.sglang),
+    Row("runs", 210, runs.runs, computes=False),
+    Row("failures", 90, runs.failures, computes=False),
 )
 BUDGET_S = 30 * 60
 PATIENCE = 10
@@ -76,78 +87,91 @@ NEEDED = "model"
 """The row that makes what most others need."""
 
 
+Term = tuple[str, str]
+"""A row and the name of one of its numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a number is to be: at least or at most `value`; `terms` are added up, each a row and a name."""
+    """What a number is to be: at least or at most `value`.
+
+    `ways`: ways to get there by name; the numbers of each are added up, and the best way counts.
+    """
 
     name: str
-    terms: tuple[tuple[str, str], ...]
+    ways: Mapping[str, tuple[Term, ...]]
     value: float
     at_least: bool = False
-    over: tuple[str, str] | None = None
+    over: Term | None = None
     """A number by which the sum is divided."""
 
-    def found(self, figures: dict[str, dict[str, float | str]]) -> float | None:
-        """The number; None where one of its terms was not measured."""
-        values = [figures.get(row, {}).get(name) for row, name in (*self.terms, *([self.over] if self.over else ()))]
-        numbers = [value for value in values if isinstance(value, float)]
-        if len(numbers) < len(values):
-            return None
-        return sum(numbers[:-1]) / numbers[-1] if self.over else sum(numbers)
+    def found(self, figures: dict[str, dict[str, float | str]]) -> tuple[float, str] | None:
+        """The best way's number and name; None if no way was measured to its end."""
+        sums: list[tuple[float, str]] = []
+        for way, terms in self.ways.items():
+            values = [figures.get(row, {}).get(name) for row, name in (*terms, *([self.over] if self.over else ()))]
+            numbers = [value for value in values if isinstance(value, float)]
+            if len(numbers) == len(values):
+                sums.append((sum(numbers[:-1]) / numbers[-1] if self.over else sum(numbers), way))
+        return (max(sums) if self.at_least else min(sums)) if sums else None
 
 
-_STEP = ("training", f"{training.STEP}: step")
-_DECODING = ("sglang", "decoding: share of the memory bandwidth")
+def _utilisation(*variants: str) -> dict[str, tuple[Term, ...]]:
+    return {variant: (("training", f"{variant}: utilisation"),) for variant in variants}
+
+
+def _served(*transports: str) -> dict[str, tuple[Term, ...]]:
+    return {
+        transport: (("sglang", f"update by {transport}: with running requests: step until served"),)
+        for transport in transports
+    }
+
+
 TARGETS = (
-    Target("training, packed", (("training", f"{training.STEP}: utilisation"),), 0.4, at_least=True),
-    Target(
-        "training, shared prefixes",
-        (("training", "prompts of 512 shared, flex_attention: utilisation"),),
-        0.4,
-        at_least=True,
-    ),
+    Target("training, packed", _utilisation(training.STEP, *training.OTHER_PACKED), 0.4, at_least=True),
+    Target("training, shared prefixes", _utilisation(*training.SHARED), 0.4, at_least=True),
     Target(
         "decoding by SGLang, of the bandwidth",
-        (("sglang", "decoding: share of the memory bandwidth"),),
+        {"": (("sglang", "decoding: with log-probabilities: share of the memory bandwidth"),)},
         0.6,
         at_least=True,
     ),
-    Target(
-        "published until served, s",
-        (
-            ("weights", "version: written and synced"),
-            ("weights", "version: checked"),
-            ("sglang", "control: update from disk"),
-        ),
-        2.0,
-    ),
+    Target("step until served, by disk, s", _served("disk"), 2.0),
+    Target("step until served, by the fastest transport, s", _served(*TRANSPORTS), 2.0),
     Target(
         "in-memory checkpoint, of a step",
-        (("weights", "in-memory checkpoint: training waits"),),
+        {"": (("weights", "in-memory checkpoint: training waits"),)},
         0.05,
-        over=_STEP,
+        over=("weights", "step alone: seconds"),
     ),
-    Target("embedded engine beside trainer, nats", (("agreement", "embedded, bfloat16: mean distance"),), 0.02),
-    Target("SGLang beside trainer, nats", (("sglang", "SGLang, bfloat16: mean distance"),), 0.02),
+    Target(
+        "embedded engine beside trainer, nats",
+        {"bfloat16": (("agreement", "embedded, bfloat16: mean distance"),)},
+        0.02,
+    ),
+    Target("SGLang beside trainer, nats", {"bfloat16": (("sglang", "SGLang, bfloat16: mean distance"),)}, 0.02),
 )
 
 
 def _be_row(row: Row, bench: Bench, sender: Connection) -> None:
     """Measure `row` and send its figures, in a process that is the first of a session of its own."""
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if row.computes:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", GPU_ALLOCATOR)
     try:
         for figure in row.measure(bench):
             sender.send(asdict(figure))
     except LeftOut as reason:
         sender.send(asdict(Figure("", "left out", str(reason))))
     except BaseException as error:
-        traceback.print_exc()
+        bench.note(traceback.format_exc())
         sender.send(asdict(Figure("", "", said(error), failed=True)))
     sender.send(None)
     sender.close()
 
 
-def measured(row: Row, bench: Bench) -> Iterator[Figure]:
+def measured(row: Row, bench: Bench) -> Generator[Figure]:
     """The figures of `row` as they come; the last one is a failure if it ended early or took too long."""
     context = multiprocessing.get_context("fork")  # which has imported all of it already; CUDA begins in the child
     receiver, sender = context.Pipe(duplex=False)
@@ -175,18 +199,52 @@ def measured(row: Row, bench: Bench) -> Iterator[Figure]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.kill()  # if it has no session of its own yet
         process.join()
 
 
 def summary(figures: dict[str, dict[str, float | str]]) -> Iterator[str]:
     """A line for each target."""
     for target in TARGETS:
-        value, sign = target.found(figures), ">=" if target.at_least else "<="
-        if value is None:
-            yield f"  {target.name:<44} {'not measured':>12}      target {sign} {target.value}"
+        best, wanted = target.found(figures), f"target {'>=' if target.at_least else '<='} {target.value}"
+        if best is None:
+            yield f"  {target.name:<48} {'not measured':>12}  {wanted}"
             continue
+        value, way = best
         met = value >= target.value if target.at_least else value <= target.value
-        yield f"  {target.name:<44} {value:>12.4g}      target {sign} {target.value}  {'met' if met else 'MISSED'}"
+        by = f"  ({way})" if way else ""
+        yield f"  {target.name:<48} {value:>12.4g}  {wanted}  {'met' if met else 'MISSED'}{by}"
+
+
+def _values(figures: list[Figure]) -> dict[str, float | str]:
+    return {each.key: each.value for each in figures if not each.failed}
+
+
+def _earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of the record that is added to; none if there is none yet."""
+    if not options.json.is_file():
+        return {}
+    record = json.loads(options.json.read_text())
+    if (record["device"], record["tiny"]) != (options.device, options.tiny):
+        sys.exit(f"--add: {options.json} is of --device {record['device']} and tiny={record['tiny']}")
+    found: dict[str, Any] = record["rows"]
+    return found
+
+
+@contextlib.contextmanager
+def _folder(parent: Path | None) -> Iterator[Path]:
+    """A new folder in `parent`, removed at the end even if a server that is being ended still writes there."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-", dir=parent, ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def _clear(*folders: Path) -> None:
+    """Remove what a row has left in these folders of this command: one that was ended may have left a checkpoint."""
+    for path in (each for folder in folders for each in folder.iterdir() if each.name != MODEL):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def main() -> int:
@@ -196,37 +254,48 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small sizes: shows that every row works")
     parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="some of them")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the record")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the record's rows of earlier commands that are not asked"
+    )
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary one")
     parser.add_argument("--sglang-python", default=os.environ.get("ASYNCRL_SGLANG_PYTHON"))
     options = parser.parse_args()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     wanted = options.rows or [row.name for row in ROWS]
+    log = options.json.with_suffix(".log")
+    rows = _earlier(options) if options.add else {}
+    if not rows:
+        log.write_text("")
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-", dir=options.folder) as folder:
-        bench = Bench(torch.device(options.device), options.tiny, Path(folder), options.sglang_python)
-        record: dict[str, object] = {"device": options.device, "tiny": options.tiny, "rows": {}}
+    with _folder(options.folder) as folder, _folder(Path("/dev/shm")) as memory:
+        bench = Bench(torch.device(options.device), options.tiny, folder, options.sglang_python, memory, log.absolute())
+        bench.figures |= {name: _values([Figure(**each) for each in row["figures"]]) for name, row in rows.items()}
         for row in ROWS:
             if row.name not in wanted and not (row.name == NEEDED and set(wanted) - {"machine", "tests"}):
                 continue
             begun = time.monotonic()
             print(f"{row.name}: {(row.measure.__doc__ or '').splitlines()[0]}", flush=True)
+            bench.note(f"---- {row.name}")
             figures: list[Figure] = []
-            for figure in measured(row, bench):
-                if figure.part and figure.part not in {each.part for each in figures}:
-                    print(f"  {figure.part}")
-                figures.append(figure)
-                print(figure, flush=True)
+            with contextlib.closing(measured(row, bench)) as coming:
+                for figure in coming:
+                    if figure.part and (not figures or figure.part != figures[-1].part):
+                        print(f"  {figure.part}")
+                    figures.append(figure)
+                    print(figure, flush=True)
+                    rows[row.name] = {"s": time.monotonic() - begun, "figures": [*map(asdict, figures)]}
+                    record = {"device": options.device, "tiny": options.tiny, "rows": rows}
+                    options.json.write_text(json.dumps(record, indent=1) + "\n")
             failed += sum(figure.failed for figure in figures)
-            bench.figures[row.name] = {each.key: each.value for each in figures if not each.failed}
-            took = time.monotonic() - begun
-            print(f"  ({took:.0f} s of {row.limit_s:.0f})", flush=True)
-            record["rows"] = {**dict(record["rows"]), row.name: {"s": took, "figures": [*map(asdict, figures)]}}  # type: ignore[call-overload]
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            bench.figures[row.name] = _values(figures)
+            _clear(folder, memory)
+            print(f"  ({time.monotonic() - begun:.0f} s of {row.limit_s:.0f})", flush=True)
     print("targets" + (" (of the full size: small ones say nothing)" if options.tiny else ""))
     print(*summary(bench.figures), sep="\n")
-    print(f"{failed} failed; the record is {options.json}")
+    print(f"{failed} failed; the record is {options.json}, the log {log}")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the row's process is ended first
     sys.exit(main())

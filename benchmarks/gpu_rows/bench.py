@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,13 +39,17 @@ QWEN2_1_5B: dict[str, Any] = {
 """Qwen2.5-1.5B's sizes."""
 TINY: dict[str, Any] = QWEN2_1_5B | {
     "vocab_size": 64,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
 }
+"""Small sizes that kernels of GPUs take too: FlexAttention wants heads of at least 16."""
+T = TypeVar("T")
 GIB = 1 << 30
+MODEL = "model"
+"""Name of the random model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,10 @@ class Bench:
     Attributes:
         device: where models compute.
         tiny: every size is small, to show that the row works.
-        folder: of this command, removed at its end.
+        folder: of this command on a disk; all but the model is removed after each row.
         sglang: an interpreter that has SGLang; None: rows for it are left out.
+        memory: folder in memory.
+        log: file that gets tracebacks, and the output of tests and servers; None: it is lost.
         figures: of the rows before, by row and name.
     """
 
@@ -83,6 +95,8 @@ class Bench:
     tiny: bool
     folder: Path
     sglang: str | None = None
+    memory: Path = Path("/dev/shm")
+    log: Path | None = None
     figures: dict[str, dict[str, float | str]] = field(default_factory=dict)
 
     @property
@@ -112,7 +126,7 @@ class Bench:
         Raises:
             RuntimeError: the row that makes it failed.
         """
-        folder = self.folder / "model"
+        folder = self.folder / MODEL
         if not (folder / "config.json").is_file():
             raise RuntimeError("there is no model: the row 'model' failed or was not asked for")
         return str(folder)
@@ -143,6 +157,22 @@ class Bench:
             times.append(time.perf_counter() - begun)
         return statistics.median(times)
 
+    def note(self, text: str) -> None:
+        """Append `text` to the log."""
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(text.rstrip("\n") + "\n")
+
+    def need_room(self, folder: Path, bytes_: float) -> None:
+        """Look for room before anything is written: a mapped file without room would end the process.
+
+        Raises:
+            LeftOut: `folder` has no room for `bytes_`.
+        """
+        free = shutil.disk_usage(folder).free
+        if free < bytes_:
+            raise LeftOut(f"{folder} has room for {free / GIB:.1f} GiB, and {bytes_ / GIB:.1f} GiB are written")
+
     def forget(self) -> None:
         """Free what nobody refers to, and begin to look for the peak of memory anew."""
         gc.collect()  # FSDP2's modules and states refer to each other
@@ -164,13 +194,66 @@ def tried(bench: Bench, name: str, measure: Callable[[], Iterator[Figure]]) -> I
     except LeftOut as reason:
         yield Figure(name, "left out", str(reason))
     except Exception as error:  # whatever a part raises is its result
+        bench.note(traceback.format_exc())
         yield Figure(name, "", said(error), failed=True)
 
 
 def said(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception in one line: its message's first line, and the last two, where a server's log has the cause."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    told = lines[:1] + lines[1:][-2:]
+    return f"{type(error).__name__}: {' | '.join(line[:300] for line in told)}"
+
+
+class Calls:
+    """An event loop in a thread: connections, and the log of a server, are attended to while other threads compute."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def begin(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin `call`; the future has its result."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def __call__(self, call: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """Make `call` and return its result.
+
+        Raises:
+            TimeoutError: it took longer than `limit_s` seconds.
+        """
+        return self.result(self.begin(call), limit_s)
+
+    def result(self, begun: Future[T], limit_s: float) -> T:
+        """Wait for a call that was begun.
+
+        Raises:
+            TimeoutError: it is not done after `limit_s` seconds; it is cancelled.
+        """
+        try:
+            return begun.result(limit_s)
+        except TimeoutError as error:
+            if begun.done():  # by a time limit of its own
+                raise
+            begun.cancel()
+            raise TimeoutError(f"no answer within {limit_s:g} s") from error
+
+    def close(self) -> None:
+        """End the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@contextmanager
+def calls() -> Iterator[Calls]:
+    """An event loop in a thread, which ends with the block."""
+    made = Calls()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def grouped(lengths: list[int], prompt: int, group: int, vocabulary: int) -> list[Trajectory]:

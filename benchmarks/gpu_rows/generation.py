@@ -1,38 +1,30 @@
-"""Decoding by the embedded engine and by SGLang, and how far their log-probabilities are from the trainer's."""
+"""Decoding by the embedded engine, and how far its log-probabilities are from the trainer's."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from transformers import Qwen2Config
 
-from asyncrl.api.generation import SamplingParams
-from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.client import GenerateItem, GenerationServerClient, connect, wire_rid
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.messages import PauseMode
-from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.settings import AttentionImplementation
-from gpu_rows.bench import Bench, Figure, LeftOut, tried
+from gpu_rows.bench import Bench, Figure, tried
 from gpu_rows.training import VARIANTS, launches, rank_of
 
-LIMIT_S = 200.0
-REQUESTS = 256
-MEMORY_SHARE = 0.5
+Answer = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""A prompt, the engine's answer, and the log-probabilities of the answer's tokens."""
 
 
-def _load_engine(bench: Bench, dtype: Dtype, rows: int, length: int) -> GenerationEngine:
-    model = load_causal_lm(bench.model, dtype, AttentionImplementation.eager, bench.device)
+def load_engine(bench: Bench, dtype: Dtype, rows: int, length: int, folder: str = "") -> GenerationEngine:
+    """The embedded engine with the model of `folder`; by default with the random one."""
+    model = load_causal_lm(folder or bench.model, dtype, AttentionImplementation.eager, bench.device)
     return GenerationEngine(model, max_running_requests=rows, max_model_len=length, max_total_tokens=rows * length)
 
 
@@ -46,7 +38,7 @@ def embedded(bench: Bench) -> Iterator[Figure]:
 
 def _decode(bench: Bench, rows: int, length: int, top_p: float, name: str) -> Iterator[Figure]:
     steps = bench.size(50, 4)
-    engine = _load_engine(bench, bench.dtype, rows, length + 2 * steps + 8)
+    engine = load_engine(bench, bench.dtype, rows, length + 2 * steps + 8)
     prompt = tuple(2 + number % (bench.config.vocab_size - 2) for number in range(length))
     specs = [SamplingSpec(max_new_tokens=2 * steps + 4, top_p=top_p, seed=row) for row in range(rows)]
     engine.submit(Job(tuple(GenerationInput(f"r{row}", prompt, spec) for row, spec in enumerate(specs))))
@@ -60,7 +52,7 @@ def _decode(bench: Bench, rows: int, length: int, top_p: float, name: str) -> It
     took = (time.perf_counter() - begun) / steps
     yield Figure(name, "throughput", rows / took, "tokens/s")
     yield Figure(name, "step", 1e3 * took, "ms")
-    yield from _bandwidth_share(bench, name, rows, length, rows / took)
+    yield from bandwidth_share(bench, name, rows, length, rows / took)
     if bench.cuda:
         yield Figure(name, "kernels", float(launches(bench, engine.step)), "launches a step")
     engine.abort(abort_all=True)
@@ -68,7 +60,7 @@ def _decode(bench: Bench, rows: int, length: int, top_p: float, name: str) -> It
     engine.close()
 
 
-def _bandwidth_share(bench: Bench, part: str, rows: int, length: int, tokens_per_s: float) -> Iterator[Figure]:
+def bandwidth_share(bench: Bench, part: str, rows: int, length: int, tokens_per_s: float) -> Iterator[Figure]:
     """The rate over what reading weights, keys and values once for each step would allow, if that was measured."""
     rate = bench.earlier("machine", "memory bandwidth")
     if rate is not None:
@@ -94,7 +86,7 @@ def agreement(bench: Bench) -> Iterator[Figure]:
 
 def _agreement(bench: Bench, dtype: Dtype) -> Iterator[Figure]:
     answer, rows = bench.size(256, 8), bench.size(32, 4)
-    engine = _load_engine(bench, dtype, rows, 2 * answer)
+    engine = load_engine(bench, dtype, rows, 2 * answer)
     prompts = [tuple(range(2 + row, 2 + row + answer // 2)) for row in range(rows)]
     specs = [SamplingSpec(max_new_tokens=answer, seed=row) for row in range(rows)]
     inputs = [
@@ -114,92 +106,10 @@ def _agreement(bench: Bench, dtype: Dtype) -> Iterator[Figure]:
         yield from distances(rank.policy("actor"), answers, f"embedded, {dtype}")
 
 
-def distances(
-    policy: PolicyEngine, answers: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], name: str
-) -> Iterator[Figure]:
-    """How far the engine's log-probabilities of its answers (prompt, answer, log-probabilities) are from `policy`'s."""
+def distances(policy: PolicyEngine, answers: Sequence[Answer], name: str) -> Iterator[Figure]:
+    """Distance of the engine's log-probabilities of its `answers` from those of `policy`."""
     scored = policy.score_sequences([[*prompt, *answer] for prompt, answer, _ in answers])
     own = np.concatenate([each[len(prompt) :] for each, (prompt, _, _) in zip(scored, answers, strict=True)])
     difference = np.abs(own - np.concatenate([logprobs for _, _, logprobs in answers]))
     yield Figure(name, "mean distance", float(difference.mean()), "nats")
     yield Figure(name, "worst distance", float(difference.max()), "nats")
-
-
-def sglang(bench: Bench) -> Iterator[Figure]:
-    """A real server: its start, decoding, an update from disk, pausing; its log-probabilities beside the trainer's."""
-    if bench.sglang is None:
-        raise LeftOut("no SGLang; name an interpreter that has it by --sglang-python or ASYNCRL_SGLANG_PYTHON")
-    found: list[Figure] = []
-    answers = asyncio.run(_serve(bench, bench.sglang, found))
-    yield from found
-    with rank_of(bench, VARIANTS[0], bench.folder) as rank:
-        yield from distances(rank.policy("actor"), answers, f"SGLang, {bench.dtype}")
-
-
-async def _serve(
-    bench: Bench, python: str, found: list[Figure]
-) -> list[tuple[Sequence[int], Sequence[int], Sequence[float]]]:
-    """Measure into `found`; returns prompts, answers and log-probabilities."""
-    config = ExperimentConfig()
-    config.model.path = bench.model
-    config.generation.context_length = bench.size(2048, 64)
-    config.generation.max_running_requests = bench.size(REQUESTS, 4)
-    config.generation.max_total_tokens = bench.size(REQUESTS * 2048, 512)
-    config.generation.sglang.python = python
-    if bench.cuda:
-        config.generation.sglang.args = {"mem_fraction_static": MEMORY_SHARE}
-    host = SGLangHost(
-        config,
-        scratch="sglang0",
-        run_dir=bench.folder,
-        device=bench.setting,
-        security=None,
-        log=logging.getLogger("sglang"),
-    )
-    try:
-        for start in ("cold", "warm"):
-            begun = time.perf_counter()
-            url = (await host.start()).url
-            found.append(Figure("start", start, time.perf_counter() - begun, "s"))
-            if start == "cold":
-                await host.stop()
-        async with connect(url, None) as client:
-            return await _ask(bench, client, found)
-    finally:
-        await host.stop()
-
-
-async def _ask(
-    bench: Bench, client: GenerationServerClient, found: list[Figure]
-) -> list[tuple[Sequence[int], Sequence[int], Sequence[float]]]:
-    rows, prompt, new = bench.size(REQUESTS, 4), bench.size(512, 8), bench.size(512, 8)
-    sampling = SamplingParams(max_new_tokens=new)
-
-    def items(round_: int) -> list[GenerateItem]:
-        drawn = np.random.default_rng(round_).integers(2, bench.config.vocab_size, (rows, prompt)).tolist()
-        return [
-            GenerateItem(wire_rid(f"round{round_}", row), tokens, new, seed=row) for row, tokens in enumerate(drawn)
-        ]
-
-    for round_ in range(2):  # the first compiles
-        asked = items(round_)
-        begun = time.perf_counter()
-        answers = await client.generate(asked, sampling, timeout_s=LIMIT_S)
-        took = time.perf_counter() - begun
-    rate = sum(len(answer.token_ids) for answer in answers) / took
-    found.append(Figure("decoding", f"{rows} requests of {prompt} + {new} tokens", rate, "tokens/s"))
-    found += _bandwidth_share(bench, "decoding", rows, prompt + new // 2, rate)
-    begun = time.perf_counter()
-    await client.pause(PauseMode.abort)
-    await client.resume()
-    found.append(Figure("control", "pause and resume", time.perf_counter() - begun, "s"))
-    await client.pause(PauseMode.abort)
-    begun = time.perf_counter()
-    await client.update_weights(str(Path(bench.model)), 1, timeout_s=LIMIT_S)
-    found.append(Figure("control", "update from disk", time.perf_counter() - begun, "s"))
-    await client.resume()
-    few = slice(0, 8)
-    return [
-        (item.input_ids, answer.token_ids, answer.logprobs)
-        for item, answer in zip(asked[few], answers[few], strict=True)
-    ]

@@ -114,6 +114,10 @@ VARIANTS = (
     ),
     Variant("step of 16 x 2048, packed, compiled", compiled=True),
 )
+OTHER_PACKED = tuple(each.name for each in VARIANTS[1:] if not each.prompt and not each.ragged)
+"""Variants of the first one: the same samples, computed in other ways."""
+SHARED = tuple(each.name for each in VARIANTS if each.prompt)
+"""Variants in which groups share their prompts."""
 QUICK = (0, 5, 9)
 """Places of the variants that the small size runs: each way of the code once."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import mmap
 import shutil
 import tempfile
@@ -14,7 +16,9 @@ from threading import Thread
 
 import torch
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.host_copies import HostCopies, host_like, pin, unpin
+from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.models.weights.versions.shared_files import SharedFiles
@@ -23,22 +27,28 @@ from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from gpu_rows.bench import Bench, Figure, LeftOut, grouped, tried
-from gpu_rows.training import VARIANTS, rank_of, train_step
+from gpu_rows.generation import load_engine
+from gpu_rows.training import VARIANTS, Variant, rank_of, train_step
 
-SHARED_MEMORY = Path("/dev/shm")
 COPIES = 1000
 """About as many as a checkpoint of 28 layers has tensors."""
 ROUNDS = 3
 """The first two write into fresh memory and files."""
+DISK_ROUNDS = 2
+"""Checkpoints on the disk, each of 12 bytes a parameter."""
+MASTER_BYTES = 12
+"""Bytes of a parameter in a checkpoint: fp32 weights and two moments. A published one has 2 or 4."""
 
 
 def weights(bench: Bench) -> Iterator[Figure]:
     """Seconds by phase, of the last round."""
     with rank_of(bench, VARIANTS[0], bench.folder) as rank:
-        policy = rank.policy("actor")
-        bytes_ = sum(spec.nbytes for spec in policy.published_specs())
+        specs = rank.policy("actor").published_specs()
+        bytes_ = sum(spec.nbytes for spec in specs)
         yield Figure("version", "size", bytes_ / 1e9, "GB")
-        yield from tried(bench, "version", partial(_version, bench, rank))
+        for name, root in (("written and synced", bench.folder), ("written to /dev/shm, no disk", bench.memory)):
+            yield from tried(bench, "version", partial(_version, bench, rank, name, root, bytes_))
+        yield from tried(bench, "version", partial(_held, bench, rank))
         if bench.cuda:
             for name, registered, in_pieces in (
                 ("copies into torch's pinned memory", False, False),
@@ -47,48 +57,85 @@ def weights(bench: Bench) -> Iterator[Figure]:
             ):
                 part = partial(_queued, bench, name, registered=registered, in_pieces=in_pieces)
                 yield from tried(bench, name, part)
-        step = _step_of(bench, rank)
+        step = step_of(bench, rank, VARIANTS[0])
         alone = bench.seconds(step, ROUNDS)
         yield Figure("step alone", "seconds", alone, "s")
-        for name, root in (("in-memory checkpoint", SHARED_MEMORY), ("checkpoint", bench.folder)):
-            yield from tried(bench, name, partial(_checkpoint, bench, rank, name, root, step, alone))
+        kept = MASTER_BYTES * sum(math.prod(spec.shape) for spec in specs)
+        for name, root in (("in-memory checkpoint", bench.memory), ("checkpoint", bench.folder)):
+            yield from tried(bench, name, partial(_checkpoint, bench, rank, name, root, step, alone, kept))
 
 
-def _step_of(bench: Bench, rank: TrainingRank) -> Callable[[], None]:
-    """Return the train step that the row `training` begins with."""
+def step_of(bench: Bench, rank: TrainingRank, variant: Variant) -> Callable[[], None]:
+    """Return the train step of `variant`, of samples that share nothing."""
     engine = rank.policy("actor")
-    trajectories = grouped(VARIANTS[0].lengths(bench.tiny), 0, 1, bench.config.vocab_size)
+    trajectories = grouped(variant.lengths(bench.tiny), 0, 1, bench.config.vocab_size)
     minibatches = [0] * len(trajectories)
 
     def step() -> None:
-        train_step(
-            engine, build_step_batch(trajectories, minibatches, version=0, num_minibatches=1, device=bench.device)
-        )
+        batch = build_step_batch(trajectories, minibatches, version=0, num_minibatches=1, device=bench.device)
+        train_step(engine, batch)
 
     return step
 
 
-def _version(bench: Bench, rank: TrainingRank) -> Iterator[Figure]:
-    """A version on the disk, and what a reader does with it first."""
+def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: int) -> Iterator[Figure]:
+    """A version in a folder of `root`, and what readers do with it: check it, and load it into their models."""
+    bench.need_room(root, (ROUNDS + 1) * bytes_)
     policy = rank.policy("actor")
     shared = SharedFiles(policy.model_config, tokenizer_assets(Path(bench.model)))
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
+    try:
+        for version in range(1, ROUNDS + 1):
+            bench.synchronise()
+            begun = time.perf_counter()
+            last = publish(policy, folder, role="actor", version=version, ranks=Ranks(), shared=shared)
+            written = time.perf_counter()
+        yield Figure("version", name, written - begun, "s")
+        if root == bench.memory:
+            return
+        begun = time.perf_counter()
+        verify(last)
+        yield Figure("version", "checked", time.perf_counter() - begun, "s")
+        begun = time.perf_counter()
+        engine = load_engine(bench, bench.dtype, rows=1, length=64, folder=str(last))
+        bench.synchronise()
+        yield Figure("version", "loaded by a new engine", time.perf_counter() - begun, "s")
+        begun = time.perf_counter()
+        updated = engine.update_weights(str(last), "1")
+        engine.step()
+        updated.result(timeout=0)
+        bench.synchronise()
+        yield Figure("version", "loaded by a running embedded engine", time.perf_counter() - begun, "s")
+        engine.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+def _held(bench: Bench, rank: TrainingRank) -> Iterator[Figure]:
+    """A copy of the version in host memory, which the transports from memory send: `tensor` and `distributed`."""
+    policy = rank.policy("actor")
+    end = TensorTransport("tensor").trainer_end(ExperimentConfig(), None, bench.device)
+    owners = dict.fromkeys((spec.name for spec in policy.published_specs()), 0)
     for version in range(1, ROUNDS + 1):
         bench.synchronise()
         begun = time.perf_counter()
-        folder = publish(policy, bench.folder / "versions", role="actor", version=version, ranks=Ranks(), shared=shared)
-        written = time.perf_counter()
-        verify(folder)
-        checked = time.perf_counter()
-    yield Figure("version", "written and synced", written - begun, "s")
-    yield Figure("version", "checked", checked - written, "s")
+        end.hold(version, policy.gather(owners))
+        held = time.perf_counter()
+        end.held(version).ready()
+        copied = time.perf_counter()
+        end.keep((version,))
+    yield Figure("version", "held in memory: training waits", held - begun, "s")
+    yield Figure("version", "held in memory: copied", copied - begun, "s")
+    asyncio.run(end.close())
 
 
 def _queued(bench: Bench, part: str, *, registered: bool, in_pieces: bool) -> Iterator[Figure]:
     """For how long a thread that begins copies is held: by queueing them, by another thread that waits for their end,
     and by reading one number after the other until they have ended.
     """
+    bench.need_room(bench.memory, 1.1 * 4 * COPIES * bench.size(4 << 20, 1 << 10))
     source = torch.ones(COPIES, bench.size(4 << 20, 1 << 10), dtype=torch.float32, device=bench.device)
-    with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY) as file:
+    with tempfile.NamedTemporaryFile(dir=bench.memory) as file:
         file.truncate(source.nbytes)
         memory = mmap.mmap(file.fileno(), source.nbytes)
         target = torch.frombuffer(memory, dtype=torch.float32) if registered else host_like(source).view(-1)
@@ -121,14 +168,15 @@ def _queued(bench: Bench, part: str, *, registered: bool, in_pieces: bool) -> It
 
 
 def _checkpoint(
-    bench: Bench, rank: TrainingRank, name: str, root: Path, step: Callable[[], None], alone: float
+    bench: Bench, rank: TrainingRank, name: str, root: Path, step: Callable[[], None], alone: float, bytes_: int
 ) -> Iterator[Figure]:
     """A checkpoint that is written beside a train step, which takes `alone` seconds without it."""
-    in_memory = root == SHARED_MEMORY
+    in_memory = root == bench.memory
+    bench.need_room(root, 2.05 * bytes_)  # the one before it is removed after it
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
     try:
         with closing(rank.writer(in_memory)) as writer:
-            for version in range(1, ROUNDS + 1):
+            for version in range(1, (ROUNDS if in_memory else DISK_ROUNDS) + 1):
                 path = folder / f"v{version}"
                 bench.synchronise()
                 begun = time.perf_counter()

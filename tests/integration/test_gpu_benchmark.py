@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,14 +13,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.inference.sglang import gpu_checks
+from asyncrl.models.weights.transports import TRANSPORTS, nccl
+from asyncrl.models.weights.transports.base import weight_transport
+from asyncrl.runtime.process import hardware
+
+from ..conftest import SGLANG_ENV
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu  # noqa: E402
-from gpu_rows.bench import Bench, Figure  # noqa: E402
+from gpu_rows import machine, sglang_server  # noqa: E402
+from gpu_rows.bench import Bench, Figure, LeftOut, said  # noqa: E402
+
+SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
 WHOLE_RUNS = {"runs", "failures"}
 """Played by tests/e2e/test_gpu_benchmark_run.py."""
@@ -44,16 +58,74 @@ def test_every_row_works_on_a_cpu_and_measures_what_the_targets_are_of(tmp_path:
     names = {row: {Figure(**each).key for each in found[row]["figures"]} for row in found}
     assert names["sglang"] == {"left out"}
     for target in gpu.TARGETS:
-        for row, name in (*target.terms, *([target.over] if target.over else [])):
-            assert row == "sglang" or name in names[row], target.name
+        ways = [[*terms, *([target.over] if target.over else [])] for terms in target.ways.values()]
+        assert any(all(row == "sglang" or name in names[row] for row, name in way) for way in ways), target.name
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.skipif(SGLANG_PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON names no interpreter with SGLang")
+def test_a_real_server_is_measured_and_serves_the_weights_of_each_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sglang_server.settings
+
+    def settings(bench: Bench, dtype: Dtype) -> ExperimentConfig:
+        config = made(bench, dtype)
+        config.generation.sglang.env |= SGLANG_ENV
+        return config
+
+    monkeypatch.setattr(sglang_server, "settings", settings)
+    bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path, sglang=SGLANG_PYTHON, log=tmp_path / "log")
+    bench.figures["machine"] = {"memory bandwidth": 10.0}
+    list(machine.model(bench))
+    found = list(sglang_server.sglang(bench))
+    assert not [figure for figure in found if figure.failed], (tmp_path / "log").read_text()[-5000:]
+    assert "left out" not in {figure.name for figure in found}
+    values = {figure.key: figure.value for figure in found}
+    for target in gpu.TARGETS:
+        for terms in target.ways.values():
+            assert all(name in values for row, name in terms if row == "sglang"), target.name
+    assert values["abort: aborted requests"] == values["abort: running requests"] == 4
+    assert float(values["abort: tokens of an answer, fewest"]) >= 1
+    for part in ("SGLang, float32", *(f"update by {name}" for name in TRANSPORTS)):
+        assert float(values[f"{part}: worst distance"]) < 1e-5, part
+    for name in TRANSPORTS:
+        assert float(values[f"update by {name}: while training: train steps"]) >= 1
+    left = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    assert not [command for command in left if "sglang" in command]
+
+
+@pytest.mark.parametrize("gpus", [["0"], ["0", "1"]])
+def test_a_server_is_on_the_gpu_that_a_run_would_give_it_and_one_gpu_has_no_nccl_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[str]
+) -> None:
+    for name in gpus:
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nccl, "installed", lambda python: None)
+    bench = Bench(torch.device("cuda"), tiny=True, folder=tmp_path, sglang=sys.executable)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for dtype in (Dtype.bfloat16, Dtype.float32):
+        config = sglang_server.settings(bench, dtype)
+        assert config.generation.sglang.env == {"CUDA_VISIBLE_DEVICES": gpus[-1]}
+        assert list(gpu_checks.problems(config)) == []
+    for transport in TRANSPORTS:
+        config.manager.weight_transport = transport
+        problems = list(weight_transport(transport).check(config))
+        assert bool(problems) == (transport == "distributed" and len(gpus) == 1), problems
 
 
 def test_the_limits_of_all_rows_are_less_than_half_an_hour() -> None:
     assert sum(row.limit_s for row in gpu.ROWS) <= gpu.BUDGET_S
 
 
-def raises(_: Bench) -> Iterator[Figure]:
-    """Figures of a row that fails."""
+def raises(bench: Bench) -> Iterator[Figure]:
+    """Figures of a row that fails, and leaves files."""
+    (bench.folder / "version").mkdir()
+    (bench.memory / "checkpoint").touch()
     yield Figure("", "first", 1.0)
     raise ValueError("no such kernel")
 
@@ -75,17 +147,87 @@ def hangs(_: Bench) -> Iterator[Figure]:
 def test_a_row_that_fails_keeps_what_it_has_and_says_why(
     tmp_path: Path, measure: Any, limit_s: float, reason: str
 ) -> None:
-    bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path)
+    bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path, memory=tmp_path)
     first, last = gpu.measured(gpu.Row("broken", limit_s, measure), bench)
     assert (first.key, first.value) == ("first", 1.0)
     assert last.failed
     assert reason in str(last.value)
 
 
+def test_a_command_that_is_ended_leaves_no_process_of_a_row(tmp_path: Path) -> None:
+    coming = gpu.measured(gpu.Row("hangs", 60, hangs), Bench(torch.device("cpu"), tiny=True, folder=tmp_path))
+    next(coming)
+    assert multiprocessing.active_children()
+    coming.close()
+    assert not multiprocessing.active_children()
+
+
+def test_what_has_no_room_is_left_out(tmp_path: Path) -> None:
+    bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path)
+    bench.need_room(tmp_path, 1)
+    with pytest.raises(LeftOut, match=r"has room for .* GiB, and 1073741824\.0 GiB are written"):
+        bench.need_room(tmp_path, 1 << 60)
+
+
+def test_an_error_is_said_with_its_end_where_the_cause_is() -> None:
+    assert said(ValueError("no kernel")) == "ValueError: no kernel"
+    log = "SGLang ended; the end of its log:\nline\nline\nthe first error in its log: OutOfMemoryError\nlower it"
+    assert said(RuntimeError(log)) == (
+        "RuntimeError: SGLang ended; the end of its log: | the first error in its log: OutOfMemoryError | lower it"
+    )
+
+
+GPU_TESTS = """
+import threading
+import pytest
+def test_passes(): pass
+@pytest.mark.skip(reason="needs two GPUs")
+def test_is_skipped(): pass
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fails(dtype): assert dtype == "float32"
+"""
+
+
+def played(root: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures of the row `tests` of a repository with these tests."""
+    (root / "tests" / "gpu").mkdir(parents=True)
+    (root / "tests" / "gpu" / "test_few.py").write_text(text)
+    monkeypatch.setattr(machine, "ROOT", root)
+    return list(machine.tests(Bench(torch.device("cpu"), tiny=False, folder=root)))
+
+
+def test_tests_are_counted_and_failed_and_skipped_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "TESTS_S", 300)
+    found = played(tmp_path, GPU_TESTS, monkeypatch)
+    assert [(each.name, each.value) for each in found if each.name != "all"] == [
+        ("passed", 2.0),
+        ("skipped", 1.0),
+        ("failed", 1.0),
+        ("failed", "tests/gpu/test_few.py::test_fails[bfloat16]"),
+        ("skipped, 1 times", "needs two GPUs"),
+    ]
+    assert [each.failed for each in found].count(True) == 1
+
+
+def test_tests_that_hang_are_ended_and_the_one_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "TESTS_S", 1)
+    last = played(tmp_path, "import threading\ndef test_hangs(): threading.Event().wait()\n", monkeypatch)[-1]
+    assert last.failed
+    assert str(last.value).startswith("not done after 1 s; ")
+    output = "collecting ... collected 2 items\n\ntests/gpu/a.py::test_a PASSED [ 50%]\ntests/gpu/a.py::test_b "
+    *_, said_ = machine.test_figures(output, 1.0, "not done after 1 s")
+    assert str(said_.value).endswith("the last line of its output is tests/gpu/a.py::test_b")
+
+
 def met(bench: Bench) -> Iterator[Figure]:
     """Figures of a row that works."""
     yield Figure("", "speed", 1.0)
     yield Figure("", "before", bench.earlier("broken", "first") or 0.0)
+    assert not [*bench.folder.iterdir(), *bench.memory.iterdir()]
 
 
 def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compared(
@@ -94,10 +236,11 @@ def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compa
     record = tmp_path / "gpu.json"
     monkeypatch.setattr(gpu, "ROWS", (gpu.Row("broken", 60, raises), gpu.Row("works", 60, met)))
     targets = [
-        gpu.Target("fast", (("works", "speed"),), 0.5, at_least=True),
-        gpu.Target("small", (("works", "speed"), ("works", "before")), 0.5),
-        gpu.Target("share", (("works", "speed"),), 2.0, over=("broken", "first")),
-        gpu.Target("agrees", (("broken", "second"),), 1.0),
+        gpu.Target("fast", {"": (("works", "speed"),)}, 0.5, at_least=True),
+        gpu.Target("small", {"": (("works", "speed"), ("works", "before"))}, 0.5),
+        gpu.Target("share", {"": (("works", "speed"),)}, 2.0, over=("broken", "first")),
+        gpu.Target("agrees", {"": (("broken", "second"),)}, 1.0),
+        gpu.Target("best", {"a": (("works", "speed"), ("works", "before")), "b": (("works", "speed"),)}, 1.0),
     ]
     monkeypatch.setattr(gpu, "TARGETS", targets)
     command = ["gpu.py", "--tiny", "--device", "cpu", "--json", str(record), "--folder", str(tmp_path)]
@@ -107,8 +250,14 @@ def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compa
     assert [figure["failed"] for figure in rows["broken"]["figures"]] == [False, True]
     assert [figure["value"] for figure in rows["works"]["figures"]] == [1.0, 1.0]
     printed = capsys.readouterr().out
-    verdicts = [line.split()[-1] for line in printed.split("targets")[1].splitlines()[1:5]]
-    assert verdicts == ["met", "MISSED", "met", "1.0"], printed
+    verdicts = [line.split()[-1] for line in printed.split("targets")[1].splitlines()[1:6]]
+    assert verdicts == ["met", "MISSED", "met", "1.0", "(b)"], printed
     assert "agrees" in printed
     assert "not measured" in printed
     assert "1 failed" in printed
+    assert "ValueError: no such kernel" in (tmp_path / "gpu.log").read_text()
+    monkeypatch.setattr(gpu, "ROWS", (gpu.Row("broken", 60, dies), gpu.Row("works", 60, met)))
+    monkeypatch.setattr(sys, "argv", [*command, "--add", "--rows", "works"])
+    assert gpu.main() == 0
+    assert json.loads(record.read_text())["rows"]["broken"] == rows["broken"]
+    assert "MISSED" in capsys.readouterr().out  # by a figure of the command before

@@ -1,4 +1,4 @@
-"""Trainer and servers with two versions of NCCL are refused where NCCL would connect them."""
+"""Trainer and servers that NCCL would have to connect and cannot: with two versions, or on one GPU."""
 
 from __future__ import annotations
 
@@ -57,6 +57,26 @@ def test_one_version_or_one_that_is_not_known_and_gloo_pass(
     assert list(check(config)) == []
     monkeypatch.setattr(nccl, "installed", lambda python: pytest.fail("gloo has no such versions"))
     config.trainer.device = Device.cpu
+    assert list(check(config)) == []
+
+
+def test_the_sender_and_a_server_on_one_gpu_are_refused(
+    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "installed", lambda python: Installed(python, "2.30.7"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (message,) = check(config)
+    assert message.startswith("manager.weight_transport='distributed': NCCL connects no two processes on one GPU, ")
+    assert "model_worker/0, which sends the weights, shares GPU 0 with generation_server/0" in message
+    assert "use weight_transport=tensor or disk" in message
+    config.manager.weight_transport = "tensor"
+    assert list(check(config)) == []
+    config.manager.weight_transport = "distributed"
+    config.generation.device = Device.cpu  # gloo connects them
+    assert list(check(config)) == []
+    config.generation.device = Device.auto
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config.trainer.parallel = "d2"  # the server shares the GPU of the second rank, which sends nothing
     assert list(check(config)) == []
 
 
