@@ -7,7 +7,7 @@ The client handles the following, so that callers need not:
 - **Readiness.** `/health` sends a probe through the model, and blocks for 20 s while generation is paused. `ready` asks
   `/ready`, and `/model_info` if the server has no `/ready`. Both answer at once.
 - **Aborts.** A request that was aborted in the queue has no output, and lacks fields that one aborted while running
-  has.
+  has. SGLang's pause with `abort` takes a second while requests run, so `end_running` comes before it.
 - **Versions** of tokens are in `weight_versions`. A reply without it has only `weight_version`, the version at its end.
   That is right for all its tokens as long as every weight update aborts the running requests. A
   `manager.update_mode` that keeps them needs a server that `tells_token_versions`.
@@ -23,6 +23,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ from asyncrl.inference.messages import (
     ModelInfo,
     PauseRequest,
     PictureRequest,
+    ServerLoads,
     UpdateWeightsRequest,
     inline_picture,
 )
@@ -59,6 +61,8 @@ from asyncrl.inference.replies import (
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0
 """Limit of a control call, which waits for the server's event loop alone; `pause` takes up to a second by itself."""
+IDLE_LIMIT_S = 1.0
+"""Longest wait for aborted requests to end, which takes SGLang a step. Its pause looks once a second only."""
 PICTURE_ATTEMPTS = 3
 """Number of times that missing pictures are sent for one request: other requests may push them out of the cache."""
 
@@ -306,6 +310,28 @@ class GenerationServerClient:
         held.
         """
         await self._http.call("POST", f"{self.url}/pause_generation", PauseRequest(mode), timeout_s=timeout_s)
+
+    async def end_running(self) -> None:
+        """Have SGLang answer running requests with their tokens so far; return once none runs.
+
+        If new ones come all the time, this returns after `IDLE_LIMIT_S`. It returns at once from a server that does not
+        report its requests.
+        """
+        await self._http.call(
+            "POST", f"{self.url}/abort_request", AbortRequest(abort_all=True), timeout_s=CONTROL_TIMEOUT_S
+        )
+        now = asyncio.get_running_loop().time
+        ends = now() + IDLE_LIMIT_S
+        while now() < ends:
+            url = f"{self.url}/v1/loads?include=core"
+            try:
+                told = await self._http.call("GET", url, timeout_s=CONTROL_TIMEOUT_S, reply=ServerLoads)
+            except HttpRefused as error:
+                if error.status == HTTPStatus.NOT_FOUND:
+                    return
+                raise
+            if not any(load.num_running_reqs or load.num_waiting_reqs for load in told.loads):
+                return
 
     async def resume(self) -> None:
         """Continue generating; does nothing if the server is not paused."""

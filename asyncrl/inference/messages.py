@@ -100,6 +100,19 @@ class AbortRequest(Struct, omit_defaults=True):
     abort_all: bool = False
 
 
+class ServerLoad(Struct):
+    """Requests of one of a server's schedulers."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+
+
+class ServerLoads(Struct):
+    """Reply of SGLang's `GET /v1/loads`."""
+
+    loads: list[ServerLoad]
+
+
 class UpdateWeightsRequest(Struct):
     """`POST /update_weights_from_disk`: load the checkpoint in `model_path`, labelled `weight_version` from then on."""
 

@@ -167,7 +167,7 @@ class GserverManager(AsyncWorker):
             weight_transport(updates.weight_transport).manager_end(publisher),
             timeout_s=updates.update_timeout_s,
             checks=() if self._logprob_check is None else (self._logprob_check,),
-            inline_pictures=self.config.generation.backend == GenerationBackend.sglang,
+            backend=self.config.generation.backend,
         )
         return FleetRunner(
             self._decisions,

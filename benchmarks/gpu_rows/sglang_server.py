@@ -218,22 +218,26 @@ def _decoding(server: Server) -> Iterator[Figure]:
 
 
 def _pauses(server: Server) -> Iterator[Figure]:
-    """A pause of an idle server, and one that aborts running requests."""
+    """A pause of an idle server, and pauses that abort running requests: by SGLang itself, and as in a run."""
     made, client = server.calls, server.client
     begun = time.perf_counter()
     made(client.pause(PauseMode.abort), LIMIT_S)
     made(client.resume(), LIMIT_S)
     yield Figure("abort", "pause and resume without requests", time.perf_counter() - begun, "s")
-    asked, running = server.long()
-    yield Figure("abort", "running requests", running)
-    begun = time.perf_counter()
-    made(client.pause(PauseMode.abort), LIMIT_S)
-    yield Figure("abort", "paused after", time.perf_counter() - begun, "s")
-    try:
-        replies = made.result(asked, LIMIT_S)
-        yield Figure("abort", "all have answered after", time.perf_counter() - begun, "s")
-    finally:
-        made(client.resume(), LIMIT_S)
+    replies: list[dict[str, Any]] = []
+    for way, ended_first in (("pause alone", False), ("requests ended first", True)):
+        asked, running = server.long()
+        yield Figure("abort", f"{way}: running requests", running)
+        begun = time.perf_counter()
+        if ended_first:
+            made(client.end_running(), LIMIT_S)
+        made(client.pause(PauseMode.abort), LIMIT_S)
+        yield Figure("abort", f"{way}: paused after", time.perf_counter() - begun, "s")
+        try:
+            replies = made.result(asked, LIMIT_S)
+            yield Figure("abort", f"{way}: all have answered after", time.perf_counter() - begun, "s")
+        finally:
+            made(client.resume(), LIMIT_S)
     answers = [parse_completion(reply) for reply in replies]
     yield Figure(
         "abort", "aborted requests", float(sum(answer.finish_reason == FinishReason.abort for answer in answers))
@@ -309,7 +313,11 @@ def _updates(
     tolerance = logprob_check_tolerance(config)
     check = LogprobCheck(tolerance, LIMIT_S, logging.getLogger("sglang"))
     updater = ServerUpdater(
-        server.http, transport.manager_end(SentFromHere(end)), timeout_s=LIMIT_S, checks=[check] if tolerance else []
+        server.http,
+        transport.manager_end(SentFromHere(end)),
+        timeout_s=LIMIT_S,
+        checks=[check] if tolerance else [],
+        backend=GenerationBackend.sglang,
     )
 
     def publish() -> Target:

@@ -29,7 +29,8 @@ class FakeGenerationServer:
     - `busy`: new requests wait in the queue instead of running; those for scores are aborted there.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
-    - `flushed`: whether each update emptied the cache.
+    - `flushed`: whether each update emptied the cache. `at_pause`: how many requests ran at each pause.
+    - `has_ready`, `has_loads`: it has these routes, as newer servers do.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
 
@@ -38,7 +39,7 @@ class FakeGenerationServer:
         self.version = "0"
         self.model_info_version: str | None = None
         self.spans = True
-        self.has_ready = True
+        self.has_ready = self.has_loads = True
         self.hold_after: int | None = None
         self.early_stop_after: int | None = None
         self.busy = False
@@ -50,6 +51,7 @@ class FakeGenerationServer:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.flushed: list[bool] = []
+        self.at_pause: list[int] = []
         self.generated_tokens = 0
         self.running: dict[str, asyncio.Event] = {}
         self._aborted: set[str] = set()
@@ -60,7 +62,7 @@ class FakeGenerationServer:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=2**26)
-        app.router.add_route("*", "/{name}", self._handle)
+        app.router.add_route("*", "/{name:.+}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
         self._port = reserved_port()
@@ -129,6 +131,7 @@ class FakeGenerationServer:
             case "model_info":
                 return web.json_response({"weight_version": self.model_info_version or self.version})
             case "pause_generation":
+                self.at_pause.append(len(self.running))
                 if (await request.json())["mode"] == "abort":
                     await self.interrupt()
                 else:
@@ -139,12 +142,14 @@ class FakeGenerationServer:
                 await self._notify()
                 return web.json_response({"status": "ok", "message": "Generation continued successfully."})
             case "abort_request":
-                prefix = (await request.json())["rid"]
+                prefix = (await request.json()).get("rid", "")
                 self._aborted |= {rid for rid in self.running if rid.startswith(prefix) and not self.deaf}
                 await self._notify()
                 return web.Response()
             case "flush_cache":
                 return web.Response(text="Cache flushed.")
+            case "v1/loads" if self.has_loads:
+                return web.json_response({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": 0}]})
             case "update_weights_from_disk":
                 return await self._update(await request.json())
             case "generate":

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.api.generation import SamplingParams
+from asyncrl.api.generation import FinishReason, SamplingParams
 from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.inference import client as client_module
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
 from asyncrl.inference.replies import MalformedReply, parse_completion, parse_version
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
@@ -218,6 +220,34 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
         await updater.update(replace(order, target=Target(2, "/w/v2")))
     assert seen == [1, 2]
     assert server.paused
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_pause"),
+    [({}, 0), ({"has_loads": False}, None), ({"deaf": True}, 1)],
+    ids=["", "does not report its requests", "stays busy"],
+)
+async def test_running_requests_have_ended_before_sglang_is_paused(
+    settings: dict[str, bool],
+    at_pause: int | None,
+    start_fake_server: Any,
+    http: JsonHttp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pause looks once a second whether they have ended; meanwhile a server would stand idle."""
+    monkeypatch.setattr(client_module, "IDLE_LIMIT_S", 0.1)
+    server = await start_fake_server()
+    server.hold_after = 2
+    for name, value in settings.items():
+        setattr(server, name, value)
+    client = GenerationServerClient(http, server.url)
+    running = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))
+    await server.until(lambda: server.generated_tokens == 2)
+    updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, backend=GenerationBackend.sglang)
+    await updater.update(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"))
+    (answer,) = await running
+    assert (answer.finish_reason, answer.versions) == (FinishReason.abort, [0, 0])
+    assert at_pause is None or server.at_pause == [at_pause]
 
 
 async def test_a_server_whose_update_failed_generates_nothing(start_fake_server: Any, http: JsonHttp) -> None:

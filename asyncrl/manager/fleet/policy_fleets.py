@@ -23,7 +23,6 @@ from typing import Any
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.names import POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
@@ -83,7 +82,7 @@ class PolicyFleets:
                     DiskManagerEnd(),
                     timeout_s=updates.update_timeout_s,
                     checks=checks,
-                    inline_pictures=config.generation.backend == GenerationBackend.sglang,
+                    backend=config.generation.backend,
                 ),
                 http,
                 health_interval_s=updates.health_interval_s,

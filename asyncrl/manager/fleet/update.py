@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode, PictureSender
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
 from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.trainer.messages import SendWeights
@@ -24,7 +25,7 @@ class ServerUpdater:
         transport: brings weights to the servers.
         timeout_s: time limit of each call to a server.
         checks: checks that a server must pass after each update.
-        inline_pictures: see `PictureSender`.
+        backend: the servers' engine.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class ServerUpdater:
         *,
         timeout_s: float,
         checks: Sequence[UpdateCheck] = (),
-        inline_pictures: bool = False,
+        backend: GenerationBackend = GenerationBackend.embedded,
     ) -> None:
-        self._http, self._sender = http, PictureSender(http, inline=inline_pictures)
+        self._is_sglang = backend == GenerationBackend.sglang
+        self._http, self._sender = http, PictureSender(http, inline=self._is_sglang)
         self._transport, self._timeout_s, self._checks = transport, timeout_s, checks
 
     async def update(
@@ -91,7 +93,7 @@ class ServerUpdater:
             HttpError: a call failed; the state of its memory is unknown.
         """
         client = self._client(order.url)
-        await client.pause(PauseMode.abort, timeout_s=self._timeout_s)
+        await self._abort(client)
         await client.release_memory([*MemoryTag], timeout_s=self._timeout_s)
 
     def _client(self, url: str) -> GenerationServerClient:
@@ -100,7 +102,15 @@ class ServerUpdater:
     async def _pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
         if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
             await client.pause(PauseMode.retract, timeout_s=self._timeout_s)
-        await client.pause(order.pause, timeout_s=self._timeout_s)
+        if order.pause == PauseMode.abort:
+            await self._abort(client)
+        else:
+            await client.pause(order.pause, timeout_s=self._timeout_s)
+
+    async def _abort(self, client: GenerationServerClient) -> None:
+        if self._is_sglang:  # once its pause has aborted requests, it waits a second to see that they have ended
+            await client.end_running()
+        await client.pause(PauseMode.abort, timeout_s=self._timeout_s)
 
     async def _resume_memory(
         self,
