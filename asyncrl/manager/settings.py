@@ -160,9 +160,9 @@ class ManagerConfig:
         UpdateMode.interrupt,
         "what a weight update does with running requests; interrupt: abort them, and clients send them again with "
         "their tokens so far; retract: put them back into the server's queue, where they continue under the new "
-        "weights (tens of milliseconds, where SGLang takes a second to abort; SGLang 0.5.20 or newer); in_place: "
-        "continue them at once with the keys and values that the old weights left in the cache (cheapest, nothing is "
-        "computed again; log-probabilities are those of this mixture); finish: wait for their end",
+        "weights (SGLang 0.5.20 or newer); in_place: continue them at once with the keys and values that the old "
+        "weights left in the cache (cheapest, nothing is computed again; log-probabilities are those of this mixture); "
+        "finish: wait for their end",
     )
     weight_transport: str = setting(
         "disk",
