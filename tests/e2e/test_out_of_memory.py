@@ -1,4 +1,4 @@
-"""Whole runs in which the trainer or a server runs out of memory: what they say, and what goes on."""
+"""A whole run whose trainer runs out of memory. Servers and /dev/shm are in `test_gpu_benchmark_run.py`."""
 
 from __future__ import annotations
 

@@ -55,4 +55,5 @@ class MemoryShortage:
                 happened = f"{OUT_OF_MEMORY}: {error}"
             else:
                 happened = shortage(self._name, what, self._device, error)
-            raise OutOfMemory(f"{happened}\n{in_order([*settings])}") from error
+            lower = f"{in_order([*settings])}; --show-allocation prints the need by part"
+            raise OutOfMemory(f"{happened}\n{lower}") from error
