@@ -102,10 +102,10 @@ class ModelWorker(Worker):
             observer.gauges(partial(gpu_memory, device))
         joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
         start_s = LONGEST_STARTS * config.system.start_timeout_s  # the master detects ranks that no longer start
-        self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
-        observer.stage("loads the models")
         memory = MemoryShortage(config, self.name, device, len(graph.roles()))
         with memory.explained("the load of its models"):
+            self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
+            observer.stage("loads the models")
             self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         dtype = getattr(torch, config.model.dtype.on(device.type))
         self.log.info("%s", device_line(device, dtype, self._attention(device, dtype)))

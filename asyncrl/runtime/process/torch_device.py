@@ -45,7 +45,10 @@ def on_gpu_with_others(device: torch.device) -> bool:
     """True if other processes use memory of this process's GPU."""
     if device.type != "cuda":
         return False
-    free, total = torch.cuda.mem_get_info(device)
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # there is not even room for this process's CUDA context
+        return True
     return total - free - torch.cuda.memory_reserved(device) > _CONTEXT_BYTES
 
 
@@ -58,18 +61,30 @@ def shortage(who: str, what: str, device: torch.device, error: BaseException) ->
         device: the device that it computes on.
         error: torch's error; while it is handled, its traceback keeps the tensors of the failed work.
     """
+    wanted = found[1] if (found := _WANTED.search(str(error))) else "more"
     if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name(device)} ({device}, GPU {', '.join(visible_gpus())})"
-        (free, total), own = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-        beside = f", {torch.cuda.memory_allocated(device) / _GIB:.1f} of them in tensors"
+        name, figures = _gpu_in_use(device)
     else:
         memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
-        name, free, total, beside = "the CPU", memory.available, memory.total, ""
-    wanted = found[1] if (found := _WANTED.search(str(error))) else "more"
-    return (
-        f"{OUT_OF_MEMORY}: {who} on {name} in {what}: it tried to allocate {wanted}; {free / _GIB:.1f} of "
-        f"{total / _GIB:.1f} GiB are free, and this process has {own / _GIB:.1f} GiB{beside}"
-    )
+        name, figures = "the CPU", _figures(memory.available, memory.total, own)
+    return f"{OUT_OF_MEMORY}: {who} on {name} in {what}: it tried to allocate {wanted}; {figures}"
+
+
+def _gpu_in_use(device: torch.device) -> tuple[str, str]:
+    """Return the GPU's name, and how much of its memory is free and this process's."""
+    where = f"{device}, GPU {', '.join(visible_gpus())}"
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+    except RuntimeError:
+        return where, "CUDA finds no room for this process's context: other processes have the memory (nvidia-smi)"
+    in_tensors = torch.cuda.memory_allocated(device) / _GIB
+    figures = _figures(free, total, torch.cuda.memory_reserved(device))
+    return f"{name} ({where})", f"{figures}, {in_tensors:.1f} of them in tensors"
+
+
+def _figures(free: int, total: int, own: int) -> str:
+    return f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free, and this process has {own / _GIB:.1f} GiB"
 
 
 def device_line(device: torch.device, dtype: torch.dtype, attention: str) -> str:
