@@ -22,6 +22,7 @@ from typing import ClassVar, Never
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.config.memory_advice import found_in
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
@@ -33,15 +34,16 @@ from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
+from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 
 WATCH_S = 0.5
 """Longest time in seconds that a thread waits for a guest's turn or memory, and by which it outlives a stop."""
 
 
-class EngineFailed(RuntimeError):
+class EngineFailed(CannotContinue):
     """The engine ended and was not started again."""
 
 
@@ -156,6 +158,8 @@ class GenerationServer(AsyncWorker):
             if not budget.spend(time.monotonic()):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
+            if (shortage := found_in(reason)) is not None:
+                remark(self.run_dir, f"WARNING: {self.name} starts its engine again: {'; '.join(shortage)}")
             self.process_status.set("starting")
 
     @property

@@ -34,6 +34,7 @@ SERVES = "serves"
 """Stage of a server that takes requests."""
 RESTS = "rests while the trainer uses the device"
 """Stage of a guest (`generation.guests`) whose memory is released."""
+_REASON_CHARACTERS = 4000
 _log = logging.getLogger(__name__)
 
 Gauges = Callable[[], Mapping[str, float]]
@@ -112,6 +113,7 @@ class Observer:
         self._lines, self._every_s = _LineFile(file, file_bytes), every_s
         self._stage, self._since = "starting", time.time()
         self._gauges: list[Gauges] = []
+        self._failed: dict[str, str] = {}
         self._late_s, self._delays = 0.0, _LoopDelays()
         self._unreadable = False
         self._end = threading.Event()
@@ -126,7 +128,11 @@ class Observer:
         """Write the last line."""
         if not self._end.is_set():
             self._end.set()
-            self._append(ended=True)
+            self._append(ended=True, **self._failed)
+
+    def failed(self, reason: str) -> None:
+        """Write in the last line why the process failed."""
+        self._failed = {"failed": reason[:_REASON_CHARACTERS]}
 
     def stage(self, text: str) -> None:
         """Set the activity of the process from now on, for the next lines."""
@@ -221,6 +227,12 @@ def start(run_dir: Path, kind: str, index: int) -> None:
         return
     _observer = Observer(observed_file(run_dir, kind, index))
     _observer.start()
+
+
+def failed(reason: str) -> None:
+    """Write in the last line of this process why it failed."""
+    if _observer is not None:
+        _observer.failed(reason)
 
 
 def close() -> None:

@@ -46,7 +46,7 @@ from asyncrl.runtime.trials.open_resolver import describe_outage
 from asyncrl.runtime.trials.process_exit import cannot_continue, describe_exit, leads, may_follow_another, trains
 from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, note_restart
-from asyncrl.runtime.trials.resume import CheckFolder
+from asyncrl.runtime.trials.resume import CheckFolder, TrialError
 from asyncrl.runtime.trials.run_output import RunOutput
 from asyncrl.runtime.trials.run_processes import RunProcesses
 from asyncrl.runtime.trials.trial import Trial
@@ -125,8 +125,9 @@ class Launcher:
                 await self._processes.give_up(self._processes.running)
                 await asyncio.to_thread(self._trial.begin_again)
             return code
-        except NameResolveUnavailable as error:
-            self._display.note(f"FAILED: {describe_outage(error, self.config)}")
+        except (NameResolveUnavailable, TrialError) as error:
+            reason = describe_outage(error, self.config) if isinstance(error, NameResolveUnavailable) else error
+            self._display.note(f"FAILED: {reason}")
             await self._processes.save_and_stop()
             return EXIT_FAILED
         finally:

@@ -42,6 +42,7 @@ from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.immediate_requests import ImmediateRequests
 from asyncrl.trainer.rank.measures import StepMeasures, gpu_memory
+from asyncrl.trainer.rank.memory_shortage import MemoryShortage
 from asyncrl.trainer.rank.model_calls import ModelCalls, RolloutScorer
 from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests
@@ -101,9 +102,11 @@ class ModelWorker(Worker):
             observer.gauges(partial(gpu_memory, device))
         joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
         start_s = LONGEST_STARTS * config.system.start_timeout_s  # the master detects ranks that no longer start
-        self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
-        observer.stage("loads the models")
-        self._rank: TrainingRank = build_rank(config, graph, self._world, device)
+        memory = MemoryShortage(config, self.name, device, len(graph.roles()))
+        with memory.explained("the load of its models"):
+            self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
+            observer.stage("loads the models")
+            self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         dtype = getattr(torch, config.model.dtype.on(device.type))
         self.log.info("%s", device_line(device, dtype, self._attention(device, dtype)))
         if uses_memory_checkpoint(config):
@@ -132,6 +135,7 @@ class ModelWorker(Worker):
             calls=calls,
             scorer=RolloutScorer(self._rank, calls, self._receiver.inbox, measures, config.columns, device),
             measures=measures,
+            memory=memory,
         )
         self._take_connections(head, queued)
 

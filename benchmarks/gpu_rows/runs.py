@@ -1,4 +1,4 @@
-"""Whole runs, in which trainer and server share the GPU: steps, idle time, memory; and one whose server is killed."""
+"""Whole runs, in which trainer and server share the GPU: steps, idle time, memory; and some that fail."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from asyncrl.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.config.memory_advice import OUT_OF_MEMORY, TO_NEED_LESS
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from gpu_rows import machine
 from gpu_rows.bench import Bench, Figure, said, tried
 
 LIMIT_S = 170.0
@@ -32,6 +36,54 @@ def spread(data, completion):
     "A reward that random answers get in part, so that groups have variance."
     return (len(completion) % 7) / 7.0
 """
+TOO_MUCH = 1 << 50
+"""Bytes that no device has; the allocator of the device refuses them as it refuses any that it has not."""
+LOSS = f"""
+import torch
+
+from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.policy_losses.reinforce import reinforce
+
+calls = 0
+
+
+def large(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    global calls
+    calls += 1
+    if calls > 6:
+        torch.empty({TOO_MUCH}, dtype=torch.uint8, device=inputs.logprobs_T.device)
+    return PolicyLossOutput(reinforce(inputs).loss_T, inputs.mask_T)
+"""
+LARGE_SERVER = f"""
+import sys
+
+if "generation_server" in sys.orig_argv:
+    import torch
+
+    from asyncrl.inference.embedded.decoding.batch import DecodeBatch
+
+    calls, step = [], DecodeBatch.step
+
+    def large(self):
+        calls.append(1)
+        if len(calls) == 12:
+            torch.empty({TOO_MUCH}, dtype=torch.uint8, device=self.runner.device)
+        return step(self)
+
+    DecodeBatch.step = large
+"""
+"""A `sitecustomize` by which the embedded engine runs out of memory once."""
+IN_SMALL_MEMORY = """
+import os, subprocess, sys
+
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={sys.argv[1]}", "tmpfs", "/dev/shm"], check=True)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+SMALL_MEMORY = "256k"
+"""Size of a /dev/shm without room for the small model's in-memory checkpoint."""
+FAILURE_S = 80.0
+"""Longest that the runs of the small model may take."""
+SHORTAGES = 3
 TIMES = ("step_s", "train_s", "wait_for_batch_s", "publish_s", "memory_checkpoint_s", "generation_idle_s")
 
 
@@ -42,13 +94,100 @@ def runs(bench: Bench) -> Iterator[Figure]:
 
 
 def failures(bench: Bench) -> Iterator[Figure]:
-    """A run whose server is killed with SIGKILL after the second step goes on until it is stopped."""
-    yield from tried(bench, "server killed", partial(_run, bench, "server killed", 4, kill=True))
+    """Runs that run out of memory, in the trainer, the server and /dev/shm; and one whose server is killed goes on.
+
+    All at once: most of the time their processes start.
+    """
+    with contextlib.ExitStack() as ending:
+        small, shortages = _small(bench), [*_shortages(bench)]
+        runs = [(each, _begin(small, each, ending), time.time()) for each in shortages]
+        ends = time.monotonic() + FAILURE_S * bench.size(1, 10)
+        yield from tried(bench, "server killed", partial(_run, bench, "server killed", 4, kill=True))
+        for shortage, process, begun in runs:
+            yield from tried(bench, shortage.name, partial(_ended, small, shortage, process, begun, ends))
+        if len(runs) < SHORTAGES:
+            yield Figure("/dev/shm full", "left out", "a small one can only be mounted by root")
+
+
+@dataclass(frozen=True)
+class _Shortage:
+    """A run of the small model that runs out of memory; `says` is the begin of a line that it shows."""
+
+    name: str
+    says: str
+    ends: int = EXIT_OK
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+    before: Sequence[str] = ()
+
+
+def _small(bench: Bench) -> Bench:
+    """The same with the small model, in a folder of its own."""
+    root = bench.folder / "small"
+    root.mkdir()
+    for _ in machine.model(replace(bench, tiny=True, folder=root, device=torch.device("cpu"))):
+        pass
+    return replace(bench, tiny=True, folder=root, sglang=None)
+
+
+def _shortages(bench: Bench) -> Iterator[_Shortage]:
+    root = bench.folder / "small"
+    (root / "losses.py").write_text(LOSS)
+    loss = {"algorithm.policy_loss.name": f"{root / 'losses.py'}:large"}
+    yield _Shortage("trainer out of memory", f"{OUT_OF_MEMORY}: model_worker/0 ", EXIT_FAILED, loss)
+    (root / "server").mkdir()
+    (root / "server" / "sitecustomize.py").write_text(LARGE_SERVER)
+    yield _Shortage("server out of memory", "WARNING: generation_server/0 starts its engine again: ", module="server")
+    if not subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        mounted = ("unshare", "--mount", sys.executable, "-c", IN_SMALL_MEMORY, SMALL_MEMORY)
+        yield _Shortage("/dev/shm full", "WARNING: in-memory checkpoints are now off: ", before=mounted)
+
+
+def _begin(bench: Bench, shortage: _Shortage, ending: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    root = _folder_of(bench, shortage.name)
+    settings = _settings(bench, root, 4, 6, shortage.settings)
+    python = os.pathsep.join(filter(None, [str(bench.folder / shortage.module), os.environ.get("PYTHONPATH", "")]))
+    process = subprocess.Popen(
+        [*(shortage.before or [sys.executable]), "-m", "asyncrl.launch", "own_model", *settings],
+        stdout=(root / "output").open("wb"),
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": python},
+    )
+    ending.callback(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what still runs of a run."""
+    if process.poll() is None:
+        launcher = psutil.Process(process.pid)
+        for each in (*launcher.children(recursive=True), launcher):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def _ended(
+    bench: Bench, shortage: _Shortage, process: subprocess.Popen[bytes], begun: float, ends: float
+) -> Iterator[Figure]:
+    """What the run showed and how it ended; one that went on did so to its last step."""
+    root = _folder_of(bench, shortage.name)
+    code = process.wait(max(1.0, ends - time.monotonic()))
+    yield Figure(shortage.name, "ended after", (root / "output").stat().st_mtime - begun, "s")
+    lines = (root / "output").read_text(errors="replace").splitlines()
+    if code != shortage.ends:
+        raise RuntimeError(f"the run ended with {code}: {' | '.join(lines[-4:])}")
+    place = next((place for place, line in enumerate(lines) if shortage.says in line), None)
+    if place is None:
+        raise RuntimeError(f"the run did not say {shortage.says!r}: {' | '.join(lines[-4:])}")
+    told = [lines[place].strip(), *(line.strip() for line in lines[place + 1 : place + 2] if TO_NEED_LESS in line)]
+    yield Figure(shortage.name, "said", " ".join(told))
+    if shortage.ends == EXIT_OK:
+        yield Figure(shortage.name, "went on, steps", float(len(_rows(root / "gpu" / "run"))))
 
 
 def _run(bench: Bench, name: str, staleness: int, *, kill: bool) -> Iterator[Figure]:
-    root = bench.folder / name.replace(" ", "_")
-    root.mkdir()
+    root = _folder_of(bench, name)
     steps, limit_s = ENDLESS if kill else bench.size(6, 3), LIMIT_S * bench.size(1, 5)
     process = subprocess.Popen(
         [sys.executable, "-m", "asyncrl.launch", "own_model", *_settings(bench, root, staleness, steps)],
@@ -88,7 +227,15 @@ def _run(bench: Bench, name: str, staleness: int, *, kill: bool) -> Iterator[Fig
         process.wait()
 
 
-def _settings(bench: Bench, root: Path, staleness: int, steps: int) -> list[str]:
+def _folder_of(bench: Bench, name: str) -> Path:
+    folder = bench.folder / name.replace(" ", "_").replace("/", "_")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _settings(
+    bench: Bench, root: Path, staleness: int, steps: int, further: Mapping[str, Any] | None = None
+) -> list[str]:
     (root / "reward.py").write_text(REWARD)
     rows = [{"prompt": " ".join(f"w{2 + (row + place) % 50}" for place in range(8))} for row in range(64)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": ""}) + "\n" for row in rows))
@@ -124,7 +271,7 @@ def _settings(bench: Bench, root: Path, staleness: int, steps: int) -> list[str]
             "generation.sglang.python": bench.sglang,
             "generation.sglang.args": "{mem_fraction_static: 0.3}" if bench.cuda else "{}",
         }
-    return [f"{name}={value}" for name, value in settings.items()]
+    return [f"{name}={value}" for name, value in (settings | dict(further or {})).items()]
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The rows of `benchmarks/gpu.py` that play whole runs, on a CPU with small sizes; in one the server is killed.
+"""The rows of `benchmarks/gpu.py` that play whole runs, on a CPU with small sizes; in some something fails.
 
 That rows are measured by the command and written down, `tests/integration/test_gpu_benchmark.py` shows.
 """
@@ -25,10 +25,13 @@ from gpu_rows.bench import Bench
 
 @pytest.fixture
 def forked(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its run is forked from the template."""
+    """Its runs are forked from the template, but those in an environment or a mount of their own."""
+    start = subprocess.Popen
 
-    def popen(command: list[str], *, stdout: IO[bytes], stderr: int) -> Any:
+    def popen(command: list[str], *, stdout: IO[bytes], stderr: int, env: dict[str, str] | None = None) -> Any:
         assert template is not None
+        if env is not None:
+            return start(command, stdout=stdout, stderr=stderr, env=env)
         return template.popen(command, stdout=stdout, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
 
     if template is not None:
@@ -38,7 +41,7 @@ def forked(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("name", "parts", "steps"), [("runs", 2, 3), ("failures", 1, 4)])
+@pytest.mark.parametrize(("name", "parts", "steps"), [("runs", 2, 3), ("failures", 4, 4)])
 def test_whole_runs_of_the_benchmark_end_well_and_one_outlives_its_server(
     tmp_path: Path, name: str, parts: int, steps: int
 ) -> None:
@@ -51,8 +54,23 @@ def test_whole_runs_of_the_benchmark_end_well_and_one_outlives_its_server(
         figure.part: {each.name: each.value for each in measured if each.part == figure.part} for figure in measured
     }
     assert len(by_part) == parts
+    if name == "failures":
+        _check_shortages({part: by_part.pop(part) for part in [*by_part] if part != "server killed"})
     for figures in by_part.values():
         assert float(figures["steps"]) >= steps
         assert float(figures["step_s, median after the first"]) > 0
         assert figures["rollouts missing in the books"] == 0
         assert figures["processes left behind"] == 0
+
+
+def _check_shortages(by_part: dict[str, dict[str, float | str]]) -> None:
+    trainer, server = by_part.pop("trainer out of memory"), by_part.pop("server out of memory")
+    assert "out of memory: model_worker/0 on the CPU in call 'actor_train' (role 'actor') of step " in str(
+        trainer["said"]
+    )
+    assert "out of memory: the embedded engine on the CPU in a step: " in str(server["said"])
+    assert all("to need less memory, in this order: " in str(each["said"]) for each in (trainer, server))
+    (memory,) = by_part.values()
+    if "left out" not in memory:  # not root
+        assert "No space left on device" in str(memory["said"])
+        assert memory["went on, steps"] == server["went on, steps"] == 6

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import ssl
 import stat
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,6 +47,9 @@ FAKE_SGLANG = textwrap.dedent(
             self.wfile.write(json.dumps(content).encode())
 
         def do_GET(self):
+            if self.path == "/too_much":
+                print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB.", *"x" * 70, sep="\\n")
+                os._exit(1)
             self.reply({"disable_radix_cache": "--disable-radix-cache" in sys.argv})
 
         def do_POST(self):
@@ -205,6 +211,33 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
     assert last.state == "failed"
     assert "was killed by SIGKILL" in last.reason
     assert "given up after 3 restarts" in last.reason
+
+
+def test_a_server_that_runs_out_of_memory_while_it_serves_is_started_again_and_the_terminal_says_what_to_lower(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    config.system.restarts_per_process = 1
+    process = start(config)
+    key = names.gen_server_key(0)
+    registration: str | None = None
+    for _ in range(2):
+        registration = resolver.watch(key, LIMIT_S, last=registration) or resolver.wait(key, LIMIT_S)
+        with pytest.raises(OSError):
+            urllib.request.urlopen(
+                f"{names.GenerationServerEntry.decode(registration).url}/too_much",
+                context=ssl._create_unverified_context(),
+                timeout=LIMIT_S,
+            )
+    assert process.wait(LIMIT_S) == 1
+    said = [json.loads(line)["remark"] for line in (tmp_path / "run" / "remarks.jsonl").read_text().splitlines()]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "WARNING: generation_server/0 starts its engine again: the first error in its log: torch.OutOf"
+    )
+    for text in (said[0], status(resolver).reason):
+        assert "to need less memory, in this order: lower generation.sglang.args.mem_fraction_static" in text
+    assert status(resolver).reason.startswith("EngineFailed: SGLang: ")
 
 
 def await_state(resolver: NameResolver, state: str) -> str:

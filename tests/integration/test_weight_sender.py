@@ -18,6 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import ServerUpdater
+from asyncrl.models.weights.transports import tensor
 from asyncrl.models.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
 from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.trainer.client import PublisherClient
@@ -209,3 +210,12 @@ async def test_a_server_that_was_sent_to_but_names_another_version_has_failed(
     publisher.close()
     await http.close()
     trainer.close()
+
+
+def test_a_full_shared_memory_is_told_with_the_transport_that_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(tensor.ForkingPickler, "dump", full)
+    with pytest.raises(OSError, match=r"/dev/shm has no room .* or set manager.weight_transport=disk"):
+        tensor._shared_handle([("weight", torch.ones(2))])

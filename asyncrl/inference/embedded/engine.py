@@ -25,6 +25,7 @@ from concurrent.futures import Future
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.config.memory_advice import is_out_of_memory
 from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.engine_io import (
@@ -50,6 +51,7 @@ from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import eos_token_ids
 from asyncrl.models.weights.model_files.loading import WeightUpdateError
+from asyncrl.runtime.process.torch_device import shortage
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class GenerationEngine:
         model: the model that is served.
         limits: limits that requests are checked against.
         eos_token_ids: tokens that end an answer.
+        shortage: one line on the lack of memory that ended the engine's thread; empty if nothing or another error did.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class GenerationEngine:
         self._mailbox = Mailbox()
         threads = torch.get_num_threads()  # a new thread would have its own thread count
         self._thread = threading.Thread(target=self._run, args=(threads,), name="engine", daemon=True)
+        self.shortage = ""
         self._paused: PauseMode | None = None
         self._statistics = Statistics(self._batch, self._jobs, self.limits, pictures)
 
@@ -309,6 +313,8 @@ class GenerationEngine:
                 self.step()
         except Exception as error:
             logger.exception("the embedded engine failed")
+            if is_out_of_memory(f"{type(error).__name__}: {error}"):  # kept as text: the error holds the engine
+                self.shortage = shortage("the embedded engine", "a step", self.model.device, error)
             failure = EngineStoppedError(f"the engine failed: {error!r}")
         finally:
             self._fail_all(failure)

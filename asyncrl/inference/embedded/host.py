@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+
+import torch
 
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory_advice import in_order, is_out_of_memory, server_settings
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.load_engine import load_engine
 from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.engine_host import EngineStartError, ServedEngine
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
+from asyncrl.runtime.process.torch_device import choose_device, shortage
+from asyncrl.runtime.process.worker import OutOfMemory
 
 _HEALTH_POLL_S = 0.25
+
+
+def _free_memory() -> None:
+    """Free the memory of an engine that has ended, so that another one finds room.
+
+    The engine has cycles, and the process has excluded it from garbage collection (`Worker.ready`).
+    """
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 class EmbeddedHost:
@@ -36,8 +53,11 @@ class EmbeddedHost:
 
         Raises:
             EngineStartError: no progress for `generation.start_timeout_s`, or the engine does not serve this model.
+            OutOfMemory: the model, or the first work with it, does not fit.
         """
-        await self.stop()
+        if self._engine is not None:
+            await self.stop()
+            await asyncio.to_thread(_free_memory)
         limit = StartLimit("generation.start_timeout_s", self._config.generation.start_timeout_s)
         try:
             self._engine = await await_start(
@@ -47,6 +67,11 @@ class EmbeddedHost:
             raise EngineStartError(f"the model was not loaded: {error}") from None
         except UnsupportedModelError as error:
             raise EngineStartError(str(error)) from error
+        except Exception as error:
+            if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+                raise
+            what = shortage("the embedded engine", "the load of its model", self._device, error)
+            raise OutOfMemory(f"{what}\n{self._advice}") from error
         self._engine.start()
         token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
         picture_bytes = int(self._config.generation.picture_memory * 2**30)
@@ -60,15 +85,30 @@ class EmbeddedHost:
         assert self._engine is not None, "not started"
         while self._engine.healthy:  # noqa: ASYNC110 - the engine has no event of this loop to set
             await asyncio.sleep(_HEALTH_POLL_S)
+        if self._engine.shortage:
+            return f"{self._engine.shortage}\n{self._advice}"
         return "the embedded engine failed; its traceback is above"
+
+    @property
+    def _device(self) -> torch.device:
+        return choose_device("generation.device", self._config.generation.device)
+
+    @property
+    def _advice(self) -> str:
+        return in_order([*server_settings(self._config, on_gpu=self._device.type == "cuda")])
 
     async def stop(self) -> None:
         """Stop the engine, which fails unfinished jobs, then the HTTP server, which has no open requests by then."""
         try:
             if self._engine is not None:
-                await asyncio.to_thread(self._engine.close)
+                await asyncio.to_thread(self._close_engine)
                 self._engine = None
         finally:  # the engine's thread may not end in time
             if self._server is not None:
                 await self._server.close()
                 self._server = None
+
+    def _close_engine(self) -> None:
+        """Close the engine. A thread that calls its method would hold it a moment longer than the call lasts."""
+        assert self._engine is not None
+        self._engine.close()

@@ -19,6 +19,7 @@ from pathlib import Path
 from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory_advice import in_order, is_out_of_memory
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
@@ -37,16 +38,7 @@ _BIND_ATTEMPTS = 3
 _ADDRESS_IN_USE = ("address already in use", "errno 98", "eaddrinuse")
 _CHILD_TITLE = "sglang::"  # what SGLang calls its schedulers and its detokenizer
 _MAX_SOCKET_FOLDER = 80  # a Unix socket's path holds 107 bytes, of which SGLang's file names take some 20
-_TOO_LITTLE_IS_FREE = (
-    ("cuda out of memory", "cuda error: out of memory", "cuda_error_out_of_memory", "outofmemoryerror"),
-    "too little memory is free on its GPU: lower generation.sglang.args.mem_fraction_static, the part for weights and "
-    "KV cache; set a larger generation.sglang.tensor_parallel; or give the server a GPU of its own",
-)
-_NO_ROOM_FOR_THE_CACHE = (
-    ("not enough memory. please try to increase --mem-fraction-static",),
-    "its part of the GPU's memory holds the weights but no KV cache: raise generation.sglang.args.mem_fraction_static, "
-    "or set a larger generation.sglang.tensor_parallel",
-)
+_NO_ROOM_FOR_THE_CACHE = "not enough memory. please try to increase --mem-fraction-static"
 
 
 class SGLangHost:
@@ -264,10 +256,21 @@ def _write_secrets(scratch: Path, security: HttpSecurity | None) -> Path | None:
 
 def advice(lines: Sequence[str]) -> str:
     """Return what to do about the cause that `lines` of the log show; empty if none is known."""
-    log = "\n".join(lines).lower()
-    for texts, what_to_do in (_NO_ROOM_FOR_THE_CACHE, _TOO_LITTLE_IS_FREE):
-        if any(text in log for text in texts):
-            return what_to_do
+    log = "\n".join(lines)
+    if _NO_ROOM_FOR_THE_CACHE in log.lower():
+        return (
+            "its part of the GPU's memory holds the weights but no KV cache: raise "
+            "generation.sglang.args.mem_fraction_static, or set a larger generation.sglang.tensor_parallel"
+        )
+    if is_out_of_memory(log):
+        return in_order(
+            [
+                "lower generation.sglang.args.mem_fraction_static, the part for weights and KV cache",
+                "lower generation.sglang.args.chunked_prefill_size",
+                "set a larger generation.sglang.tensor_parallel",
+                "give the server a GPU of its own",
+            ]
+        )
     return ""
 
 

@@ -6,7 +6,6 @@ all have written, the state becomes visible at once. Only then may other process
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     WrittenShare,
 )
-
-_log = logging.getLogger(__name__)
 
 
 class StepState(msgspec.Struct, frozen=True):
@@ -139,11 +136,8 @@ class MemoryCheckpointer:
         """Stop in-memory checkpoints. The existing one will be older than the step others see, so no run may resume
         from it.
         """
-        _log.warning(
-            "in-memory checkpoints are now off: a crash of the trainer would cost all steps since the newest "
-            "checkpoint on disk: %s",
-            error,
-        )
+        assert self._memory_checkpoint is not None
+        self._memory_checkpoint.tell_off(error.message)
         self._memory_checkpoint = None
 
 

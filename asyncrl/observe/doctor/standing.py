@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
+from asyncrl.config.memory_advice import OUT_OF_MEMORY, found_in
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.sentences import percent
 from asyncrl.observe.doctor.server_load import policy_of_server
@@ -26,8 +27,14 @@ eight processes that import torch, comes near it for some twenty seconds; `LONG_
 
 def standing(history: History) -> Iterator[Finding]:
     """Yield findings on a run that makes no steps, or that did not end normally."""
-    if history.state is State.died:
-        yield _died(history)
+    if history.state in (State.died, State.stopped):
+        failures = _failures(history)
+        if (finding := _out_of_memory(failures)) is not None:
+            yield finding
+        elif history.state is State.died:
+            yield _died(history, failures)
+        elif failures:
+            yield _failed(history, failures)
     elif history.state is State.running and not _has_stepped(history):
         yield _starting(history)
     elif history.state is State.running and (finding := _stalled(history)) is not None:
@@ -189,7 +196,39 @@ def _longest_under_way(history: History) -> Rollout | None:
     return min(under_way, key=lambda each: each.admitted_at, default=None)
 
 
-def _died(history: History) -> Finding:
+def _failures(history: History) -> list[str]:
+    """Return why processes of the newest launch failed, the first one first."""
+    failed = [process for process in _workers(history) if "failed" in process.last]
+    return [f"{each.name} failed: {each.last['failed']}" for each in sorted(failed, key=lambda each: each.last["at"])]
+
+
+def _out_of_memory(failures: Sequence[str]) -> Finding | None:
+    for failure in failures:
+        if (found := found_in(failure)) is not None:
+            what, name = found[0].rpartition(f"{OUT_OF_MEMORY}: ")[2], failure.partition(" ")[0]
+            where = "" if name in what or name.startswith("master_worker") else f"{name}: "
+            return Finding(
+                "out-of-memory",
+                Level.problem,
+                "The run ran out of memory",
+                f"{where}{what}.",
+                f"{found[1][0].upper()}{found[1][1:]}. The same command then continues from the newest checkpoint.",
+            )
+    return None
+
+
+def _failed(history: History, failures: Sequence[str]) -> Finding:
+    return Finding(
+        "failed",
+        Level.problem,
+        "A process failed",
+        f"after step {max(history.steps, default=0)} {failures[0].splitlines()[0]}.",
+        "Its log has all of the message. The same command continues from the newest checkpoint.",
+    )
+
+
+def _died(history: History, failures: Sequence[str]) -> Finding:
+    failed = "".join(f"{failure.splitlines()[0]}. " for failure in failures[:1])
     last = ", ".join(
         f"{process.name} {process.last['stage']}" for process in _workers(history) if not process.last.get("ended")
     )
@@ -199,7 +238,7 @@ def _died(history: History) -> Finding:
         "died",
         Level.problem,
         "The run ended without a summary",
-        f"{reached}. "
+        f"{reached}. {failed}"
         + (f"Last seen: {last}. " if last else "")
         + (
             f"The last restart was of {restarts[0]['restarted']}, which {restarts[0].get('reason', '')}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from asyncrl.config.memory_advice import OUT_OF_MEMORY
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.runtime.process.hardware import count_gpus
+from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _GIB = 1 << 30
+_WANTED = re.compile(r"[Tt]ried to allocate (\d[\d.]* \w+)")
+_CONTEXT_BYTES = 1 << 30
+"""At most what a process uses of a GPU beside torch's allocator: its CUDA context, and buffers of libraries."""
 
 
 def choose_device(name: str, setting: Device) -> torch.device:
@@ -34,6 +39,52 @@ def choose_device(name: str, setting: Device) -> torch.device:
     if setting == Device.cuda or (setting == Device.auto and usable):
         return torch.device("cuda", 0)
     return torch.device("cpu")
+
+
+def on_gpu_with_others(device: torch.device) -> bool:
+    """True if other processes use memory of this process's GPU."""
+    if device.type != "cuda":
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # there is not even room for this process's CUDA context
+        return True
+    return total - free - torch.cuda.memory_reserved(device) > _CONTEXT_BYTES
+
+
+def shortage(who: str, what: str, device: torch.device, error: BaseException) -> str:
+    """Return one line on a process that ran out of memory: where, doing what, and who has the memory.
+
+    Args:
+        who: name of the process.
+        what: the work in which it failed.
+        device: the device that it computes on.
+        error: torch's error; while it is handled, its traceback keeps the tensors of the failed work.
+    """
+    wanted = found[1] if (found := _WANTED.search(str(error))) else "more"
+    if device.type == "cuda":
+        name, figures = _gpu_in_use(device)
+    else:
+        memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+        name, figures = "the CPU", _figures(memory.available, memory.total, own)
+    return f"{OUT_OF_MEMORY}: {who} on {name} in {what}: it tried to allocate {wanted}; {figures}"
+
+
+def _gpu_in_use(device: torch.device) -> tuple[str, str]:
+    """Return the GPU's name, and how much of its memory is free and this process's."""
+    where = f"{device}, GPU {', '.join(visible_gpus())}"
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+    except RuntimeError:
+        return where, "CUDA finds no room for this process's context: other processes have the memory (nvidia-smi)"
+    in_tensors = torch.cuda.memory_allocated(device) / _GIB
+    figures = _figures(free, total, torch.cuda.memory_reserved(device))
+    return f"{name} ({where})", f"{figures}, {in_tensors:.1f} of them in tensors"
+
+
+def _figures(free: int, total: int, own: int) -> str:
+    return f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free, and this process has {own / _GIB:.1f} GiB"
 
 
 def device_line(device: torch.device, dtype: torch.dtype, attention: str) -> str:

@@ -28,6 +28,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn, TypeVar
@@ -37,6 +38,7 @@ import uvloop
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable
+from asyncrl.comm.request_reply import RemoteError
 from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
@@ -59,6 +61,13 @@ class RestartTrainer(Exception):  # a request to the launcher, not an error
 
 class CannotContinue(RuntimeError):
     """The run cannot continue. The message says why; a traceback would add nothing."""
+
+
+class OutOfMemory(CannotContinue):
+    """The process ran out of its device's memory (`asyncrl.config.memory_advice`).
+
+    It is not restarted: the run would continue with the same step, or load the same models, which need as much.
+    """
 
 
 class _Stopped(BaseException):
@@ -96,6 +105,27 @@ def _held(error: BaseException, kind: type[_Error] | tuple[type[_Error], ...]) -
         some = found.subgroup(kind)
         found = None if some is None else some.exceptions[0]
     return found if isinstance(found, kind) else None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error`, the errors in its groups, and their causes."""
+    yield error
+    for each in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        yield from _causes(each)
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
+
+
+def _clear(error: BaseException) -> Exception | None:
+    """Return the error in `error` whose message is enough, so that a traceback would add nothing; None if there is
+    none. A process that it called may have raised it.
+    """
+    if found := _held(error, (ConfigError, CannotContinue)):
+        return found
+    for cause in _causes(error):
+        if isinstance(cause, RemoteError) and cause.kind == OutOfMemory.__name__:
+            return OutOfMemory(cause.message)
+    return None
 
 
 class Worker(ABC):
@@ -184,9 +214,11 @@ class Worker(ABC):
             if away := _held(error, NameResolveUnavailable):
                 self.log.error("%s failed: %s", self.name, describe_outage(away, self.config))
                 return EXIT_FAILED
-            clear = _held(error, (ConfigError, CannotContinue))  # the message is enough, a traceback would add nothing
+            clear = _clear(error)
             self.log.error("%s failed: %s", self.name, clear or error, exc_info=clear is None)
-            self._publish_end("failed", f"{type(clear or error).__name__}: {clear or error}")
+            reason = f"{type(clear or error).__name__}: {clear or error}"
+            observer.failed(reason)
+            self._publish_end("failed", reason)
             return EXIT_FAILED
         finally:
             self.process_status.stop()

@@ -48,6 +48,7 @@ from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
+from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.supervisor import identity_of
 
 _log = logging.getLogger(__name__)
@@ -178,6 +179,16 @@ class MemoryCheckpoint:
                 shutil.rmtree(self.folder)
         remove_leftover(self._run_dir / INBOXES_DIR, _log)
         _remove_orphans()  # of other addresses of this host
+
+    def tell_off(self, reason: str) -> None:
+        """Show on the terminal that no step is kept any more, for `reason`; once, however many ranks find out."""
+        if not self.invalid:
+            remark(
+                self._run_dir,
+                f"WARNING: in-memory checkpoints are now off: {reason}. A crash of the trainer would cost all steps "
+                f"since the newest checkpoint on disk. If {self.folder.parent} is full (df -h {self.folder.parent}), "
+                "free it before the next start, or set checkpoint.in_memory=false",
+            )
 
     def invalidate(self) -> None:
         """Mark the checkpoint as incomplete, so that no process resumes from it.

@@ -8,6 +8,7 @@ terminal shows what is continued.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -137,10 +138,10 @@ class Trial:
             for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
                 remove = partial((self.run_dir / ending).unlink, missing_ok=True)
                 retry_write_blocking(remove, f"the removal of {self.run_dir / ending}", _log)
-            try:
-                self._memory_checkpoint.begin()
-            except OSError as error:
-                raise TrialError(f"checkpoint.in_memory=true: {error}") from error
+            if not uses_memory_checkpoint(self.config):
+                self._memory_checkpoint.remove()
+            else:
+                self._begin_memory_checkpoint()
         try:
             with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # a user waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
@@ -153,6 +154,16 @@ class Trial:
                 resolver.clear_subtree(keep=(TRIAL_KEY, LAUNCH_KEY, *given_up))
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
+
+    def _begin_memory_checkpoint(self) -> None:
+        try:
+            self._memory_checkpoint.begin()
+        except OSError as error:
+            folder = self._memory_checkpoint.folder
+            room = f"free {folder.parent} (df -h {folder.parent}), or " if error.errno == errno.ENOSPC else ""
+            raise TrialError(
+                f"checkpoint.in_memory=true: {folder}: {error}; {room}set checkpoint.in_memory=false"
+            ) from error
 
     def begin_again(self) -> None:
         """Prepare a restart of the whole run by this launch.

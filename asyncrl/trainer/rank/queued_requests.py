@@ -37,6 +37,7 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.measures import StepMeasures
+from asyncrl.trainer.rank.memory_shortage import MemoryShortage
 from asyncrl.trainer.rank.model_calls import ModelCalls, RolloutScorer
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
@@ -57,16 +58,6 @@ def _doing(name: str, **about: Any) -> Iterator[None]:
     observer.stage(WAITING)
 
 
-def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Request], _Reply]:
-    """Wrap `answer` so that its duration is reported."""
-
-    def observed(request: _Request) -> _Reply:
-        with _doing(name):
-            return answer(request)
-
-    return observed
-
-
 def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, memory: MemoryCheckpoint) -> Path:
     """Return the folder of a checkpoint, on disk or in the host's memory."""
     return memory.state_root / request.path if request.in_memory else Path(request.path)
@@ -84,6 +75,7 @@ class QueuedRequests:
         calls: runs model functions.
         scorer: scores rollouts ahead of their step.
         measures: measures the steps.
+        memory: explains errors of the device's memory.
 
     Attributes:
         progress: the rank's progress, as a new master needs it.
@@ -100,10 +92,13 @@ class QueuedRequests:
         calls: ModelCalls,
         scorer: RolloutScorer,
         measures: StepMeasures,
+        memory: MemoryShortage,
     ) -> None:
         self._rank, self._receiver, self._versions = rank, receiver, versions
         self._memory_checkpoint = memory_checkpoint
         self._step, self._calls, self._scorer, self._measures = step, calls, scorer, measures
+        self._memory = memory
+        self._newest = 0
         self._master = 0
         self.progress = RankState(in_step=False, master_state=None)
 
@@ -111,17 +106,29 @@ class QueuedRequests:
         """Return the function that answers each kind of request."""
         return {
             AttachMaster: self.attach_master,
-            ScoreAhead: _observed("score_ahead", self.score_ahead),
-            BeginStep: _observed("begin_step", self.begin_step),
+            ScoreAhead: self._observed("score_ahead", self.score_ahead, forward=True),
+            BeginStep: self._observed("begin_step", self.begin_step),
             RunCall: self.run_call,
-            MoveColumns: _observed("move_columns", self.move_columns),
-            EndStep: _observed("end_step", self.end_step),
-            Publish: _observed("publish", self.publish),
+            MoveColumns: self._observed("move_columns", self.move_columns),
+            EndStep: self._observed("end_step", self.end_step),
+            Publish: self._observed("publish", self.publish),
             CollectWeights: self.collect_weights,
-            SaveCheckpoint: _observed("save_checkpoint", self.save_checkpoint),
-            LoadCheckpoint: _observed("load_checkpoint", self.load_checkpoint),
-            LoadMemoryCheckpoint: _observed("load_memory_checkpoint", self.load_memory_checkpoint),
+            SaveCheckpoint: self._observed("save_checkpoint", self.save_checkpoint),
+            LoadCheckpoint: self._observed("load_checkpoint", self.load_checkpoint),
+            LoadMemoryCheckpoint: self._observed("load_memory_checkpoint", self.load_memory_checkpoint),
         }
+
+    def _observed(
+        self, name: str, answer: Callable[[_Request], _Reply], *, forward: bool = False
+    ) -> Callable[[_Request], _Reply]:
+        """Wrap `answer` so that its duration is reported, and a lack of memory is explained."""
+
+        def observed(request: _Request) -> _Reply:
+            what = f"{name} (newest step: {self._newest})"
+            with _doing(name), self._memory.explained(what, forward=forward):
+                return answer(request)
+
+        return observed
 
     def attach_master(self, request: AttachMaster) -> RankState:
         """Accept requests of this MasterWorker from now on; return the rank's progress."""
@@ -148,7 +155,8 @@ class QueuedRequests:
         """Bring the samples to every grid's ranks, and build the step's batches."""
         self._check_master(step)
         self.progress = RankState(in_step=True, master_state=None)
-        self._measures.begin(step.version + 1)
+        self._newest = step.version + 1
+        self._measures.begin(self._newest)
         self._step.begin(step, self._receiver.inbox.get(step.leaving))
         self._receiver.left(step.leaving)
         return Done()
@@ -161,7 +169,10 @@ class QueuedRequests:
     def run_call(self, call: RunCall) -> CallStats:
         """Run a call of the step's graph on the batch of its policy."""
         batch = self._step.batch_of(call)
-        with _doing(call.name, role=call.role), self._measures.call(call.name):
+        explained = self._memory.explained(
+            f"call {call.name!r} (role {call.role!r}) of step {self._newest}", forward=True, backward=not call.writes
+        )
+        with _doing(call.name, role=call.role), self._measures.call(call.name), explained:
             stats = self._calls.run(call, batch)
         self._step.called(call, batch)
         return CallStats(stats)

@@ -246,7 +246,7 @@ async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
     first.workers.fail[FinishShare] = (
         PeerGone("killed")
         if cause == "a rank died"
-        else RemoteError("model_worker/1", "finish_share", Failure("OSError", "", ""))
+        else RemoteError("model_worker/1", "finish_share", Failure("OSError", "no room", "of many lines"))
     )
     async with running(first) as task:
         await first.deliver(range(4), oldest=0)
@@ -256,6 +256,9 @@ async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
         else:
             await until(lambda: bool(first.manager.reports))
     assert first.board.versions == ([] if cause == "a rank died" else [1])
+    if cause == "no room":
+        said = json.loads((tmp_path / "remarks.jsonl").read_text())["remark"]
+        assert said.startswith("WARNING: in-memory checkpoints are now off: no room. A crash of the trainer would cost")
 
 
 async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:

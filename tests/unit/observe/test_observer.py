@@ -58,6 +58,16 @@ def test_the_last_line_stays_when_the_process_ends_in_order(tmp_path: Path) -> N
     observer.span("update", 0, 1)
 
 
+def test_the_last_line_says_why_a_process_failed(tmp_path: Path) -> None:
+    observer.start(tmp_path, "rollout_worker", 1)
+    observer.failed("ValueError: " + "x" * 100_000)
+    observer.close()
+    first, last = lines_of(tmp_path / "observed" / "rollout_worker-1.jsonl")
+    assert "failed" not in first
+    assert last["failed"].startswith("ValueError: xxx")
+    assert len(last["failed"]) < 10_000
+
+
 def test_a_gauge_that_fails_costs_only_its_figures(tmp_path: Path) -> None:
     observed = Observer(tmp_path / "x.jsonl")
     observed.gauges(lambda: {"broken": 1 / 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -275,6 +276,24 @@ def test_beyond_its_budget_the_whole_run_is_started_again_once_then_it_fails(
     assert notes.count("FAILED: helper/0 (played) was killed by signal SIGSEGV; the end of its log:") == 1
     counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
     assert counts == {"helper/0": 2 * restarts, WHOLE_RUN: 1}
+
+
+@pytest.mark.usefixtures("helper")
+def test_a_whole_run_that_finds_no_room_in_memory_to_begin_again_ends_with_a_sentence(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def die(worker: Played) -> None:
+        monkeypatch.setattr(MemoryCheckpoint, "_make", full)
+        worker.end(-signal.SIGSEGV)
+
+    code, stage, notes = play(restarts=1, helper=die)
+    assert code == EXIT_FAILED
+    assert stage.started == ["server/0", "client/0", "helper/0", "leader/0", "helper/0"]
+    assert "FAILED: checkpoint.in_memory=true: " in notes
+    assert "No space left on device; free " in notes
 
 
 @pytest.mark.usefixtures("helper")

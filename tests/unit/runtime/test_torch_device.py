@@ -55,3 +55,33 @@ def test_the_kernel_is_the_one_that_torch_chooses_for_the_models_heads() -> None
         assert attention_kernel(config, "sdpa", CPU, torch.float32) == "sdpa, kernel math"
     assert attention_kernel(config, "flash_attention_2", CPU, torch.bfloat16) == "flash_attention_2"
     assert attention_kernel({"hidden_size": 64}, "sdpa", CPU, torch.float32) == "sdpa"  # it has no attention
+
+
+@pytest.mark.parametrize(("reserved_gib", "others"), [(78.0, False), (50.0, True)])
+def test_a_shortage_on_a_gpu_has_its_figures(
+    reserved_gib: float, others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (round(0.8 * gib), round(79.1 * gib)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: round(reserved_gib * gib))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 40 * gib)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch_device, "visible_gpus", lambda: ("3",))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.16 GiB. GPU 0 has a total capacity of")
+    device = torch.device("cuda", 0)
+    assert torch_device.shortage("model_worker/0", "call 'x' of step 3", device, error) == (
+        "out of memory: model_worker/0 on NVIDIA H100 (cuda:0, GPU 3) in call 'x' of step 3: it tried to allocate "
+        f"1.16 GiB; 0.8 of 79.1 GiB are free, and this process has {reserved_gib} GiB, 40.0 of them in tensors"
+    )
+    assert torch_device.on_gpu_with_others(device) == others
+
+
+def test_a_gpu_without_room_for_a_context_is_told_as_one_that_others_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    device = torch.device("cuda", 0)
+    told = torch_device.shortage("model_worker/0", "the load of its models", device, RuntimeError("CUDA error: out of"))
+    assert "it tried to allocate more; CUDA finds no room for this process's context: other processes" in told
+    assert torch_device.on_gpu_with_others(device)

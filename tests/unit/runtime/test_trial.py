@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+
+import pytest
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.open_resolver import open_resolver
+from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.runtime.trials.trial import Trial
 
 
@@ -24,6 +29,22 @@ def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) 
         trial.begin_again()
         assert (resolver.get(own), resolver.get(joined)) == ("4", "8")
         assert names.MANAGER_KEY not in resolver.get_subtree("")
+
+
+def test_a_start_without_room_in_memory_says_what_to_free_and_which_setting_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MemoryCheckpoint, "_make", full)
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    with pytest.raises(TrialError, match=r"No space left on device; free .+ \(df -h .+\), or set checkpoint.in_"):
+        Trial(config, print).prepare()
+    config.checkpoint.in_memory = False
+    trial = Trial(config, print)
+    trial.prepare()
+    trial.release()
 
 
 def test_what_killed_ranks_left_of_their_meeting_is_removed_with_the_trial(tmp_path: Path) -> None:

@@ -54,8 +54,20 @@ import sys
 from pathlib import Path
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.comm.request_reply import RemoteError
+from asyncrl.comm.request_reply.messages import Failure
+from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
-from asyncrl.runtime.process.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec
+
+def reported(message):
+    "What a MasterWorker raises if a rank has run out of memory."
+    try:
+        raise RemoteError("model_worker/1", "run_call", Failure("OutOfMemory", message, "Traceback: of torch"))
+    except RemoteError as error:
+        failed = ExecutionError("call 'actor_train' failed: Traceback: of torch")
+        failed.__cause__ = error
+        return failed
 
 ReportedStatus.set = lambda status, state, reason="": print(state, reason)
 
@@ -67,7 +79,16 @@ sys.exit(Refuses(WorkerSpec("refuses", 0, Path(sys.argv[1]))).start())
 """
 
 
-@pytest.mark.parametrize(("error", "within"), [("ConfigError", "{}"), ("Stalled", "ExceptionGroup('loops', [{}])")])
+@pytest.mark.parametrize(
+    ("error", "within"),
+    [
+        ("ConfigError", "{}"),
+        ("Stalled", "ExceptionGroup('loops', [{}])"),
+        ("OutOfMemory", "{}"),
+        ("OutOfMemory", "reported(str({}))"),
+        ("OutOfMemory", "ExceptionGroup('loops', [reported(str({}))])"),
+    ],
+)
 def test_what_a_worker_finds_wrong_with_the_run_is_told_by_its_message_alone(
     tmp_path: Path, error: str, within: str
 ) -> None:
@@ -86,8 +107,20 @@ CUT_OFF = """
 import sys
 from pathlib import Path
 from asyncrl.comm.name_resolve import NameResolveUnavailable
+from asyncrl.comm.request_reply import RemoteError
+from asyncrl.comm.request_reply.messages import Failure
+from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
-from asyncrl.runtime.process.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec
+
+def reported(message):
+    "What a MasterWorker raises if a rank has run out of memory."
+    try:
+        raise RemoteError("model_worker/1", "run_call", Failure("OutOfMemory", message, "Traceback: of torch"))
+    except RemoteError as error:
+        failed = ExecutionError("call 'actor_train' failed: Traceback: of torch")
+        failed.__cause__ = error
+        return failed
 
 ReportedStatus.set = lambda status, state, reason="": print(state, reason)
 
@@ -114,8 +147,20 @@ def test_an_outage_of_name_resolution_is_told_by_a_sentence_with_its_setting(tmp
 SENT_TO_ALL = """
 import os, signal, subprocess, sys
 from pathlib import Path
+from asyncrl.comm.request_reply import RemoteError
+from asyncrl.comm.request_reply.messages import Failure
+from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
-from asyncrl.runtime.process.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec
+
+def reported(message):
+    "What a MasterWorker raises if a rank has run out of memory."
+    try:
+        raise RemoteError("model_worker/1", "run_call", Failure("OutOfMemory", message, "Traceback: of torch"))
+    except RemoteError as error:
+        failed = ExecutionError("call 'actor_train' failed: Traceback: of torch")
+        failed.__cause__ = error
+        return failed
 
 ReportedStatus.set = lambda status, state, reason="": print(state, flush=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import io
 import threading
 from collections.abc import Iterator
@@ -54,7 +55,11 @@ class SharedMemoryConnection(ServerConnection):
 
 
 def _shared_handle(bucket: NamedTensors) -> str:
-    """Return the handle by which another process of this host maps the tensors; valid as long as the tensors live."""
+    """Return the handle by which another process of this host maps the tensors; valid as long as the tensors live.
+
+    Raises:
+        OSError: /dev/shm has no room for them.
+    """
     import torch.multiprocessing
 
     with _sharing:
@@ -64,6 +69,14 @@ def _shared_handle(bucket: NamedTensors) -> str:
         try:
             buffer = io.BytesIO()
             ForkingPickler(buffer).dump([(name, tensor.detach()) for name, tensor in bucket])
+        except RuntimeError as error:
+            if "shared memory" not in str(error):
+                raise
+            raise OSError(
+                errno.ENOSPC,
+                f"manager.weight_transport=tensor: /dev/shm has no room for a version of the weights: {error}; free it "
+                "(df -h /dev/shm), or set manager.weight_transport=disk",
+            ) from error
         finally:
             torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     return base64.b64encode(buffer.getvalue()).decode()

@@ -166,6 +166,47 @@ def test_a_run_that_ended_without_a_summary_says_who_did_what(run: Path) -> None
     assert "model_worker/0, which was killed by signal SIGKILL" in told
 
 
+LATER = 1e12
+SHORT = "out of memory: model_worker/1 on cuda:0 in call 'actor_train' of step 31: it tried to allocate 2 GiB"
+LESS = "to need less memory, in this order: trainer.offload=true; trainer.parallel over more GPUs (now d1)"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize(
+    ("process", "reason", "kind", "sentence"),
+    [
+        (
+            "master_worker/0",
+            f"OutOfMemory: {SHORT}\n{LESS}",
+            "out-of-memory",
+            "memory: model_worker/1 on cuda:0 in call",
+        ),
+        (
+            "generation_server/0",
+            f"EngineFailed: SGLang: it ended\nline\ntorch.OutOfMemoryError: CUDA out of memory. X\n{LESS}\ngiven up",
+            "out-of-memory",
+            "generation_server/0: torch.OutOfMemoryError: CUDA out of memory. X. To need less memory, in this order: "
+            "trainer.offload=true; trainer.parallel over more GPUs",
+        ),
+        ("master_worker/0", "ValueError: boom\nmore", None, "master_worker/0 failed: ValueError: boom."),
+    ],
+)
+def test_a_process_that_failed_is_told_with_its_reason(
+    process: str, reason: str, kind: str | None, sentence: str, stopped: bool, run: Path
+) -> None:
+    """Whether the MasterWorker could still write a summary or not."""
+    if stopped:
+        (run / "summary.json").write_text(json.dumps({"steps": 3}))
+    else:
+        (run / "summary.json").unlink()
+    file = run / "observed" / f"{process.replace('/', '-')}.jsonl"
+    with file.open("a") as lines:
+        about = {"at": LATER, "since": LATER, "pid": 1, "stage": "serves", "ended": True, "failed": reason}
+        lines.write(json.dumps(about) + "\n")
+    told = problems(run)
+    assert sentence in told[kind or ("failed" if stopped else "died")]
+
+
 def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) -> None:
     run = tmp_path / "run"
     VirtualRun(Knobs(steps=0), run)._write()

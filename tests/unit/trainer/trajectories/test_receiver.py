@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,3 +192,23 @@ def test_a_trajectory_tells_how_long_it_was_under_way_and_when_it_came(
     assert [record.metrics.get("rollout/transport_s") for record in records] == [10.0, 0.0, None]
     assert all(FINISHED_AT not in record.metrics for record in records)
     assert [record.received_at for record in records] == [1000.0] * 3
+
+
+def test_a_rank_whose_rollouts_find_no_room_in_memory_says_so_once_and_takes_them(
+    tmp_path: Path,
+    memory_checkpoint: MemoryCheckpoint,
+    make_trajectories: MakeTrajectories,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    receiver = intake(memory_checkpoint, tmp_path)
+    monkeypatch.setattr(InboxStore, "write", full)
+    for trajectory in make_trajectories(groups=2):
+        receiver.receive(trajectory)
+    assert len(receiver.inbox.poll(0).rollouts) == 2
+    assert memory_checkpoint.invalid
+    (said,) = tmp_path.rglob("remarks.jsonl")
+    (line,) = said.read_text().splitlines()
+    assert "in-memory checkpoints are now off: a rollout cannot be stored: [Errno 28] No space left" in line
