@@ -4,15 +4,17 @@
 
 Each row is measured in a process of its own, has a target, and is met or MISSED. `--against` names another checkout of
 this repository, for example a worktree of the commit before a change (`git worktree add /tmp/before COMMIT`): every row
-is then measured there and here in turns, round by round, and the table gives the median of each and their ratio. Each
-checkout is measured by its own `benchmarks/scale.py`, so a row that has changed meanwhile cannot be compared. Times are
-CPU seconds of the process that is measured, so that a busy machine changes them little. A row that a checkout cannot
-carry out says why in place of a figure.
+is then measured there and here in turns, round by round, and the table gives the median of each. Each checkout is
+measured by its own `benchmarks/scale.py`. So only rows that both measure with the same code, apart from imports and
+docstrings, are compared: they have a ratio. The lines below the table name the rows that are compared, and say of each
+other row why it is not. Times are CPU seconds of the process that is measured, so that a busy machine changes them
+little. A row that a checkout cannot carry out says why in place of a figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import contextlib
 import json
@@ -28,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
@@ -494,6 +496,61 @@ def measure_in(checkout: Path, row: str, quick: bool) -> float | str:
     return float(done.stdout.strip().splitlines()[-1])
 
 
+class _WithoutImports(ast.NodeTransformer):
+    """Removes imports and docstrings, which do not change a measurement."""
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Remove it."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Remove it."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """Remove it if it is a docstring."""
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+def code_of(benchmark: Path, row: str) -> str | None:
+    """Return the code that measures `row` in the file `benchmark`: its entry, and the definitions that this uses, here
+    and in other benchmarks. None if there is no such row.
+    """
+    defined: dict[str, ast.stmt] = {}
+    for node in ast.parse(benchmark.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Assign):
+            defined |= {each.id: node for target in node.targets for each in ast.walk(target) if _is_name(each)}
+    entries = [call for call in ast.walk(defined["ROWS"]) if isinstance(call, ast.Call) and call.args]
+    entry = next((call for call in entries if ast.literal_eval(call.args[0]) == row), None)
+    if entry is None:
+        return None
+    found: dict[str, ast.AST] = {"": entry}
+    to_read: list[ast.AST] = [entry]
+    while to_read:
+        for part in ast.walk(to_read.pop()):
+            if isinstance(part, ast.Import) and (other := benchmark.with_name(f"{part.names[0].name}.py")).is_file():
+                found[other.name] = ast.parse(other.read_text())
+            elif _is_name(part) and isinstance(part.ctx, ast.Load) and part.id in defined.keys() - found.keys():
+                found[part.id] = defined[part.id]
+                to_read.append(defined[part.id])
+    return "\n".join(ast.unparse(_WithoutImports().visit(found[name])) for name in sorted(found))
+
+
+def _is_name(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def _not_compared(row: dict[str, Any], against: Path) -> str:
+    """Return why the figures of `row` there and here are not compared; empty if they are."""
+    there = against / HERE.relative_to(ROOT)
+    for side in ("there", "here"):
+        if isinstance(row[side], str):
+            return f"{side}: {row[side]}"
+    if code_of(there, row["row"]) != code_of(HERE, row["row"]):
+        return f"another measurement there; see the differences of {there.relative_to(against)}"
+    return ""
+
+
 def measure(rows: list[RowKind], against: Path | None, rounds: int, quick: bool) -> list[dict[str, Any]]:
     """All rows; of each the medians of `rounds` rounds, there and here."""
     checkouts = {"here": ROOT} if against is None else {"there": against.resolve(), "here": ROOT}
@@ -508,6 +565,8 @@ def measure(rows: list[RowKind], against: Path | None, rounds: int, quick: bool)
             | (medians := {name: _median(values) for name, values in taken.items()})
             | {"met": _met(row, medians["here"])}
         )
+        if against is not None:
+            found[-1]["not_compared"] = _not_compared(found[-1], against.resolve())
     return found
 
 
@@ -522,14 +581,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         there, here = row.get("there"), row["here"]
         ratio = ""
-        if isinstance(there, float) and isinstance(here, float) and here and there:
+        if isinstance(there, float) and isinstance(here, float) and here and there and not row["not_compared"]:
             ratio = f"{there / here if row['better'] == 'less' else here / there:.1f} x"
         figures = f"{row['unit']:>16}{row['wanted']:>10g}{_shown(there):>10}{_shown(here):>10}{ratio:>12}"
         lines.append(f"{row['what']:<48}{figures}  {'met' if row['met'] else 'MISSED'}")
-    notes = [
-        f"{row['row']}: {row[side]}" for row in rows for side in ("there", "here") if isinstance(row.get(side), str)
-    ]
-    return "\n".join([*lines, *notes])
+    if "not_compared" in rows[0]:
+        compared = [row["row"] for row in rows if not row["not_compared"]]
+        lines.append(f"compared: {', '.join(compared) or 'no row'}")
+        lines += [f"not compared: {row['row']} ({row['not_compared']})" for row in rows if row["not_compared"]]
+    else:
+        lines += [f"{row['row']}: {row['here']}" for row in rows if isinstance(row["here"], str)]
+    return "\n".join(lines)
 
 
 def _met(row: RowKind, here: float | str) -> bool:

@@ -9,7 +9,9 @@ class Curriculum(Protocol):
     """Decide from measured success rates which rows are left out of an epoch.
 
     The GserverManager and the MasterWorker each have their own object, and a resumed run makes new ones. So decisions
-    must depend only on the measurements, not on their order or on repetitions. Methods must be quick.
+    must depend only on the measurements, not on their order or on repetitions.
+
+    Methods must be quick: their processes wait for the answer. A call that takes longer than 10 s fails.
     """
 
     def measured(self, row: int, epoch: int, success: float) -> None:

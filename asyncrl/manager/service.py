@@ -169,13 +169,14 @@ class ManagerService:
         call, gate = self.roll_call, self.gate
         if self.begun or not call.is_complete or call.run is None:
             return
-        self.rollouts = rebuild(gate.batch_size, gate.max_staleness, self.rollouts.order, call.run, call.reports)
+        rollouts = rebuild(gate.batch_size, gate.max_staleness, self.rollouts.order, call.run, call.reports)
+        curriculum = None if self._make_curriculum is None else self._make_curriculum(call.run.curriculum or ())
+        if curriculum is not None:  # before the state changes: a user's own may fail
+            for prompt_id, success in rollouts.measured.unrecorded:
+                curriculum.measured(prompt_id, success)
+        self.rollouts = rollouts
         self.gate.advance(gate.version)  # servers may have registered by now
         self.begun, self.roll_call = True, RollCall()
-        curriculum = None if self._make_curriculum is None else self._make_curriculum(call.run.curriculum or ())
-        if curriculum is not None:
-            for prompt_id, success in self.rollouts.measured.unrecorded:
-                curriculum.measured(prompt_id, success)
         self.admission.begin(self.rollouts, curriculum)
         for ended in call.ended:
             if ended not in self.leases.workers:  # a worker with a lease was only silent for a while

@@ -118,7 +118,11 @@ def assemble(
     memory_checkpointer = MemoryCheckpointer(memory_checkpoint, ranks)
     win_rates = WinRates.of_run(config)
     announcer = _announcer(config, peers, metrics_log, clock, win_rates)
-    starting = peers.board.producers_start
+
+    def starting() -> bool:
+        reports.check()
+        return peers.board.producers_start()
+
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     reported = ReportState(buffer, ledger, make_curriculum(config.dataset.curriculum), memory_checkpointer)
     guests = guests_of(config.generation)

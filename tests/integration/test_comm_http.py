@@ -83,6 +83,20 @@ def test_a_malformed_reply_is_not_asked_for_again() -> None:
     assert error.status < 500
 
 
+async def test_a_connection_that_is_not_made_is_reported_with_its_own_limit(
+    http: JsonHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes the connection and never answers the TLS handshake."""
+    monkeypatch.setattr("asyncrl.comm.http.calls.CONNECT_TIMEOUT_S", 0.05)
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(HttpTimeout, match=r"accepted no connection within 0\.05 s"):
+            await http.call("GET", url, timeout_s=LIMIT_S)
+        with pytest.raises(HttpTimeout, match=r"accepted no connection within 0\.05 s"):
+            await anext(http.pieces(url, silence_s=LIMIT_S))
+
+
 async def test_a_limit_around_a_call_holds_where_the_calls_own_passes_at_the_same_time(
     http: JsonHttp, clock: Any
 ) -> None:

@@ -45,7 +45,7 @@ class HttpUnreachable(HttpError):
 
 
 class HttpTimeout(HttpError):
-    """The whole reply did not arrive in time: the peer may or may not have acted."""
+    """No connection, or not the whole reply, within a time limit: the peer may or may not have acted."""
 
 
 class HttpRefused(HttpError):
@@ -109,6 +109,8 @@ class JsonHttp:
                 ) as answer,
             ):
                 content = await answer.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise HttpTimeout(f"{url} accepted no connection within {limits.sock_connect:g} s") from error
         except TimeoutError as error:
             raise HttpTimeout(f"{url} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -144,6 +146,8 @@ class JsonHttp:
                     raise HttpRefused(url, answer.status, await answer.content.read(_SHOWN_BYTES))
                 async for piece in answer.content.iter_chunked(PIECE_BYTES):
                     yield piece
+        except aiohttp.ConnectionTimeoutError as error:
+            raise HttpTimeout(f"{url} accepted no connection within {limits.sock_connect:g} s") from error
         except TimeoutError as error:
             raise HttpTimeout(f"{url} was silent for {silence_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

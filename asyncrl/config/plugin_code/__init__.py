@@ -1,1 +1,1 @@
-"""User code named in settings: import paths, interfaces, parameters, state and checksums."""
+"""User code named in settings: import paths, interfaces, parameters, state, threads and checksums."""

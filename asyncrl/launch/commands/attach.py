@@ -154,17 +154,19 @@ class _Log:
     def __init__(self, file: Path, *, last_lines: int | None = None) -> None:
         self._file = file
         self._offset = 0
+        self._cut_line = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         if last_lines is not None:
             data = file.read_bytes()
             self._offset = len(data) - sum(map(len, data.splitlines(keepends=True)[-last_lines:]))
 
     def show(self) -> list[str]:
-        """Print the new lines, and return them."""
+        """Print what is new in the file; return the lines that are now complete."""
         with self._file.open("rb") as stream:
             stream.seek(self._offset)
             data = stream.read()
         self._offset += len(data)
         text = self._decoder.decode(data)
         print(text, end="", flush=True)
-        return text.splitlines()
+        *lines, self._cut_line = (self._cut_line + text).split("\n")
+        return lines

@@ -1,65 +1,31 @@
-"""Show where every role of a checked experiment is placed, and how much memory each training rank will need."""
+"""Show where every training rank is placed and how much memory it needs, with a warning if that is not there."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
-from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import read_run_config
-from asyncrl.config.setting import Dtype
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
-from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
-from asyncrl.launch.before_start.initial_model import base_model_config
-from asyncrl.launch.previews.guest_memory import SharedDevice, problems, shared_devices
+from asyncrl.inference.settings import guests_of
+from asyncrl.launch.previews.guest_memory import problems
+from asyncrl.launch.previews.rank_memory import GIB, RUNTIME_BYTES, RankRow, allocation, beside_servers, in_turns
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.call_graph import Graph
-from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
-from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
+from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
-from asyncrl.trainer.parallel.placement import engine_of, model_of, placement
-from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
-from asyncrl.trainer.sizing.attention_shape import packed_shape
-from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need, total
-from asyncrl.trainer.sizing.sized_model import SizedModel, count
-from asyncrl.trainer.supervised.base_model import described
+from asyncrl.trainer.parallel.placement import engine_of, placement
 from asyncrl.trainer.supervised.settings import SFTConfig
 
-GIB = 1 << 30
 _WIDTH = 200
 """Width of the table; a narrower terminal gets a line for each figure."""
-RUNTIME_BYTES = {"cpu": GIB // 2, "gpu": 3 * GIB // 2}
-"""Memory besides models: a process's libraries; on a GPU its CUDA context, NCCL's buffers and fragmentation."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One training rank: its place, its roles, its memory."""
-
-    worker: int
-    host: str
-    gpu: str | None
-    shards: tuple[str, ...]
-    need: MemoryNeed
-
-    @property
-    def device(self) -> str:
-        """Return the device in words."""
-        return "cpu" if self.gpu is None else f"gpu {self.gpu}"
 
 
 def show_allocation(config: Config, folder: Path | None) -> int:
@@ -76,7 +42,7 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
     whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
     gpu_bytes = beside_servers(config, whole)
-    shared = _in_turns(config, graph, rows, folder)
+    shared = in_turns(config, graph, rows, folder)
     heading = [
         f"{ranks}, actor {placed.actor}, engine {engine_of(config)}, {work}",
         f"memory in {unit}, in brackets with gradient checkpointing;",
@@ -103,62 +69,7 @@ def guests_without_room(config: ExperimentConfig) -> list[str]:
         return []
     graph = load_graph(config)
     rows = allocation(config, graph, placement(config, graph), None)
-    return problems(_in_turns(config, graph, rows, None), whole)
-
-
-def _in_turns(
-    config: ExperimentConfig, graph: Graph, rows: Sequence[RankRow], folder: Path | None
-) -> list[SharedDevice]:
-    """Return the GPUs of this host that training ranks and their guests use in turns."""
-    if not guests_of(config.generation):
-        return []
-    model = count(_described(config, model_of(config, graph, "actor"), folder))
-    here = [(row.gpu, row.need) for row in rows if row.host == config.system.host]
-    return shared_devices(config, model, here, RUNTIME_BYTES["gpu"])
-
-
-def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> list[RankRow]:
-    """Return every training rank of the run."""
-    models = _models(config, graph, placed, folder)
-    plans = [plan for plan in plan_workers(config) if plan.kind == MODEL_WORKER]
-    rows = []
-    for plan in plans:
-        shards = placed.shards_of(plan.index)
-        needs = [
-            need(
-                models[shard.role],
-                placed.grids[shard.role].layout,
-                placed.grids[shard.role].coordinates(plan.index),
-                _workload(config, shard.role),
-                trained=policy_and_role(config, shard.role)[1] in ("actor", "critic"),
-            )
-            for shard in shards
-        ]
-        gpu = plan.resources.gpus[0] if plan.resources.gpus else None
-        rows.append(
-            RankRow(
-                plan.index,
-                plan.host.name or plan.host.address or config.system.host,
-                gpu,
-                tuple(map(str, shards)),
-                total(needs, offload=config.trainer.offload),
-            )
-        )
-    return rows
-
-
-def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the memory of this host's GPUs that SGLang servers leave, each taking its share of the free memory.
-
-    Guests leave all of it while a step is trained.
-    """
-    part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
-    left, guests = dict(gpu_bytes), guests_of(config.generation)
-    if config.generation.backend == GenerationBackend.sglang:
-        for plan in plan_workers(config):
-            if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
-                left |= {gpu: round(left[gpu] * (1 - part)) for gpu in plan.resources.gpus if gpu in left}
-    return left
+    return problems(in_turns(config, graph, rows, None), whole)
 
 
 def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, int]) -> list[str]:
@@ -206,57 +117,6 @@ def _too_much(who: str, where: str, needed: int, checkpointed: int, fixed: int, 
         f"{who} will need {best} {beside} even with gradient checkpointing, and {where} {room}; shard over more ranks "
         f"(d), cut into more slices or stages (t, p), {lower}"
     ]
-
-
-def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> dict[str, SizedModel]:
-    """Return the model of each role, with its sizes."""
-    counted: dict[tuple[str | None, bool], SizedModel] = {}
-    models = {}
-    for role in placed.roles:
-        own = policy_and_role(config, role)[1]
-        with_words = own in ("actor", "ref") or config.algorithm.teacher_of(own) is not None
-        key = (model_of(config, graph, role), not with_words)
-        if key not in counted:
-            counted[key] = count(_described(config, key[0], folder), value_model=key[1])
-        models[role] = counted[key]
-    return models
-
-
-def _described(config: ExperimentConfig, path: str | None, folder: Path | None) -> dict[str, Any]:
-    """Return the `config.json` of the model in `path`; None: that of the base model, made or not."""
-    if path is None:
-        return described(base_model_config(config, folder))
-    return read_model_config(path)
-
-
-def _workload(config: ExperimentConfig, role: str) -> Workload:
-    policy, role = policy_and_role(config, role)
-    engine, config = engine_of(config), config_of_policy(config, policy)
-    averaged = role == "ref" and config.algorithm.reference.mode == ReferenceMode.ema
-    dtype = Dtype.float32 if averaged else config.model.dtype
-    longest, prompt = context_length(config, {}), config.dataset.max_prompt_tokens
-    on_gpus = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == MODEL_WORKER)
-    return Workload(
-        engine,
-        dtype,
-        config.model.attn_implementation,
-        config.trainer.tokens_per_micro_batch,
-        longest,
-        moments_on_host=_optimizer(config, role).moments_on == KeptOn.host,
-        activations_on_host=config.trainer.activations_on == KeptOn.host,
-        shape=packed_shape(
-            prompt,
-            max(1, longest - prompt),
-            config.group_size,
-            config.trainer.tokens_per_micro_batch,
-            share=config.trainer.share_prefixes,
-        ),
-        varlen=on_gpus and dtype == Dtype.bfloat16,
-    )
-
-
-def _optimizer(config: ExperimentConfig, role: str) -> OptimizerConfig:
-    return config.algorithm.critic.optimizer if role == "critic" else config.optimizer
 
 
 def _table(rows: Sequence[RankRow], unit: int) -> Table:

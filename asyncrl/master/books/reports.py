@@ -206,6 +206,15 @@ class Reports:
 
         self._following = asyncio.create_task(introduce_each(manager, introduce))
 
+    def check(self) -> None:
+        """Raise the error that ended the following of managers, if there is one. Return at once.
+
+        Raises:
+            HttpRefused: a manager refuses the report, so that it admits no rollout.
+        """
+        if self._following is not None and self._following.done():
+            self._following.result()
+
     async def close(self) -> None:
         """Stop following."""
         if self._following is not None:
@@ -218,8 +227,7 @@ class Reports:
         A stop request ends the wait: the manager may have failed, and the checkpoint must not wait for it. The `last`
         report then has the missing ones.
         """
-        if self._following is not None and self._following.done():
-            self._following.result()
+        self.check()
         while self.state.memory_checkpointer.may_report(version):
             drops = self.state.take_drops()  # the report may add to it
             if not self.state.due:

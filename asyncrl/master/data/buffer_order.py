@@ -12,12 +12,11 @@ import asyncio
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncrl.api import ReadyRollout
+from asyncrl.config.plugin_code.daemon_threads import DaemonThreads
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
@@ -45,6 +44,7 @@ class ConfiguredOrder:
     def __init__(self, config: BufferOrderConfig) -> None:
         self._path, self._limit_s = config.path, config.timeout_s
         self._own = _made(config)
+        self._threads = DaemonThreads()
         self._busy: asyncio.Future[Any] | None = None
         self._state: Any = self._new_state() if self._own else None
         self.failures = 0
@@ -61,7 +61,7 @@ class ConfiguredOrder:
             return {}
         ready = [_ready(record, version) for record in records]
         try:
-            found = await self._asked(lambda: [float(own(rollout)) for _, rollout in ready], len(ready))
+            found = await self._asked(lambda: [float(own(rollout)) for _, rollout in ready], f"{len(ready)} rollouts")
             if (wrong := next((rank for rank in found if not math.isfinite(rank)), None)) is not None:
                 raise BufferOrderFailed(f"buffer.order {self._path} returned {wrong}; a rank is a finite number")
         except BufferOrderFailed as error:
@@ -77,7 +77,7 @@ class ConfiguredOrder:
             return
         ready = [rollout for _, rollout in (_ready(record, version) for record in records)]
         try:
-            await self._asked(lambda: told(ready), len(ready))
+            await self._asked(lambda: told(ready), f"{len(ready)} rollouts")
         except BufferOrderFailed as error:
             self.failures += 1
             _log.warning("%s; step %d was not reported to it", error, version + 1, exc_info=error.__cause__)
@@ -86,40 +86,37 @@ class ConfiguredOrder:
         """Return its state after its last call, with its name, for a checkpoint; None if it has no state."""
         return None if self._state is None else {"path": self._path, "state": self._state}
 
-    def restore(self, state: Any) -> None:
+    async def restore(self, state: Any) -> None:
         """Continue from `state`, unless that belongs to another order.
 
         Raises:
-            BufferOrderFailed: the user's order failed to load its state.
+            BufferOrderFailed: the user's order failed to load its state, or took too long.
         """
         if state is None or not hasattr(self._own, "restore"):
             return
         if state["path"] != self._path:
             _log.warning("buffer.order.path=%r begins anew: what was kept is of %r", self._path, state["path"])
             return
-        try:
-            self._own.restore(state["state"])
-            self._state = self._new_state()
-        except Exception as error:  # the user's
-            raise BufferOrderFailed(f"buffer.order {self._path}: restore failed: {error!r}") from error
+        await self._asked(lambda: self._own.restore(state["state"]), "restore")
 
-    async def _asked(self, work: Callable[[], T], rollouts: int) -> T:
-        """Run `work` in the thread, and keep the state after it."""
+    async def _asked(self, work: Callable[[], T], what: str) -> T:
+        """Run `work` in a thread, and keep the state after it; `what` names it in messages."""
         if self._busy is not None and not self._busy.done():
             raise BufferOrderFailed(f"buffer.order {self._path} has not returned from an earlier step's call")
-        self._busy = _in_daemon_thread(lambda: (work(), self._new_state()))
+        self._busy = asyncio.wrap_future(self._threads.run(lambda: (work(), self._new_state())))
+        self._busy.add_done_callback(lambda done: done.exception())  # nothing may await it any more
         try:
             found: T
             found, self._state = await asyncio.wait_for(asyncio.shield(self._busy), self._limit_s)
         except TimeoutError as error:
             if self._busy.done():  # it is one of the user's own
-                raise BufferOrderFailed(f"buffer.order {self._path} failed: {error!r}") from error
+                raise BufferOrderFailed(f"buffer.order {self._path} failed for {what}: {error!r}") from error
             raise BufferOrderFailed(
                 f"buffer.order {self._path} took longer than buffer.order.timeout_s={self._limit_s:g} for "
-                f"{rollouts} rollouts; make it quicker, or raise the limit"
+                f"{what}; make it quicker, or raise the limit"
             ) from None
         except Exception as error:
-            raise BufferOrderFailed(f"buffer.order {self._path} failed: {error!r}") from error
+            raise BufferOrderFailed(f"buffer.order {self._path} failed for {what}: {error!r}") from error
         return found
 
     def _new_state(self) -> Any:
@@ -151,38 +148,6 @@ def _made(config: BufferOrderConfig) -> Any:
             "both or neither"
         )
     return made
-
-
-def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Start `work` in a thread that the process does not wait for when it ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    future.add_done_callback(lambda done: done.exception())  # nothing may await it any more
-
-    def run() -> None:
-        found: T | None = None
-        failure: BaseException | None = None
-        try:
-            found = work()
-        except Exception as error:
-            failure = error
-        except BaseException as error:  # SystemExit, say, which ends the step's order and no more
-            failure = RuntimeError(f"raised {type(error).__name__}")
-
-        with suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(_resolve, future, found, failure)
-
-    threading.Thread(target=run, name="buffer-order", daemon=True).start()
-    return future
-
-
-def _resolve(future: asyncio.Future[Any], found: Any, failure: BaseException | None) -> None:
-    if isinstance(failure, StopIteration):  # a future cannot hold a StopIteration
-        failure = RuntimeError("raised StopIteration")
-    if failure is None:
-        future.set_result(found)
-    else:
-        future.set_exception(failure)
 
 
 def _ready(record: RolloutRecord, version: int) -> tuple[str, ReadyRollout]:

@@ -35,7 +35,7 @@ class StallWatch:
         stop: set when the run is asked to stop.
         free_since: end of the last evaluation, by `clock`; the present time while an evaluation runs.
         manager, buffer, collector: sources of the counters in the message.
-        starting: returns True while the processes that make a step's data are starting.
+        starting: returns True while the processes that make a step's data are starting; it may end a wait by raising.
     """
 
     def __init__(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter
 from typing import NoReturn, Protocol, Self
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
@@ -28,6 +29,10 @@ LOOK_UP_S = 0.5
 
 MANAGER_LOOK_S = 0.25
 """Time between two looks for another GserverManager."""
+REFUSALS = 20
+"""Refusals of a report of the run, by one GserverManager, after which it counts as refused for good: within 5 s.
+Another process may have the manager's port for a moment.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -180,14 +185,21 @@ async def introduce_each(process: Callable[[], str | None], introduce: Callable[
 
     Args:
         process: returns the name of the manager's process; None while no manager is registered.
+
+    Raises:
+        HttpRefused: the same process refused `REFUSALS` times, so it would admit no rollout.
     """
     introduced: str | None = None
+    refused = Counter[str]()
     while True:
         if (found := process()) is not None and found != introduced:
             try:
                 if await introduce():
                     introduced = found
-            except (ManagerGone, HttpError) as error:  # another one may come; what lasts, the next report fails with
+            except (ManagerGone, HttpError) as error:  # another one may come
+                refused[found] += isinstance(error, HttpRefused)
+                if refused[found] >= REFUSALS:
+                    raise
                 _log.warning("the GserverManager did not receive the trainer's report: %s", error)
         await asyncio.sleep(MANAGER_LOOK_S)
 

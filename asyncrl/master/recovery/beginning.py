@@ -158,7 +158,7 @@ class Beginning:
         announced = parts.peers.board.announced_version()
         checkpoints = checkpoint_root(parts.run_dir)
         recovered = await find(parts.ranks, parts.memory_checkpointer, checkpoints, announced, parts.run.state())
-        parts.run.restore(recovered.state)
+        await parts.run.restore(recovered.state)
         parts.memory_checkpointer.found(recovered.version, recovered.last.measured_seq if recovered.last else 0)
         parts.checkpoints.resume(saved=recovered.saved)
         parts.announcer.announced = recovered.announced

@@ -70,12 +70,12 @@ class RunState:
         ledger = self._reported.saved(self.version)
         return self.state() | {"ledger": ledger}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    async def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
         self.buffer.expire(self.version)
-        self._order.restore(state.get("buffer_order"))
+        await self._order.restore(state.get("buffer_order"))
         self._win_rates.restore(state.get("win_rates"))
         measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
         curriculum = make_curriculum(self._config.dataset.curriculum, measured)

@@ -236,9 +236,16 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
 def main() -> None:
     """Serve requests from standard input; this process alone uses its standard input and output."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
+
+    def leave_pipes() -> None:
+        """In a forked process, which may outlive this one: its copies would keep the other end waiting for output."""
+        for pipe in (incoming, outgoing):
+            os.dup2(null, pipe.fileno(), inheritable=False)
+
+    os.register_at_fork(after_in_child=leave_pipes)
 
     def reply(message: Mapping[str, Any]) -> None:
         outgoing.write(json.dumps(message, default=str).encode() + b"\n")

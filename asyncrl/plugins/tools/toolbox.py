@@ -228,7 +228,7 @@ class ToolSession:
         """Release the tools that were used, and report the metrics, also if this is cancelled meanwhile."""
         releasing = asyncio.create_task(self._release())
         cancelled: asyncio.CancelledError | None = None
-        while not releasing.done():  # each release has its host's time limit
+        while not releasing.done():  # each call in it has its host's time limit
             try:
                 await asyncio.wait({releasing})
             except asyncio.CancelledError as again:
@@ -242,7 +242,7 @@ class ToolSession:
     async def _release(self) -> None:
         for name, creating in self._created.items():
             hosted = self._toolbox.tools[name]
-            creating.cancel()
+            await asyncio.wait({creating})  # its host limits it; cancelled, it would continue in its thread
             try:
                 await hosted.host(hosted.tool.release, self._id, **self._of_row(name).release)
             except ToolFailure as failure:  # the sample is complete without it

@@ -2,9 +2,9 @@
 
 There are three places (`asyncrl.api.RunIn`):
 
-- The user's `async def` code runs on a separate event loop, in a thread (`threads.UserLoop`). Code that blocks there
+- The user's `async def` code runs on a separate event loop, in a thread (`user_loop.UserLoop`). Code that blocks there
   stops other `async def` code of the user and is named in the log. It does not delay the worker's leases and answers.
-- A plain `def` runs in a thread (`threads`), at most `rollout.user_code.threads` at a time. At its time limit the call
+- A plain `def` runs in a daemon thread, at most `rollout.user_code.threads` at a time. At its time limit the call
   is abandoned, because Python cannot end a thread.
 - Code that is marked or set to `process` runs in a process (`process_pool`). The process and all that it started are
   killed at its time limit. Its memory and its number of processes are limited, and it is replaced after a number of

@@ -15,14 +15,15 @@ from typing import Any, Self
 
 from asyncrl.api.reward import RunIn
 from asyncrl.comm.waits.running_time import RunningTimeout
+from asyncrl.config.plugin_code.daemon_threads import DaemonThreads, UnusualExit
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
 from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessPool
 from asyncrl.rollout.user_code_pool.running_calls import RunningCalls
-from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, UserLoop, run_on
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.user_loop import UserLoop, run_on
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""

@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from asyncrl.rollout.user_code_pool.threads import UserLoop
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
+from asyncrl.rollout.user_code_pool.user_loop import UserLoop
 
 WATCH_EVERY_S = 0.5
 HELD_S = 1.0

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.manager.messages import RunReport
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.trainer.messages import (
@@ -39,6 +41,22 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     assert "step 0 waits for trajectories" in message
     assert "3 of 4 rollouts in the buffer" in message
     assert "gate: running 7" in message
+
+
+async def test_a_manager_that_always_refuses_the_trainer_ends_the_run_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would admit no rollout, and the run would end at its stall limit."""
+    monkeypatch.setattr("asyncrl.master.peers.connections.MANAGER_LOOK_S", 0.0)
+    run = Run(tmp_path, make_config())
+
+    async def refuse(report: RunReport) -> int:
+        raise HttpRefused("http://manager/report_run", 413, b"more than 256 MB")
+
+    monkeypatch.setattr(run.manager, "report_run", refuse)
+    async with running(run) as task:
+        with pytest.raises(HttpRefused, match="413: more than 256 MB"):
+            await task
 
 
 async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:

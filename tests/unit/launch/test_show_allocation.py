@@ -20,17 +20,8 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import checks as before_start
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.launch.previews.guest_memory import problems, shared_devices
-from asyncrl.launch.previews.show_allocation import (
-    GIB,
-    RUNTIME_BYTES,
-    RankRow,
-    _models,
-    allocation,
-    beside_servers,
-    guests_without_room,
-    show_allocation,
-    warnings,
-)
+from asyncrl.launch.previews.rank_memory import GIB, RUNTIME_BYTES, RankRow, _models, allocation, beside_servers
+from asyncrl.launch.previews.show_allocation import guests_without_room, show_allocation, warnings
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.runtime.planning.plan_workers import plan_workers

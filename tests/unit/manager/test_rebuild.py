@@ -196,3 +196,23 @@ async def test_a_worker_of_an_earlier_launch_opens_no_session() -> None:
     assert service.gate.books().running == 0
     await service.open_session(m.HeldReport(WORKER, 0, held, "second"))
     assert service.gate.books().running == 1
+
+
+def test_a_curriculum_that_cannot_be_restored_leaves_the_manager_waiting_for_the_trainer() -> None:
+    """A state of which only a part is rebuilt would admit nothing, without a word."""
+    states = [ValueError("not this state"), None]
+
+    def restored(state: Any) -> Curriculum:
+        if (failure := states.pop(0)) is not None:
+            raise failure
+        return Curriculum(0.0, 1.0, 1)
+
+    order = DataOrder(100, 0)
+    service = ManagerService(
+        batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0, order=order, curriculum=restored
+    )
+    with pytest.raises(ValueError, match="not this state"):
+        service.begin(m.RunReport())
+    assert not service.begun
+    service.begin(m.RunReport())
+    assert service.begun

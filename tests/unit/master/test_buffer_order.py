@@ -15,7 +15,7 @@ from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
-from asyncrl.master.data.buffer_order import ConfiguredOrder
+from asyncrl.master.data.buffer_order import BufferOrderFailed, ConfiguredOrder
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
@@ -205,22 +205,31 @@ async def test_an_object_is_told_what_is_trained_and_goes_on_from_its_state(clas
     await order.trained([of_row(0, 1)], 4)
     assert kept["state"] == {"0": 1, "1": 1}, "of the step that it was kept after"
     again = ConfiguredOrder(config)
-    again.restore(kept)
+    await again.restore(kept)
     waiting = [of_row(0, 2), of_row(1, 2), of_row(2, 2)]
     assert await again.ranks(waiting, 5) == {"r20": 1.0, "r21": 1.0, "r22": 0.0}
     assert await order.ranks(waiting, 5) == {"r20": 2.0, "r21": 1.0, "r22": 0.0}
     another = ConfiguredOrder(
         BufferOrderConfig(f"{classes}:NotPlain".replace("NotPlain", "LeastSeen"), {"weight": 2.0})
     )
-    another.restore({"path": "elsewhere.py:Other", "state": {"0": 7}})
+    await another.restore({"path": "elsewhere.py:Other", "state": {"0": 7}})
     assert another.state() == {"path": config.path, "state": {}}
+
+
+@pytest.mark.timeout(60)
+async def test_a_state_that_cannot_be_restored_in_time_ends_the_start_with_the_setting(classes: str) -> None:
+    order, hang = ConfiguredOrder(BufferOrderConfig(f"{classes}:LeastSeen", timeout_s=0.05)), threading.Event()
+    order._own.restore = lambda state: hang.wait(LIMIT_S)
+    with pytest.raises(BufferOrderFailed, match=r"took longer than buffer\.order\.timeout_s=0\.05 for restore"):
+        await order.restore(order.state())
+    hang.set()
 
 
 async def test_a_functions_order_keeps_nothing(mine: str) -> None:
     order = ConfiguredOrder(BufferOrderConfig(f"{mine}:hardest_first"))
     await order.trained(ROLLOUTS, 3)
     assert order.state() is None
-    order.restore(None)
+    await order.restore(None)
 
 
 def test_an_object_that_cannot_be_kept_is_refused_before_the_start(classes: str) -> None:

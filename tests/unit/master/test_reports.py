@@ -140,6 +140,19 @@ async def test_a_manager_that_refuses_to_be_told_is_told_again(monkeypatch: pyte
     following.cancel()
 
 
+async def test_a_manager_that_always_refuses_to_be_told_ends_the_run_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MANAGER_LOOK_S", 0.0)
+
+    async def introduce() -> bool:
+        raise HttpRefused("http://manager/report_run", 413, b"more than 256 MB")
+
+    async with asyncio.timeout(300):
+        with pytest.raises(HttpRefused, match="413: more than 256 MB"):
+            await introduce_each(lambda: "0/17", introduce)
+
+
 async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_that_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

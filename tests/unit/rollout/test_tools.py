@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.api import ToolCall
+from asyncrl.api import Tool, ToolCall
 from asyncrl.api.tool import as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -500,3 +501,40 @@ async def test_a_cancellation_during_a_release_skips_no_release_and_no_report():
         await asyncio.wait_for(task, 10)
     assert released == ["first", "second"]
     assert [metrics["tool/second/calls"] for metrics in reported] == [1]
+
+
+async def test_a_tool_that_is_still_created_when_the_sample_is_cancelled_is_released_afterwards():
+    """A cancelled `create` would continue in its thread, and nothing would release what it makes."""
+    creating, create, done = threading.Event(), threading.Event(), list[str]()
+
+    class Sandbox(Tool):
+        name = "sandbox"
+
+        def schema(self) -> Any:
+            return as_tool(lambda: 0, "sandbox").schema()
+
+        def create(self, instance_id: str) -> None:
+            creating.set()
+            create.wait(10)
+            done.append("created")
+
+        def release(self, instance_id: str) -> None:
+            done.append("released")
+
+    async def host(method: Any, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(method, *args, **kwargs)
+
+    toolbox = Toolbox([HostedTool(Sandbox(), "sandbox", host, 100)])
+
+    async def sample() -> None:
+        async with toolbox.session({}) as session:
+            await session.call(ToolCall("1", "sandbox", {}))
+
+    task = asyncio.create_task(sample())
+    assert await asyncio.to_thread(creating.wait, 10)
+    task.cancel()
+    assert not (await asyncio.wait({task}, timeout=0.05))[0]
+    create.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+    assert done == ["created", "released"]

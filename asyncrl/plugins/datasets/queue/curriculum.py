@@ -20,16 +20,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from asyncrl.api.seeds import seed_from
+from asyncrl.config.plugin_code.daemon_threads import DaemonThreads
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.queue.used_prompts import parse_prompt_id
 from asyncrl.plugins.datasets.settings import CurriculumConfig
 
+CALL_LIMIT_S = 10.0
+"""Longest time, in s, for which a call of a user's curriculum may hold the event loop. Its answer decides what happens
+next, so the loop waits for it.
+"""
 _log = logging.getLogger(__name__)
+
+
+class CurriculumFailed(RuntimeError):
+    """A call of the user's curriculum took too long; the message names the call."""
 
 
 class Curriculum:
@@ -86,6 +96,9 @@ def _draw(epoch: int, row: int) -> float:
 class OwnCurriculum(Curriculum):
     """A user's curriculum, named by `dataset.curriculum.path` (`asyncrl.api.Curriculum`).
 
+    Its methods raise `CurriculumFailed` if the user's take longer than `CALL_LIMIT_S`. A call that hangs cannot be
+    ended, so no other is made before it has returned.
+
     Raises:
         ConfigError: it cannot be constructed.
     """
@@ -93,6 +106,8 @@ class OwnCurriculum(Curriculum):
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:
         super().__init__(0.0, 1.0, 1)
         self._path = path
+        self._threads, self._running = DaemonThreads(), Future[Any]()
+        self._running.set_result(None)
         try:
             self._own = load_plugin(path)(**args)
         except PluginError as error:
@@ -102,18 +117,18 @@ class OwnCurriculum(Curriculum):
 
     def measured(self, prompt_id: str, success: float) -> None:
         if (parsed := parse_prompt_id(prompt_id)) is not None:
-            self._own.measured(parsed[1], parsed[0], success)
+            self._call("measured", parsed[1], parsed[0], success)
 
     def rests(self, prompt_id: str) -> bool:
         parsed = parse_prompt_id(prompt_id)
-        return parsed is not None and bool(self._own.rests(parsed[1], parsed[0]))
+        return parsed is not None and bool(self._call("rests", parsed[1], parsed[0]))
 
     def state(self) -> Any:
-        return {"path": self._path, "state": plain_state(self._own.state())}
+        return {"path": self._path, "state": plain_state(self._call("state"))}
 
     def restore(self, state: Any) -> None:
         """Continue from a result of `state` of the same class."""
-        self._own.restore(state)
+        self._call("restore", state)
 
     def check(self) -> None:
         """Check that it accepts a measurement, answers, and can be restored from its state.
@@ -123,19 +138,32 @@ class OwnCurriculum(Curriculum):
         """
         call = "measured(0, 0, 0.5)"
         try:
-            self._own.measured(0, 0, 0.5)
+            self._call("measured", 0, 0, 0.5)
             call = "rests(0, 1)"
-            rests = self._own.rests(0, 1)
+            rests = self._call("rests", 0, 1)
             if not isinstance(rests, bool):
                 raise TypeError(f"it returned {rests!r}, which is no bool")
             call = "state()"
-            state = plain_state(self._own.state())
+            state = plain_state(self._call("state"))
             call = "restore(state)"
-            self._own.restore(state)
-            if plain_state(self._own.state()) != state or self._own.rests(0, 1) is not rests:
+            self._call("restore", state)
+            if plain_state(self._call("state")) != state or self._call("rests", 0, 1) is not rests:
                 raise ValueError("it is another one afterwards")
         except Exception as error:  # a user's methods may raise anything
             raise ConfigError(f"dataset.curriculum.path={self._path!r}: {call} failed: {error!r}") from error
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call the user's method `name` in a thread, and wait for its result."""
+        call = f"dataset.curriculum.path={self._path!r}: {name}"
+        if not self._running.done():
+            raise CurriculumFailed(f"{call} is not called: an earlier call has not returned")
+        self._running = self._threads.run(lambda: getattr(self._own, name)(*args))
+        try:
+            return self._running.result(CALL_LIMIT_S)
+        except TimeoutError:
+            if self._running.done():  # it is one of the user's own
+                raise
+            raise CurriculumFailed(f"{call} did not return within {CALL_LIMIT_S:g} s") from None
 
 
 def make_curriculum(settings: CurriculumConfig, state: Any = ()) -> Curriculum:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +98,42 @@ def test_a_process_that_stays_after_its_input_is_killed(
         assert host.has_ended
 
     asyncio.run(play())
+
+
+FORKS = """
+import os, signal, sys
+
+def load_environment(env, *, pid_file):
+    if (forked := os.fork()) == 0:
+        signal.pause()
+    with open(pid_file, "w") as file:
+        file.write(str(forked))
+    os._exit(3)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_an_environment_that_leaves_a_forked_process_is_seen_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forked process has the host's pipes, as a pool of `multiprocessing` does after a kill for memory."""
+    clients = tmp_path / "verifiers" / "clients"
+    clients.mkdir(parents=True)
+    (tmp_path / "openai.py").write_text("def AsyncOpenAI(**_): pass")
+    (clients.parent / "__init__.py").write_text(FORKS)
+    (clients / "openai_chat_completions_client.py").write_text("OpenAIChatCompletionsClient = None")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pid_file = tmp_path / "pid"
+
+    async def play() -> None:
+        async with asyncio.timeout(30.0):
+            with pytest.raises(VerifiersError, match="cannot be loaded: its process ended"):
+                await _Host.start(sys.executable, "env", {"pid_file": str(pid_file)})
+
+    try:
+        asyncio.run(play())
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
 def commands_of_children() -> Iterator[str]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum, OwnCurriculum, make_curriculum
+from asyncrl.plugins.datasets.queue.curriculum import (
+    Curriculum,
+    CurriculumFailed,
+    OwnCurriculum,
+    make_curriculum,
+)
 from asyncrl.plugins.datasets.settings import CurriculumConfig
 
 MEASURED = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0, 1)), max_size=30)
@@ -127,6 +134,23 @@ def test_a_class_of_ones_own_decides_and_goes_on_from_its_state(own: Callable[[s
     for each in (curriculum, again):
         assert [epoch for epoch in range(7) if each.rests(f"e{epoch}-4")] == [2, 5]
         assert not any(each.rests(name) for name in ("e2-5", "e2-6", "of my own stream"))
+
+
+@pytest.mark.timeout(60)
+def test_a_method_that_hangs_holds_its_process_for_a_limit_only(
+    own: Callable[[str], CurriculumConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.plugins.datasets.queue.curriculum.CALL_LIMIT_S", 0.05)
+    curriculum, hang = cast(OwnCurriculum, make_curriculum(own("Thirds"))), threading.Event()
+    monkeypatch.setattr(curriculum._own, "rests", lambda row, epoch: hang.wait())
+    with pytest.raises(CurriculumFailed, match=r"own\.py:Thirds': rests did not return within 0\.05 s"):
+        curriculum.rests("e0-4")
+    with pytest.raises(CurriculumFailed, match="measured is not called: an earlier call has not returned"):
+        curriculum.measured("e0-4", 1.0)
+    hang.set()
+    curriculum._running.result(60)
+    curriculum.measured("e0-4", 1.0)
+    assert curriculum.state()["state"] == {"4": 0}
 
 
 def test_a_state_of_another_curriculum_is_not_taken(
