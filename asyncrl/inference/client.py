@@ -7,7 +7,7 @@ The client handles the following, so that callers need not:
 - **Readiness.** `/health` sends a probe through the model, and blocks for 20 s while generation is paused. `ready` asks
   `/ready`, and `/model_info` if the server has no `/ready`. Both answer at once.
 - **Aborts.** A request that was aborted in the queue has no output, and lacks fields that one aborted while running
-  has. SGLang's pause with `abort` takes a second while requests run, so `end_running` comes before it.
+  has. SGLang's pause with `abort` takes a second while requests run; `end_running` takes a step of the engine.
 - **Versions** of tokens are in `weight_versions`. A reply without it has only `weight_version`, the version at its end.
   That is right for all its tokens as long as every weight update aborts the running requests. A
   `manager.update_mode` that keeps them needs a server that `tells_token_versions`.
@@ -311,15 +311,19 @@ class GenerationServerClient:
         """
         await self._http.call("POST", f"{self.url}/pause_generation", PauseRequest(mode), timeout_s=timeout_s)
 
-    async def end_running(self) -> None:
-        """Have SGLang answer running requests with their tokens so far; return once none runs.
-
-        If new ones come all the time, this returns after `IDLE_LIMIT_S`. It returns at once from a server that does not
-        report its requests.
-        """
+    async def abort_all(self) -> None:
+        """Have running requests answered with their tokens so far, and queued ones without any."""
         await self._http.call(
             "POST", f"{self.url}/abort_request", AbortRequest(abort_all=True), timeout_s=CONTROL_TIMEOUT_S
         )
+
+    async def end_running(self) -> bool:
+        """Abort the requests of an SGLang server, and wait until none runs.
+
+        Returns:
+            False if new ones keep it busy for `IDLE_LIMIT_S`, or if it does not report its requests.
+        """
+        await self.abort_all()
         now = asyncio.get_running_loop().time
         ends = now() + IDLE_LIMIT_S
         while now() < ends:
@@ -328,10 +332,11 @@ class GenerationServerClient:
                 told = await self._http.call("GET", url, timeout_s=CONTROL_TIMEOUT_S, reply=ServerLoads)
             except HttpRefused as error:
                 if error.status == HTTPStatus.NOT_FOUND:
-                    return
+                    return False
                 raise
             if not any(load.num_running_reqs or load.num_waiting_reqs for load in told.loads):
-                return
+                return True
+        return False
 
     async def resume(self) -> None:
         """Continue generating; does nothing if the server is not paused."""

@@ -231,7 +231,7 @@ def _pauses(server: Server) -> Iterator[Figure]:
         begun = time.perf_counter()
         if ended_first:
             made(client.end_running(), LIMIT_S)
-        made(client.pause(PauseMode.abort), LIMIT_S)
+        made(client.pause(PauseMode.retract if ended_first else PauseMode.abort), LIMIT_S)
         yield Figure("abort", f"{way}: paused after", time.perf_counter() - begun, "s")
         try:
             replies = made.result(asked, LIMIT_S)

@@ -29,7 +29,7 @@ class FakeGenerationServer:
     - `busy`: new requests wait in the queue instead of running; those for scores are aborted there.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
-    - `flushed`: whether each update emptied the cache. `at_pause`: how many requests ran at each pause.
+    - `flushed`: whether each update emptied the cache. `at_pause`: mode and running requests of each pause.
     - `has_ready`, `has_loads`: it has these routes, as newer servers do.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
@@ -51,7 +51,7 @@ class FakeGenerationServer:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.flushed: list[bool] = []
-        self.at_pause: list[int] = []
+        self.at_pause: list[tuple[str, int]] = []
         self.generated_tokens = 0
         self.running: dict[str, asyncio.Event] = {}
         self._aborted: set[str] = set()
@@ -131,8 +131,9 @@ class FakeGenerationServer:
             case "model_info":
                 return web.json_response({"weight_version": self.model_info_version or self.version})
             case "pause_generation":
-                self.at_pause.append(len(self.running))
-                if (await request.json())["mode"] == "abort":
+                mode = (await request.json())["mode"]
+                self.at_pause.append((mode, len(self.running)))
+                if mode == "abort":
                     await self.interrupt()
                 else:
                     self.paused = True

@@ -223,13 +223,13 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
 
 
 @pytest.mark.parametrize(
-    ("settings", "at_pause"),
-    [({}, 0), ({"has_loads": False}, None), ({"deaf": True}, 1)],
+    ("settings", "ended"),
+    [({}, True), ({"has_loads": False}, False), ({"deaf": True}, False)],
     ids=["", "does not report its requests", "stays busy"],
 )
 async def test_running_requests_have_ended_before_sglang_is_paused(
     settings: dict[str, bool],
-    at_pause: int | None,
+    ended: bool,
     start_fake_server: Any,
     http: JsonHttp,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +247,13 @@ async def test_running_requests_have_ended_before_sglang_is_paused(
     await updater.update(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"))
     (answer,) = await running
     assert (answer.finish_reason, answer.versions) == (FinishReason.abort, [0, 0])
-    assert at_pause is None or server.at_pause == [at_pause]
+    called = [call for call in server.calls if call not in ("generate", "v1/loads")]
+    update = ["update_weights_from_disk", "model_info", "continue_generation"]
+    assert called == ["abort_request", "pause_generation", *(["abort_request"] if ended else []), *update]
+    if ended:
+        assert server.at_pause == [("retract", 0)]
+    else:
+        assert [mode for mode, _ in server.at_pause] == ["abort"]
 
 
 async def test_a_server_whose_update_failed_generates_nothing(start_fake_server: Any, http: JsonHttp) -> None:

@@ -93,7 +93,7 @@ class ServerUpdater:
             HttpError: a call failed; the state of its memory is unknown.
         """
         client = self._client(order.url)
-        await self._abort(client)
+        await client.pause(PauseMode.abort, timeout_s=self._timeout_s)
         await client.release_memory([*MemoryTag], timeout_s=self._timeout_s)
 
     def _client(self, url: str) -> GenerationServerClient:
@@ -102,15 +102,12 @@ class ServerUpdater:
     async def _pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
         if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
             await client.pause(PauseMode.retract, timeout_s=self._timeout_s)
-        if order.pause == PauseMode.abort:
-            await self._abort(client)
-        else:
-            await client.pause(order.pause, timeout_s=self._timeout_s)
-
-    async def _abort(self, client: GenerationServerClient) -> None:
-        if self._is_sglang:  # once its pause has aborted requests, it waits a second to see that they have ended
-            await client.end_running()
-        await client.pause(PauseMode.abort, timeout_s=self._timeout_s)
+        elif order.pause == PauseMode.abort and self._is_sglang and await client.end_running():
+            # Its pause with `abort` looks once a second whether requests have ended.
+            await client.pause(PauseMode.retract, timeout_s=self._timeout_s)
+            await client.abort_all()  # requests that came since, which wait in the queue
+            return
+        await client.pause(order.pause, timeout_s=self._timeout_s)
 
     async def _resume_memory(
         self,
