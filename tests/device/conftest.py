@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,3 @@ HERE = Path(__file__).parent
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
     return None if all(path == HERE or HERE in path.parents for path in asked) else True
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`tests.device_cases.Folders`."""
-    from tests.device_cases import Folders
-
-    return Folders(tmp_path_factory.mktemp("models"))

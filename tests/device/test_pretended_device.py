@@ -5,7 +5,8 @@ embedded engine is in `test_pretended_engine`, losses and supervised training ar
 
 Not covered, because the pretended device cannot run it:
 
-- the sharded engine: FSDP2 asks the device for streams and events, and its collectives for a back end of the device;
+- the sharded engine: its collectives need a back end for the device (tried: "No backend type associated with device
+  type pretended");
 - `trainer.compile`: TorchInductor generates no code for this device (a LoweringException at the first layer);
 - kernels of CUDA alone (flash attention, the variable-length kernel, fused norms with gradients): only the rules that
   choose them run here;
