@@ -36,7 +36,7 @@ from asyncrl.trainer.messages import RunCall
 from asyncrl.trainer.rank.current_step import parts_of_policies
 from asyncrl.trainer.rank.model_calls import ModelCalls
 from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.settings import AttentionImplementation, KeptOn, ReferenceMode, TeacherConfig
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn, ReferenceMode, TeacherConfig, VisionMode
 from asyncrl.trainer.trajectories.scored import attach, detach, scores_of
 from tests.tiny_vlm import KINDS, make_folder, picture, render
 from tests.unit.models.test_every_architecture import ARCHITECTURES, COMMON
@@ -197,6 +197,9 @@ TRAIN_CASES: dict[str, TrainCase] = {
     "linear attention": TrainCase(model="Qwen3.5"),
     "scan": TrainCase(model="Mamba 2"),
     "pictures": TrainCase({"algorithm__entropy_coef": 0.1}, PICTURE_MODEL),
+    "pictures, frozen tower": TrainCase(
+        {"algorithm__entropy_coef": 0.1, "model__vision": VisionMode.freeze}, PICTURE_MODEL
+    ),
 }
 
 

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
+from asyncrl.models.host_copies import upload
 from asyncrl.plugins.datasets.supervised.demonstration_rows import by_length
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
-from asyncrl.trainer.batches.micro_batch import upload
 from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
 
