@@ -162,7 +162,7 @@ def test_the_training_thread_begins_a_checkpoint_without_a_wait_and_reads_behind
     assert step(config, other, 1, DEVICE) == after
 
 
-@pytest.mark.parametrize("name", ["tree", "adapters", "experts, replayed", "off-loaded", "pictures"])
+@pytest.mark.parametrize("name", ["off-loaded", "adapters", "pictures"])
 def test_a_server_on_the_device_scores_a_versions_probe_as_the_trainer_and_a_version_waits_once_for_each_tensor(
     folders: Folders, tmp_path: Path, name: str
 ) -> None:
