@@ -385,6 +385,14 @@ def vlm_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return folder
 
 
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`tests.device_cases.Folders`."""
+    from tests.device_cases import Folders
+
+    return Folders(tmp_path_factory.mktemp("models"))
+
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

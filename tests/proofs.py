@@ -77,7 +77,7 @@ def _digest(owner: Any, model: Any, given: object) -> str:
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         told.update(repr((name, tensor.dtype, tensor.shape)).encode())
         if owner.pictures is not None and tensor.numel():
-            told.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            told.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return told.hexdigest()
 
 

@@ -60,7 +60,7 @@ def vlm_expected(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tens
         tokens_L = batch["tokens"][start : start + size]
         shown, _held = pictures.ids.shown(tokens_L.tolist(), placed)
         inputs = shown_inputs(pictures, shown)
-        with pictures.holding(inputs["input_ids"], keep=False):
+        with pictures.holding(inputs["input_ids"].numpy(), keep=False):
             logits = model(**inputs, use_cache=False).logits[0, :-1]
         chosen = logits.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0]
         wanted = batch["loss_mask"][start + 1 : start + size]
@@ -79,7 +79,7 @@ def vlm_expected_hidden(folder: Path, batch: StepBatch) -> Tensor:
         tokens_L = batch["tokens"][start : start + size]
         shown, _held = pictures.ids.shown(tokens_L.tolist(), placed)
         inputs = shown_inputs(pictures, shown)
-        with torch.no_grad(), pictures.holding(inputs["input_ids"], keep=False):
+        with torch.no_grad(), pictures.holding(inputs["input_ids"].numpy(), keep=False):
             hidden_LH = trunk(**inputs, use_cache=False).last_hidden_state[0]
         total_H += hidden_LH[:-1][batch["loss_mask"][start + 1 : start + size]].sum(0)
     return total_H

@@ -20,14 +20,16 @@ A CPU, and any other device, copies within the same calls: all at once in `begin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock
 from time import perf_counter
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory as _register  # as torch's own checkpoints in shared memory
 from torch.cuda._pin_memory_utils import unpin_memory as _unregister
@@ -219,6 +221,17 @@ def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 def host_like(source: Tensor) -> Tensor:
     """Return host memory for a copy of `source`, not set."""
     return host_buffer(source.shape, source.dtype, source.device)
+
+
+def upload(arrays: Mapping[str, NDArray[np.int64]], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays as tensors on `device`. All are moved in one copy, which is asynchronous for a GPU."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    sizes = [array.size for array in arrays.values()]
+    host = host_buffer([sum(sizes)], torch.int64, device)
+    np.concatenate([array.reshape(-1) for array in arrays.values()], out=host.numpy())
+    parts = torch.split(host.to(device, non_blocking=True), sizes)
+    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
 def copy_rate(device: torch.device) -> float:

@@ -11,13 +11,15 @@ these tests in processes of their own.
 
 from __future__ import annotations
 
-import traceback
+import linecache
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -131,7 +133,11 @@ def _pretend(host: Tensor) -> Tensor:
 
 def _real(tensor: Tensor) -> Tensor:
     """The CPU tensor that `tensor` stands for."""
-    host = _host_of[tensor.untyped_storage()._cdata]
+    host = _host_of.get(tensor.untyped_storage()._cdata)
+    if host is None:
+        raise MixedDevices(f"an operator got tensors of both devices at {_line()}")
+    if host.dtype != tensor.dtype:
+        host = torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage())
     return _as_strided.redispatch(_CPU, host, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -140,10 +146,13 @@ def _on_device(value: Any) -> bool:
 
 
 def _line() -> str:
-    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
-    if not frames:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    if frame is None:
         return "outside asyncrl"
-    return f"{frames[-1].filename[len(PACKAGE) + 1 :]}:{frames[-1].lineno} {(frames[-1].line or '')[:90]}"
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{path[len(PACKAGE) + 1 :]}:{line} {linecache.getline(path, line).strip()[:90]}"
 
 
 def _waits(reason: str) -> None:
@@ -290,6 +299,11 @@ def _strided(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None 
     return _as_strided.redispatch(_META, tensor, size, stride, offset)
 
 
+@_kernel("set_.source_Storage_storage_offset")
+def _set_(tensor: Tensor, storage: Any, offset: int, size: Any, stride: Any = ()) -> Tensor:
+    return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(_META, tensor, storage, offset, size, stride)
+
+
 @_kernel("view")
 def _view(tensor: Tensor, size: Any) -> Tensor:
     return _pretend(_real(tensor).view(size))
@@ -302,3 +316,60 @@ def _fused_rms_norm(tensor: Tensor, shape: Any, weight: Tensor | None, eps: floa
         _watch.operators["_fused_rms_norm"] += 1
     out, scale = torch.ops.aten._fused_rms_norm(_real(tensor), shape, None if weight is None else _real(weight), eps)
     return _pretend(out), _pretend(scale)
+
+
+@_kernel("convolution_overrideable")
+def _convolution(tensor: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    """What torch asks a device of others for, in place of its own choice of a kernel."""
+    if _watch is not None:
+        _watch.operators["convolution"] += 1
+    return _pretend(torch.convolution(_real(tensor), _real(weight), None if bias is None else _real(bias), *settings))
+
+
+@_kernel("convolution_backward_overrideable")
+def _convolution_backward(
+    grad: Tensor,
+    tensor: Tensor,
+    weight: Tensor,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: Any,
+) -> tuple[Tensor | None, ...]:
+    settings = (stride, padding, dilation, transposed, output_padding, groups, wanted)
+    sizes = [weight.shape[1] * groups if transposed else weight.shape[0]]
+    grads = torch.ops.aten.convolution_backward(_real(grad), _real(tensor), _real(weight), sizes, *settings)
+    return tuple(None if each is None else _pretend(each) for each in grads)
+
+
+@_kernel("histc")
+def _histc(tensor: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of whole numbers too, as on a GPU."""
+    if _watch is not None:
+        _watch.operators["histc"] += 1
+    return _pretend(torch.histc(_real(tensor).float(), bins, min, max).to(tensor.dtype))
+
+
+@_kernel("_grouped_mm")
+def _grouped_mm(*given: Any, **named: Any) -> Any:
+    """One operator that leaves the sizes of the groups on the device, as a GPU's kernel of bf16 does."""
+    return _any_operator(torch.ops.aten._grouped_mm.default, *given, **named)
+
+
+def _of_host(kind: type, name: str, host_of: Callable[[Any], Any]) -> None:
+    """Let `kind.name` of the device's objects be that of the CPU's: torch itself knows no memory behind them."""
+    original = getattr(kind, name)
+
+    def method(self: Any, *given: Any) -> Any:
+        return original(host_of(self) if self.device.type == "pretended" else self, *given)
+
+    setattr(kind, name, method)
+
+
+for _name in ("nbytes", "resize_"):
+    _of_host(torch.UntypedStorage, _name, lambda storage: _host_of[storage._cdata].untyped_storage())
+_of_host(torch.Tensor, "data_ptr", _real)
+torch.__future__.set_swap_module_params_on_conversion(True)  # as on a GPU, a weight that is tied stays so when it moves

@@ -13,24 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
+from tests.device_cases import model_of, step, trajectories
 
 CUDA = pytest.param(
     "cuda",
@@ -42,16 +39,17 @@ on_each = pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    model = model_of(
+        "Qwen2",
         hidden_size=64,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=32,
         intermediate_size=128,
         vocab_size=997,
+        initializer_range=0.02,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    model.save_pretrained(str(folder))
     return folder
 
 
@@ -64,41 +62,11 @@ def config(model_dir: Path) -> ExperimentConfig:
     return made
 
 
-def trajectories() -> list[Trajectory]:
-    rng = np.random.default_rng(0)
-    made = []
-    for order in range(4):
-        samples = []
-        for episode in range(4):
-            length = int(rng.integers(8, 60))
-            mask = (np.arange(length) >= 4).astype(np.uint8)
-            tokens = rng.integers(0, 997, length).astype(np.int32)
-            logprobs = (-6.9 * mask).astype(np.float32)
-            versions = np.where(mask, 0, -1).astype(np.int32)
-            samples.append(Sample(tokens, mask, logprobs, versions, float(rng.random() < 0.5), episode=episode))
-        made.append(Trajectory(f"r{order}", f"p{order}", order, tuple(samples)))
-    return made
-
-
 def steps(config: ExperimentConfig, rank: TrainingRank, device: str, count: int = 1) -> StatValues:
     """So many train steps; the statistics of the last one."""
     stats: StatValues = {}
     for version in range(count):
-        at = torch.device(device)
-        batch = build_step_batch(trajectories(), [0, 1, 0, 1], version=version, num_minibatches=2, device=at)
-        for call in load_graph(config).order():
-            context = CallContext(
-                name=call.name,
-                role=call.role,
-                reads=call.reads,
-                writes=call.writes,
-                args=call.args,
-                config=config,
-                engines=rank.engines,
-                ranks=rank.world.place(call.role).data,
-                state=rank.state,
-            )
-            stats |= run_call(find_function(call.function), context, batch)
+        stats = step(config, rank, version, torch.device(device), trajectories(997))
     return stats
 
 

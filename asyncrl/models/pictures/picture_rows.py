@@ -6,7 +6,7 @@ correct without handling pictures. The model's input embedding is extended by th
 
     picture ──image processor──▶ SeenPicture (inputs of the tower, ids `first ... last`)
     SeenPicture ──vision tower──▶ rows [rows, H]      once for each picture and version of the weights
-    with pictures.holding(rows):  model(input_ids=ids, position_ids=pictures.positions(ids))
+    with pictures.holding(ids):  model(input_ids=ids, position_ids=pictures.positions(ids))
 
 A placeholder's id that the policy samples is an ordinary token. Nothing here is specific to a family of models:
 `get_image_features` makes the rows, `get_rope_index` the positions of models that have three for a token. Positions are
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.models.host_copies import upload
 from asyncrl.models.pictures.picture_ids import PictureIds, Rows, SeenPicture
 from asyncrl.models.pictures.picture_processor import PictureProcessor
 from asyncrl.models.pictures.picture_rules import placeholder_id
@@ -40,18 +41,14 @@ from asyncrl.models.pictures.vision_tower import VisionTower
 from asyncrl.models.transformers_internals import text_part
 
 
-class _Table(NamedTuple):
-    """Rows of several pictures, one after the other: picture p has the ids from `firsts_P[p]` and begins at
-    `starts_P[p]`."""
+class _Held(NamedTuple):
+    """The rows of pictures in the next input: of its N places `places_N` (in the flattened ids, of shape `shape`), each
+    gets the row `rows_N` of `rows`."""
 
-    firsts_P: Tensor
-    starts_P: Tensor
+    shape: tuple[int, ...]
+    places_N: Tensor
+    rows_N: Tensor
     rows: Rows
-
-    def places(self, ids_N: Tensor) -> Tensor:
-        """Return indices [N] into the rows."""
-        owner_N = torch.searchsorted(self.firsts_P, ids_N, right=True) - 1
-        return self.starts_P[owner_N] + ids_N - self.firsts_P[owner_N]
 
 
 class Pictures:
@@ -73,9 +70,8 @@ class Pictures:
         whole = cast(Any, model.base_model)
         self._rope = RopePositions(whole.get_rope_index, ids.token_id) if hasattr(whole, "get_rope_index") else None
         self.two_way = "token_type_ids" in inspect.signature(type(whole).forward).parameters
-        self._table: _Table | None = None
+        self._held: _Held | None = None
         self._is_row: Tensor | None = None
-        self._places: Tensor | None = None
         if attach:
             self.attach()
 
@@ -102,36 +98,37 @@ class Pictures:
     # -- rows
 
     @contextmanager
-    def holding(self, ids: Tensor, *, keep: bool) -> Iterator[None]:
-        """Within this block the embedding has the rows of the pictures whose ids are in `ids`.
+    def holding(self, ids: NDArray[np.int64], *, keep: bool) -> Iterator[None]:
+        """Within this block the embedding has the rows of the pictures in `ids`.
 
         Args:
+            ids: the input of the forward passes within the block, in host memory. So the host does not wait for the
+                device to learn which pictures there are.
             keep: see `VisionTower.rows`.
         """
-        pictures = self._of(ids)
-        if not pictures:
+        places_N = np.flatnonzero(ids >= self.ids.first)
+        if not len(places_N):
             yield
             return
+        ids_N = ids.reshape(-1)[places_N]
+        pictures = self._of(ids_N)
+        firsts_P, counts_P = (np.array([getattr(seen, name) for seen in pictures]) for name in ("first", "rows"))
+        starts_P = counts_P.cumsum() - counts_P
+        owner_N = np.searchsorted(firsts_P, ids_N, side="right") - 1
+        there = upload({"places": places_N, "rows": starts_P[owner_N] + ids_N - firsts_P[owner_N]}, self._model.device)
         rows = self.tower.rows(pictures, keep=keep)
-        counts = torch.tensor([seen.rows for seen in pictures])
-        self._table = _Table(
-            torch.tensor([seen.first for seen in pictures]).to(ids.device),
-            (counts.cumsum(0) - counts).to(ids.device),
-            Rows(
-                torch.cat([each.embeds for each in rows]),
-                tuple(torch.cat(layer) for layer in zip(*(each.deep for each in rows), strict=True)),
-            ),
-        )
+        deep = tuple(torch.cat(layer) for layer in zip(*(each.deep for each in rows), strict=True))
+        joined = Rows(torch.cat([each.embeds for each in rows]), deep)
+        self._held = _Held(ids.shape, there["places"], there["rows"], joined)
         try:
             yield
         finally:
-            self._table = self._is_row = self._places = None
+            self._held = self._is_row = None
 
-    def _of(self, ids: Tensor) -> list[SeenPicture]:
-        """Return the distinct pictures in `ids`, by first id."""
-        rows = torch.unique(ids[ids >= self.ids.first]).tolist()
+    def _of(self, ids_N: NDArray[np.int64]) -> list[SeenPicture]:
+        """Return the distinct pictures that have the rows `ids_N`, by first id."""
         found: list[SeenPicture] = []
-        for each in rows:
+        for each in np.unique(ids_N).tolist():
             if found and each < found[-1].first + found[-1].rows:
                 continue
             seen = self.ids.of_row(each)
@@ -146,19 +143,19 @@ class Pictures:
         plain = embedding.forward
 
         def forward(ids: Tensor) -> Tensor:
-            table = self._table
-            if table is None:
+            held = self._held
+            if held is None or ids.shape != held.shape:
                 return cast(Tensor, plain(ids))
             self._is_row = is_row = ids >= self.ids.first
-            self._places = table.places(ids[is_row])
             embedded: Tensor = plain(ids.masked_fill(is_row, 0))
-            return embedded.masked_scatter(is_row[..., None], table.rows.embeds[self._places])
+            rows_NH = held.rows.embeds[held.rows_N].to(embedded.dtype)
+            return embedded.flatten(0, -2).index_copy(0, held.places_N, rows_NH).view_as(embedded)
 
         def before_layers(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-            table = self._table
-            if table is None or not table.rows.deep:
+            held = self._held
+            if held is None or not held.rows.deep:
                 return None
-            deep = [layer[self._places] for layer in table.rows.deep]
+            deep = [layer[held.rows_N] for layer in held.rows.deep]
             return args, {**inputs, "visual_pos_masks": self._is_row, "deepstack_visual_embeds": deep}
 
         embedding.forward = forward  # hooks on the embedding see these ids

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.models.host_copies import host_buffer
 from asyncrl.models.pictures.picture_ids import Rows, SeenPicture
 from asyncrl.models.transformers_internals import text_part
 
@@ -83,9 +84,15 @@ class VisionTower:
 
     def inputs(self, pictures: Sequence[SeenPicture]) -> dict[str, Tensor]:
         """Return the tower's inputs for `pictures`, at least one, on its device and in its type."""
-        names = pictures[0].inputs
-        joined = {name: torch.cat([seen.inputs[name] for seen in pictures]).to(self._model.device) for name in names}
+        joined = {name: self._uploaded([seen.inputs[name] for seen in pictures]) for name in pictures[0].inputs}
         return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in joined.items()}
+
+    def _uploaded(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return `parts` end to end on the tower's device; the host does not wait for the copy to a GPU."""
+        device = self._model.device
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        joined = torch.cat(tuple(parts), out=host_buffer(shape, parts[0].dtype, device))
+        return joined.to(device, non_blocking=True)
 
 
 def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:

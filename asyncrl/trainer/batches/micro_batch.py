@@ -15,7 +15,7 @@ input tokens may have the same place.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.models.host_copies import host_buffer
+from asyncrl.models.host_copies import upload
 from asyncrl.models.pictures.picture_ids import SeenPicture
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
@@ -59,6 +59,7 @@ class MicroBatch:
             of a shared prefix has one.
         routing: [rows * width, layers, per_token], experts of the tokens at these outputs during generation; None if
             they were not recorded.
+        shown: [rows, width], the input ids, in host memory, if they may name rows of pictures.
     """
 
     seqs: list[int]
@@ -71,6 +72,7 @@ class MicroBatch:
     seq_ids_N: Tensor
     depths: Ints
     routing: Tensor | None = None
+    shown: Ints | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -84,12 +86,14 @@ class ShownTokens:
 
     Attributes:
         ids_T: [T], with the ids of pictures' rows in place of their placeholders; on the device.
+        host_ids_T: the same, in host memory.
         positions_3T: three positions of each token; None if the positions are the places in the sequences.
         types_T: [T], transformers' `token_type_ids`; None if the model takes none.
         held: the pictures, kept alive as long as these ids are used.
     """
 
     ids_T: Tensor
+    host_ids_T: Ints
     positions_3T: Ints | None
     types_T: Tensor | None = None
     held: Sequence[SeenPicture] = ()
@@ -103,12 +107,13 @@ class ShownTokens:
         held: Sequence[SeenPicture] = (),
     ) -> ShownTokens:
         """Tokens of sequences of ids, rows of pictures included."""
-        ids_T = torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64, device=device)
+        host_ids_T = np.array([token for tokens in sequences for token in tokens], dtype=np.int64)
+        ids_T = torch.from_numpy(host_ids_T).to(device)
         types_T = pictures.types(ids_T) if pictures.two_way else None
         if not pictures.three_positions:
-            return cls(ids_T, None, types_T, held)
+            return cls(ids_T, host_ids_T, None, types_T, held)
         positions_3T = np.concatenate([pictures.positions(tokens) for tokens in sequences], axis=1)
-        return cls(ids_T, positions_3T, types_T, held)
+        return cls(ids_T, host_ids_T, positions_3T, types_T, held)
 
     def positions(self, sources: Ints, places: Ints) -> Ints:
         """Return the positions of the tokens `sources` [rows, width], whose places are `places`: `places` itself, or
@@ -254,6 +259,7 @@ def _on_device(
         seq_ids_N=there["seq_ids_N"],
         depths=_depths(layout),
         routing=None if routing is None else routing[there["sources"].flatten()],
+        shown=None if shown is None else shown.host_ids_T[layout.sources],
     )
 
 
@@ -261,17 +267,6 @@ def _depths(layout: _Layout) -> Ints:
     computed = np.zeros(layout.positions.size, dtype=np.bool_)
     computed[layout.places_I] = True
     return layout.positions.reshape(-1)[computed] + 1
-
-
-def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
-    """Return the arrays as tensors on `device`. All are moved in one copy, which is asynchronous for a GPU."""
-    if device.type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    sizes = [array.size for array in arrays.values()]
-    host = host_buffer([sum(sizes)], torch.int64, device)
-    np.concatenate([array.reshape(-1) for array in arrays.values()], out=host.numpy())
-    parts = torch.split(host.to(device, non_blocking=True), sizes)
-    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:

@@ -40,10 +40,10 @@ class RoleVision:
         If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
         rows are computed once per version of the weights.
         """
-        if self.pictures is None:
+        if self.pictures is None or micro_batch.shown is None:
             return nullcontext()
         keep = not (self._trains_tower and torch.is_grad_enabled())
-        return self.pictures.holding(micro_batch.model_inputs["input_ids"], keep=keep)
+        return self.pictures.holding(micro_batch.shown, keep=keep)
 
     def shown_tokens(self, batch: StepBatch) -> ShownTokens | None:
         """Return the tokens of `batch` with its pictures; None if it has no pictures.

@@ -15,12 +15,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
+from asyncrl.models.host_copies import upload
 from asyncrl.plugins.datasets.supervised.demonstration_rows import by_length
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.trainer.supervised.objectives import Measures
@@ -68,9 +70,9 @@ class MuonLearner:
         self._model.train(False)
         with torch.no_grad():
             runs = by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch)
-            total = sum(_answer_loss(self._model, [batch[i] for i in run]).item() for run in runs)
+            losses = [_answer_loss(self._model, [batch[i] for i in run]) for run in runs]
         self._model.train()
-        return Measures(total / sum(item.answer_length for item in batch))
+        return Measures(_total(losses) / sum(item.answer_length for item in batch))
 
     def complete(self, step: int) -> None:
         """Do nothing: steps are not saved."""
@@ -78,12 +80,17 @@ class MuonLearner:
     def _accumulate_gradients(self, batch: Sequence[Demonstration]) -> float:
         """Run the backward pass of the batch's mean loss per answer token; return the mean."""
         answer_tokens = sum(item.answer_length for item in batch)
-        total = 0.0
+        losses = []
         for run in by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch):
             loss = _answer_loss(self._model, [batch[i] for i in run]) / answer_tokens
             torch.autograd.backward(loss)
-            total += loss.item()
-        return total
+            losses.append(loss.detach())
+        return _total(losses)
+
+
+def _total(losses: Sequence[Tensor]) -> float:
+    """Return the sum of the micro-batches' losses; the host waits for the device once."""
+    return float(torch.stack(list(losses)).double().sum())
 
 
 def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]) -> Tensor:
@@ -92,17 +99,21 @@ def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]
     Padding is on the right, where causal attention ignores it.
     """
     longest = max(len(item.token_ids) for item in demonstrations)
-    tokens_BL = torch.zeros(len(demonstrations), longest, dtype=torch.long)
-    answer_BL = torch.zeros(len(demonstrations), longest, dtype=torch.bool)
+    tokens_BL = np.zeros((len(demonstrations), longest), np.int64)
+    answer_BL = np.zeros((len(demonstrations), longest), np.bool_)
     for row, item in enumerate(demonstrations):
-        tokens_BL[row, : len(item.token_ids)] = torch.tensor(item.token_ids)
-        answer_BL[row, : len(item.token_ids)] = torch.tensor(item.loss_mask)
-    device = next(model.parameters()).device
-    tokens_BL, answer_BL = tokens_BL.to(device), answer_BL.to(device)
-    hidden_BLH = model.base_model(input_ids=tokens_BL[:, :-1], use_cache=False).last_hidden_state
-    predicts_BL = answer_BL[:, 1:]
-    logits_AV = _output_layer(model)(hidden_BLH[predicts_BL])
-    return F.cross_entropy(logits_AV.float(), tokens_BL[:, 1:][predicts_BL], reduction="sum")
+        tokens_BL[row, : len(item.token_ids)] = item.token_ids
+        answer_BL[row, : len(item.token_ids)] = item.loss_mask
+    predictors_A = np.flatnonzero(answer_BL[:, 1:])
+    arrays = {
+        "inputs": tokens_BL[:, :-1],
+        "predictors": predictors_A,
+        "answers": tokens_BL[:, 1:].reshape(-1)[predictors_A],
+    }
+    there = upload(arrays, next(model.parameters()).device)
+    hidden_BLH = model.base_model(input_ids=there["inputs"], use_cache=False).last_hidden_state
+    logits_AV = _output_layer(model)(hidden_BLH.flatten(0, 1).index_select(0, there["predictors"]))
+    return F.cross_entropy(logits_AV.float(), there["answers"], reduction="sum")
 
 
 def _optimizers(model: PreTrainedModel, config: SFTConfig) -> list[Optimizer]:

@@ -178,7 +178,7 @@ class RewardModelling(JudgedObjective):
         columns = step_batch(longer, self._device)
 
         def share(micro_batch: MicroBatch, values_N: Tensor) -> tuple[Tensor, Stats]:
-            return (values_N * _of_tokens(derivatives_S, micro_batch)).sum(), {}
+            return (values_N * _of_tokens(derivatives_S, columns, micro_batch)).sum(), {}
 
         self.engine.compute_gradients(columns, columns["loss_mask"], range(columns.num_seqs), share)
 
@@ -204,7 +204,7 @@ class PolicyPreference(JudgedObjective):
         columns = step_batch(own, self._device)
 
         def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
-            return (outputs.logprobs_N * _of_tokens(derivatives_S, micro_batch)).sum(), {}
+            return (outputs.logprobs_N * _of_tokens(derivatives_S, columns, micro_batch)).sum(), {}
 
         self.engine.compute_gradients(columns, columns["loss_mask"], range(columns.num_seqs), share)
 
@@ -286,7 +286,6 @@ def _last(item: Demonstration) -> list[bool]:
     return [False] * len(item.token_ids) + [True]
 
 
-def _of_tokens(values_S: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Return for each wanted token the value of its sequence, [N], from `values_S` of the batch's sequences."""
-    seqs = torch.tensor(micro_batch.seqs, dtype=torch.int64, device=values_S.device)
-    return values_S[seqs][micro_batch.seq_ids_N]
+def _of_tokens(values_S: Tensor, batch: StepBatch, micro_batch: MicroBatch) -> Tensor:
+    """Return for each wanted token the value of its sequence, [N], from `values_S` of the sequences of `batch`."""
+    return values_S[batch.seq_ids_T[micro_batch.targets_N]]

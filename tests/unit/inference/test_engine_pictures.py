@@ -71,7 +71,7 @@ def _logits(model: PreTrainedModel, pictures: Pictures, request: GenerationInput
     transformers' own cannot be asked, which `tests/unit/models/test_pictures.py` compares with this one."""
     shown, _held = pictures.ids.shown([*request.input_ids, *answer], request.pictures)
     inputs = shown_inputs(pictures, shown)
-    with torch.no_grad(), attention(model, "eager"), pictures.holding(inputs["input_ids"], keep=True):
+    with torch.no_grad(), attention(model, "eager"), pictures.holding(inputs["input_ids"].numpy(), keep=True):
         logits: Tensor = model(**inputs, use_cache=False).logits[0]
     return logits[len(request.input_ids) - 1 : -1]
 

@@ -40,7 +40,7 @@ def _model(folder: Path) -> tuple[PreTrainedModel, Pictures]:
 
 def _logits(model: PreTrainedModel, pictures: Pictures, shown: list[int], *, keep: bool = True) -> Tensor:
     inputs = shown_inputs(pictures, shown)
-    with pictures.holding(inputs["input_ids"], keep=keep):
+    with pictures.holding(inputs["input_ids"].numpy(), keep=keep):
         logits: Tensor = model(**inputs, use_cache=False).logits[0]
     return logits
 

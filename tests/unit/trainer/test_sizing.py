@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.setting import Dtype
+from asyncrl.models.host_copies import upload
 from asyncrl.models.pictures.vision_tower import tower_parameters
-from asyncrl.trainer.batches.micro_batch import upload
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks
 from asyncrl.trainer.batches.prefix_tree import Branches, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch

@@ -238,6 +238,7 @@ class RowTable:
         return finished
 
     def _suppress_stops(self, logits_RV: Tensor, output: Tensor, stops: Tensor) -> None:
-        early = (output < self._ints[FIRST_STOP, : len(output)])[:, None] & (stops >= 0)
-        rows, columns = early.nonzero(as_tuple=True)
-        logits_RV[rows, stops[rows, columns]] = -torch.inf
+        """Lower the logits of stop tokens in rows that are too short to stop; the host does not wait for the device."""
+        early = (output < self._ints[FIRST_STOP, : len(output)])[:, None] & (stops != NO_STOP)
+        added = logits_RV.new_zeros(stops.shape).masked_fill_(early, -torch.inf)
+        logits_RV.scatter_add_(1, stops.clamp(min=0), added)

@@ -164,6 +164,8 @@ class RowTensors:
     """A batch of rows as the model receives it, and the place of each slot's prefix in it."""
 
     tokens_BU: Tensor
+    ids_BU: NDArray[np.int64]
+    """`tokens_BU`, in host memory."""
     depths_BU: Tensor
     positions: Tensor
     """`depths_BU`, or three positions of each token, `[3, B, U]`."""
@@ -231,6 +233,7 @@ class RowTensors:
         written_there = torch.from_numpy(np.concatenate(written, axis=1)).to(device)
         return cls(
             there(tokens_BU),
+            np.array(tokens_BU),
             depths_there,
             positions,
             ends_tensor,

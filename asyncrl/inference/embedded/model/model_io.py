@@ -7,7 +7,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -123,8 +125,8 @@ class ModelRunner:
         self.cache.end_forward()
         return logits
 
-    def showing(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Return a block in which the model knows the pictures in `ids`."""
+    def showing(self, ids: NDArray[np.int64]) -> AbstractContextManager[None]:
+        """Return a block in which the model knows the pictures in `ids`, in host memory, of its next input."""
         return nullcontext() if self.pictures is None else self.pictures.holding(ids, keep=True)
 
     def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool, deltas_R: Tensor | None = None) -> Tensor:
@@ -162,7 +164,7 @@ class ModelRunner:
         if self.pictures is not None:
             if self.three_positions:
                 inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)
-            with self.showing(ids):
+            with self.showing(np.array([prompt])):
                 logits = self._logits(ids, **inputs)[0, :-1].float()
             ids = torch.tensor([self.pictures.ids.plain(prompt)], device=self.device)
         else:

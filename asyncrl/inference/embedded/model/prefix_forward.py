@@ -97,7 +97,7 @@ class PrefixForward:
 
     def _forward(self, rows: RowTensors) -> None:
         """Compute `rows` by the cache's plan."""
-        with self.runner.showing(rows.tokens_BU):
+        with self.runner.showing(rows.ids_BU):
             self.runner.forward(rows.tokens_BU, self.runner.masks.of_rows(rows), rows.positions, logits_to_keep=1)
 
 
