@@ -94,6 +94,24 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_own_backend.py::test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs[in_place]",
         "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_function]",
     ),
+    "of the pretended device one case of each way through the code stays": (
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[pictures, frozen tower]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[averaged reference, two passes]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[critic of normalised returns]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[capped logits]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[few allowed tokens]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[linear attention]",
+        "tests/device/test_pretended_device.py::test_a_server_on_the_device_scores_a_versions_probe_as_the_trainer_and_a_version_waits_once_for_each_tensor[pictures]",
+        "tests/device/test_pretended_engine.py::test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_each_as_often_as_told[pictures that look both ways]",
+        "tests/device/test_pretended_engine.py::test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_each_as_often_as_told[bf16]",
+        "tests/device/test_pretended_engine.py::test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_each_as_often_as_told[greedy]",
+        "tests/device/test_pretended_engine.py::test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_each_as_often_as_told[capped logits]",
+        "tests/device/test_pretended_engine.py::test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_each_as_often_as_told[latent attention]",
+        "tests/device/test_pretended_engine.py::test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_each_as_often_as_told[states in modules]",
+        "tests/device/test_pretended_engine.py::test_an_update_in_the_middle_of_samples_leads_to_the_cpus_tokens[in_place-pictures]",
+        "tests/device/test_pretended_engine.py::test_an_update_in_the_middle_of_samples_leads_to_the_cpus_tokens[in_place-scan]",
+        "tests/device/test_pretended_engine.py::test_an_update_in_the_middle_of_samples_leads_to_the_cpus_tokens[retract-experts, recorded]",
+    ),
 }
 """By what stays: the cases."""
 
