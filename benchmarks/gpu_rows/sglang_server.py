@@ -77,7 +77,8 @@ def sglang(bench: Bench) -> Iterator[Figure]:
             yield from tried(bench, "decoding", partial(_decoding, server))
             yield from tried(bench, "abort", partial(_pauses, server))
             yield from tried(bench, "trainer", partial(_beside_trainer, server))
-        yield from tried(bench, "start", partial(_warm_start, bench, made))
+        if not bench.tiny:  # the next one is a second start, too
+            yield from tried(bench, "start", partial(_warm_start, bench, made))
         other = Dtype.float32 if bench.dtype == Dtype.bfloat16 else Dtype.bfloat16
         yield from tried(bench, f"SGLang, {other}", partial(_other_type, bench, made, other))
 
@@ -224,27 +225,24 @@ def _pauses(server: Server) -> Iterator[Figure]:
     made(client.pause(PauseMode.abort), LIMIT_S)
     made(client.resume(), LIMIT_S)
     yield Figure("abort", "pause and resume without requests", time.perf_counter() - begun, "s")
-    replies: list[dict[str, Any]] = []
     for way, ended_first in (("pause alone", False), ("requests ended first", True)):
+        name = f"abort, {way}"
         asked, running = server.long()
-        yield Figure("abort", f"{way}: running requests", running)
+        yield Figure(name, "running requests", running)
         begun = time.perf_counter()
         if ended_first:
             made(client.end_running(), LIMIT_S)
         made(client.pause(PauseMode.retract if ended_first else PauseMode.abort), LIMIT_S)
-        yield Figure("abort", f"{way}: paused after", time.perf_counter() - begun, "s")
+        yield Figure(name, "paused after", time.perf_counter() - begun, "s")
         try:
-            replies = made.result(asked, LIMIT_S)
-            yield Figure("abort", f"{way}: all have answered after", time.perf_counter() - begun, "s")
+            answers = [parse_completion(reply) for reply in made.result(asked, LIMIT_S)]
+            yield Figure(name, "all have answered after", time.perf_counter() - begun, "s")
         finally:
             made(client.resume(), LIMIT_S)
-    answers = [parse_completion(reply) for reply in replies]
-    yield Figure(
-        "abort", "aborted requests", float(sum(answer.finish_reason == FinishReason.abort for answer in answers))
-    )
-    tokens = [len(answer.token_ids) for answer in answers]
-    yield Figure("abort", "tokens of an answer, mean", float(np.mean(tokens)))
-    yield Figure("abort", "tokens of an answer, fewest", float(min(tokens)))
+        aborted, tokens = FinishReason.abort, [len(answer.token_ids) for answer in answers]
+        yield Figure(name, "aborted requests", float(sum(answer.finish_reason == aborted for answer in answers)))
+        yield Figure(name, "tokens of an answer, mean", float(np.mean(tokens)))
+        yield Figure(name, "tokens of an answer, fewest", float(min(tokens)))
 
 
 async def _until(client: GenerationServerClient, wanted: Callable[[float], bool]) -> float:
