@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -93,8 +94,16 @@ def test_a_real_server_is_measured_and_serves_the_weights_of_each_transport(
         assert float(values[f"{part}: worst distance"]) < 1e-5, part
     for name in TRANSPORTS:
         assert float(values[f"update by {name}: while training: train steps"]) >= 1
-    left = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
-    assert not [command for command in left if "sglang" in command]
+    assert not [command for command in commands_below() if "sglang" in command]
+
+
+def commands_below() -> list[str]:
+    """Command lines of the running processes below this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie, which has none
+            found.append(" ".join(process.cmdline()))
+    return found
 
 
 @pytest.mark.parametrize("gpus", [["0"], ["0", "1"]])
