@@ -107,20 +107,8 @@ CUT_OFF = """
 import sys
 from pathlib import Path
 from asyncrl.comm.name_resolve import NameResolveUnavailable
-from asyncrl.comm.request_reply import RemoteError
-from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
-from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec
-
-def reported(message):
-    "What a MasterWorker raises if a rank has run out of memory."
-    try:
-        raise RemoteError("model_worker/1", "run_call", Failure("OutOfMemory", message, "Traceback: of torch"))
-    except RemoteError as error:
-        failed = ExecutionError("call 'actor_train' failed: Traceback: of torch")
-        failed.__cause__ = error
-        return failed
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 ReportedStatus.set = lambda status, state, reason="": print(state, reason)
 
