@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - names of tests are as long as they are
-"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: six minutes on two cores.
+"""Further cases of what the suite tries, which `ASYNCRL_EVERY_CASE=1 make test` tries as well: seven minutes on two cores.
 
 The suite tries each guarantee with one case of each kind. What is listed here takes long, and shows for another model,
 layout or back end what a case that stays shows; each list says which. A case that is called otherwise by now is tried:
@@ -94,8 +94,13 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_own_backend.py::test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs[in_place]",
         "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_function]",
     ),
+    "updates of a real server from memory stay in the GPU benchmark's row, and one run with them": (
+        "tests/e2e/test_sglang_run.py::test_a_run_takes_its_weights_from_the_trainers_memory[distributed-1-in_place-0]",
+    ),
     "of the pretended device one case of each way through the code stays": (
         "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[pictures, frozen tower]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[checkpointing]",
+        "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[packed]",
         "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[averaged reference, two passes]",
         "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[critic of normalised returns]",
         "tests/device/test_pretended_device.py::test_a_train_step_on_a_device_gives_the_cpus_numbers_and_waits_for_it_as_often_with_many_micro_batches[capped logits]",
