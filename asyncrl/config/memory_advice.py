@@ -27,8 +27,9 @@ _TEXTS = (
 """How torch and CUDA report it, in lower case."""
 
 
-def is_out_of_memory(text: str) -> bool:
-    """True if `text`, an error with the name of its type or lines of a log, reports a lack of a device's memory."""
+def is_out_of_memory(found: str | BaseException) -> bool:
+    """True if `found`, an error or lines of a log, reports a lack of a device's memory."""
+    text = found if isinstance(found, str) else f"{type(found).__name__}: {found}"
     return any(each in text.lower() for each in _TEXTS)
 
 

@@ -30,7 +30,7 @@ class FakeGenerationServer:
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
     - `flushed`: whether each update emptied the cache. `at_pause`: mode and running requests of each pause.
-    - `has_ready`, `has_loads`: it has these routes, as newer servers do.
+    - `has_ready`, `has_loads`: it has these routes, as newer servers do. `loads`: what it reports of its requests.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
 
@@ -51,6 +51,7 @@ class FakeGenerationServer:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.flushed: list[bool] = []
+        self.loads: dict[str, int] | None = None
         self.at_pause: list[tuple[str, int]] = []
         self.generated_tokens = 0
         self.running: dict[str, asyncio.Event] = {}
@@ -150,7 +151,8 @@ class FakeGenerationServer:
             case "flush_cache":
                 return web.Response(text="Cache flushed.")
             case "v1/loads" if self.has_loads:
-                return web.json_response({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": 0}]})
+                load = self.loads or {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+                return web.json_response({"loads": [load]})
             case "update_weights_from_disk":
                 return await self._update(await request.json())
             case "generate":

@@ -224,11 +224,11 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
 
 @pytest.mark.parametrize(
     ("settings", "ended"),
-    [({}, True), ({"has_loads": False}, False), ({"deaf": True}, False)],
-    ids=["", "does not report its requests", "stays busy"],
+    [({}, True), ({"has_loads": False}, False), ({"loads": {"num_reqs": 1}}, False), ({"deaf": True}, False)],
+    ids=["", "does not report its requests", "reports them in another form", "stays busy"],
 )
 async def test_running_requests_have_ended_before_sglang_is_paused(
-    settings: dict[str, bool],
+    settings: dict[str, Any],
     ended: bool,
     start_fake_server: Any,
     http: JsonHttp,

@@ -313,7 +313,7 @@ class GenerationEngine:
                 self.step()
         except Exception as error:
             logger.exception("the embedded engine failed")
-            if is_out_of_memory(f"{type(error).__name__}: {error}"):  # kept as text: the error holds the engine
+            if is_out_of_memory(error):  # kept as text: the error holds the engine
                 self.shortage = shortage("the embedded engine", "a step", self.model.device, error)
             failure = EngineStoppedError(f"the engine failed: {error!r}")
         finally:

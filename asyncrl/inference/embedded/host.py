@@ -68,7 +68,7 @@ class EmbeddedHost:
         except UnsupportedModelError as error:
             raise EngineStartError(str(error)) from error
         except Exception as error:
-            if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+            if not is_out_of_memory(error):
                 raise
             what = shortage("the embedded engine", "the load of its model", self._device, error)
             raise OutOfMemory(f"{what}\n{self._advice}") from error

@@ -142,10 +142,7 @@ def build_command(
     if secrets_file is not None:
         argv += ["--config", str(secrets_file)]
     argv += render_flags(flags | user)
-    env = _environment(device, generation.threads, scratch)
-    if guest and device == Device.cuda:
-        # the memory saver refuses segments that grow, which a user may have chosen for all processes
-        env |= {name: "" for name in ALLOCATOR_VARIABLES if "expandable_segments:True" in os.environ.get(name, "")}
+    env = _environment(device, generation.threads, scratch, guest=guest)
     user_env = dict(generation.sglang.env)
     if pictures:
         env |= _pictures_environment(config)
@@ -197,7 +194,7 @@ def _cpu_flags(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
+def _environment(device: Device, threads: int, scratch: Path, *, guest: bool) -> dict[str, str]:
     env = {
         "TMPDIR": str(scratch),
         "HF_HUB_OFFLINE": "1",
@@ -213,6 +210,9 @@ def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
     if device == Device.cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["TORCHDYNAMO_DISABLE"] = "1"  # a vision tower's rotary embedding would be compiled at the first picture
+    elif guest:
+        # the memory saver refuses segments that grow, which a user may have chosen for all processes
+        env |= {name: "" for name in ALLOCATOR_VARIABLES if "expandable_segments:True" in os.environ.get(name, "")}
     return env
 
 

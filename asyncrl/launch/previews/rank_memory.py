@@ -1,4 +1,4 @@
-"""Where every training rank of a checked experiment is placed, and how much memory it will need."""
+"""Place and memory need of every training rank of a checked experiment."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class MemoryCheckpointer:
         from it.
         """
         assert self._memory_checkpoint is not None
-        self._memory_checkpoint.tell_off(error.message)
+        self._memory_checkpoint.warn_of_end(error.message)
         self._memory_checkpoint = None
 
 

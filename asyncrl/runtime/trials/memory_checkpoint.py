@@ -180,7 +180,7 @@ class MemoryCheckpoint:
         remove_leftover(self._run_dir / INBOXES_DIR, _log)
         _remove_orphans()  # of other addresses of this host
 
-    def tell_off(self, reason: str) -> None:
+    def warn_of_end(self, reason: str) -> None:
         """Show on the terminal that no step is kept any more, for `reason`; once, however many ranks find out."""
         if not self.invalid:
             remark(

@@ -41,7 +41,7 @@ class MemoryShortage:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+            if not is_out_of_memory(error):
                 raise
             settings = trainer_settings(
                 self._config,

@@ -151,7 +151,7 @@ class TrajectoryReceiver:
 
     def _cannot_keep(self, error: OSError) -> None:
         """Stop storing. The run continues, but nothing may resume from what is stored."""
-        self._memory_checkpoint.tell_off(f"a rollout cannot be stored: {error}")
+        self._memory_checkpoint.warn_of_end(f"a rollout cannot be stored: {error}")
         self._memory_checkpoint.invalidate()
 
     def _forget(self, rollout_ids: Sequence[str]) -> None:

@@ -135,20 +135,8 @@ def test_an_outage_of_name_resolution_is_told_by_a_sentence_with_its_setting(tmp
 SENT_TO_ALL = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from asyncrl.comm.request_reply import RemoteError
-from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
-from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec
-
-def reported(message):
-    "What a MasterWorker raises if a rank has run out of memory."
-    try:
-        raise RemoteError("model_worker/1", "run_call", Failure("OutOfMemory", message, "Traceback: of torch"))
-    except RemoteError as error:
-        failed = ExecutionError("call 'actor_train' failed: Traceback: of torch")
-        failed.__cause__ = error
-        return failed
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 ReportedStatus.set = lambda status, state, reason="": print(state, flush=True)
 

@@ -1,4 +1,4 @@
-"""What NCCL needs to connect trainer and servers: separate GPUs, and the same version in both environments."""
+"""Requirements of NCCL to connect trainer and servers: separate GPUs, and the same version in both environments."""
 
 from __future__ import annotations
 
