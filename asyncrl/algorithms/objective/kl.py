@@ -6,7 +6,7 @@ The last function moves the reference towards the actor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -194,15 +194,21 @@ class KLController:
 
 
 @torch.no_grad()
-def ema_update_(reference: Iterable[Tensor], actor: Iterable[Tensor], decay: float) -> None:
+def ema_update_(reference: Mapping[str, Tensor], actor: Mapping[str, Tensor], decay: float) -> None:
     """reference <- decay * reference + (1 - decay) * actor, in place, parameter by parameter; once per train step.
+
+    Parameters are paired by name, since the two may list them in other orders.
 
     Keep the reference in fp32: in bf16 a decay above 0.996 rounds every small change away.
 
     Raises:
-        ValueError: decay outside [0, 1], or the two have different numbers of parameters.
+        ValueError: decay outside [0, 1], or the two have parameters of other names or shapes.
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay is {decay}; set it within 0 (copy the actor) to 1 (frozen)")
-    for reference_parameter, actor_parameter in zip(reference, actor, strict=True):
-        reference_parameter.lerp_(actor_parameter.to(reference_parameter.dtype), 1.0 - decay)
+    shapes, others = ({name: each.shape for name, each in own.items()} for own in (reference, actor))
+    if shapes != others:
+        differ = sorted(name for name in shapes | others if shapes.get(name) != others.get(name))
+        raise ValueError(f"the reference and the actor differ in {differ[0]!r} ({len(differ)} parameters)")
+    for name, averaged in reference.items():
+        averaged.lerp_(actor[name].to(averaged.dtype), 1.0 - decay)

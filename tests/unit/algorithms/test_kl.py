@@ -214,18 +214,20 @@ def test_a_coefficient_of_zero_stays_zero():
 
 
 def test_moving_average_reference_is_the_geometric_mean_of_past_actors():
-    reference = [torch.zeros(2), torch.ones(1)]
-    for step in (1.0, 2.0):
-        ema_update_(reference, [torch.full((2,), step), torch.tensor([5.0])], decay=0.75)
-    assert reference[0].tolist() == pytest.approx([0.75 * 0.25 * 1 + 0.25 * 2] * 2)
-    assert reference[1].tolist() == pytest.approx([0.75**2 + (1 - 0.75**2) * 5])
+    reference = {"a": torch.zeros(2), "b": torch.ones(2)}
+    for step in (1.0, 2.0):  # paired by name, whatever the order
+        ema_update_(reference, {"b": torch.full((2,), 5.0), "a": torch.full((2,), step)}, decay=0.75)
+    assert reference["a"].tolist() == pytest.approx([0.75 * 0.25 * 1 + 0.25 * 2] * 2)
+    assert reference["b"].tolist() == pytest.approx([0.75**2 + (1 - 0.75**2) * 5] * 2)
 
 
 def test_moving_average_needs_the_same_parameters_and_a_decay_within_bounds():
-    with pytest.raises(ValueError, match="shorter"):
-        ema_update_([torch.ones(1), torch.ones(1)], [torch.ones(1)], 0.5)
+    with pytest.raises(ValueError, match="differ in 'b'"):
+        ema_update_({"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1), "c": torch.ones(1)}, 0.5)
+    with pytest.raises(ValueError, match="differ in 'a'"):
+        ema_update_({"a": torch.ones(1)}, {"a": torch.ones(2)}, 0.5)
     with pytest.raises(ValueError, match=r"decay is 1\.5"):
-        ema_update_([], [], 1.5)
+        ema_update_({}, {}, 1.5)
 
 
 STATS = {"ppo/approx_kl": 0.02, "ppo/behave_ratio_mean": 1.0, "ppo/behave_ratio_square_mean": 1.5}

@@ -233,7 +233,8 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
         assert isinstance(source, FlatPolicyEngine), type(source)
         self._before_changes()
-        ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
+        theirs = dict(source.network.named_parameters()) | source.optimizer.masters()  # a frozen part has no master
+        ema_update_(dict(self._model.named_parameters()), theirs, decay)
         self.vision.weights_changed()
 
     def _distributions(self, micro_batch: MicroBatch) -> Tensor:

@@ -45,7 +45,6 @@ class FlatAdamW(ScheduledAdamW):
     ) -> None:
         given = trainable(parameters)
         groups = decay_groups(given, undecayed).with_decay(config.weight_decay)
-        self._given = [name for name, _ in given]
         self._parameters = [named for group, _ in groups for named in group]
         device = given[0][1].device
         sizes = [sum(parameter.numel() for _, parameter in group) for group, _ in groups]
@@ -66,10 +65,9 @@ class FlatAdamW(ScheduledAdamW):
         pairs = zip(parts, moments, decays, strict=True)
         super().__init__([([(part, kept)], decay) for part, kept, decay in pairs], config, total_steps)
 
-    def masters(self) -> list[Tensor]:
-        """Return the parameters' fp32 master values, in the order given; views."""
-        views = self._views(self.flat.detach())
-        return [views[name] for name in self._given]
+    def masters(self) -> dict[str, Tensor]:
+        """Return the trainable parameters' fp32 master values, by name; views."""
+        return self._views(self.flat.detach())
 
     def kept(self) -> Iterator[Tensor]:
         yield self.flat.data  # parameters of lower precision are not views of it

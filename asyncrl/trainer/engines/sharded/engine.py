@@ -309,7 +309,8 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         mine, theirs = self.parameters(), source.parameters()
         self._before_changes()
         self._reshard()
-        ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
+        own, moved = ({name: local(each.detach()) for name, each in part.items()} for part in (mine, theirs))
+        ema_update_(own, moved, decay)
         self.vision.weights_changed()
 
 

@@ -81,7 +81,8 @@ def test_parameters_and_gradients_are_views_of_the_flat_vectors() -> None:
     in_order = (model[0].weight, model[2].weight, model[0].bias, model[2].bias)  # what decays lies first
     gradients = torch.cat([parameter.grad.flatten() for parameter in in_order])
     assert torch.equal(gradients, optimizer.grad)
-    assert [master.shape for master in optimizer.masters()] == [parameter.shape for parameter in model.parameters()]
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert {name: master.shape for name, master in optimizer.masters().items()} == shapes
     assert gradients.abs().sum() > 0
     optimizer.flat.data.zero_()
     assert all(parameter.abs().sum() == 0 for parameter in model.parameters())
@@ -95,7 +96,8 @@ def test_bfloat16_parameters_follow_fp32_masters() -> None:
     train(model, optimizer, batches(100, torch.bfloat16))
     masters = optimizer.masters()
     assert all(parameter.grad is None for parameter in model.parameters())
-    for parameter, master, old in zip(model.parameters(), masters, before, strict=True):
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        master = masters[name]
         assert torch.equal(parameter, master.to(torch.bfloat16))
         assert (master - old.float()).abs().max() > 1e-4  # a hundred small steps add up
 

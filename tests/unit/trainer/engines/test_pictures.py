@@ -21,7 +21,7 @@ from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import LoraConfig, VisionMode
+from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
 from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_expected_hidden, vlm_trajectories
 
 Folder = Callable[[str], Path]
@@ -80,6 +80,22 @@ def test_tries_with_pictures_are_what_transformers_computes_of_each_sample(kind:
         assert all(torch.allclose(packed[name], expected.get(name, torch.zeros(())), atol=3e-4) for name in packed)
         engine.step()
         assert not torch.allclose(engine.logprobs(batch, batch["loss_mask"]), expected_T, atol=1e-3)
+
+
+@pytest.mark.parametrize("vision", [VisionMode.freeze, VisionMode.none])
+def test_a_reference_follows_an_actor_whose_vision_tower_is_frozen(vision: VisionMode, vlm_folder: Folder) -> None:
+    folder = vlm_folder("qwen3_vl")
+    loader = FlatLoader(_config(folder, vision), RankPosition(), torch.device("cpu"))
+    actor = loader.policy(str(folder), Dtype.float32, OptimizerConfig())
+    reference = loader.policy(str(folder), Dtype.float32, None)
+    before = {name: each.detach().clone() for name, each in reference.network.named_parameters()}
+    with torch.no_grad():
+        for master in actor.optimizer.masters().values():
+            master.add_(1.0)
+    reference.average_towards(actor, 0.75)
+    for name, averaged in reference.network.named_parameters():
+        moved = 0.25 if name in actor.optimizer.masters() else 0.0
+        assert torch.allclose(averaged, before[name] + moved, atol=1e-6), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
