@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Tokenizer
+from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Tokenizer, answer_text
 
 
 async def run(
@@ -18,7 +18,7 @@ async def run(
         request = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
         (answer,) = (await client.generate(request)).completions
         await env.reset(options={"data": prompt.data})
-        _, reward, *_ = await env.step(tokenizer.decode(answer.token_ids))
+        _, reward, *_ = await env.step(answer_text(tokenizer, prompt.input_ids, answer.token_ids))
         if reward == 1.0:
             return reward - price * number
     return reward

@@ -20,6 +20,7 @@ from asyncrl.api.generation import (
 )
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
+from asyncrl.api.thoughts import answer_text, without_thoughts
 from asyncrl.api.tokenizer import Tokenizer
 from asyncrl.api.tool import Tool, ToolResult, as_tool
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
@@ -61,10 +62,12 @@ __all__ = [
     "ToolResult",
     "ToolSchema",
     "Trajectory",
+    "answer_text",
     "as_tool",
     "messages_of",
     "run_in",
     "scored",
     "verdict",
     "with_turn_rewards",
+    "without_thoughts",
 ]

@@ -63,6 +63,8 @@ class ChatReply:
     """The other answers to the same messages, with `n` > 1."""
     stop: str | None = None
     """The stop string that ended the answer; None if no stop string did."""
+    text: str = ""
+    """The whole text that the model wrote, as rewards read it (`asyncrl.api.answer_text`): pass it to `env.step`."""
 
 
 class ChatClient(GenerationClient, Protocol):

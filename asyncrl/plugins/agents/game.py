@@ -15,7 +15,9 @@ from asyncrl.api import (
     Prompt,
     Sample,
     Tokenizer,
+    answer_text,
     messages_of,
+    without_thoughts,
 )
 from asyncrl.api.picture import PictureError
 from asyncrl.api.trajectory import with_turn_rewards
@@ -70,7 +72,7 @@ class Talk(Protocol):
     """A conversation."""
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
-        """Return the policy's answer to `observation`, as text and as tokens."""
+        """Return the policy's answer to `observation`, as text without thoughts and as tokens."""
         ...
 
 
@@ -89,7 +91,7 @@ class MessageTalk:
             self._messages.append({"role": "user", "content": observation})
         reply = await self._client.chat(self._messages)
         self._messages.append(reply.message)
-        return reply.content, reply.completion
+        return without_thoughts(reply.content), reply.completion
 
 
 class TokenTalk:
@@ -119,5 +121,6 @@ class TokenTalk:
         name = f"{self._prompt.prompt_id}/{self._name}{self._turn}/{self._prompt.member}"
         request = GenerationRequest(name, self._ids, 1, self._prompt.sampling, self._prompt.pictures)
         (answer,) = (await self._client.generate(request)).completions
+        said = without_thoughts(answer_text(self._tokenizer, self._ids, answer.token_ids))
         self._ids, self._turn = (*self._ids, *answer.token_ids), self._turn + 1
-        return self._tokenizer.decode(answer.token_ids), answer
+        return said, answer

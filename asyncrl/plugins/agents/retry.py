@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Sample, Tokenizer, messages_of
+from asyncrl.api import (
+    Agent,
+    ChatClient,
+    Environment,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    Tokenizer,
+    answer_text,
+    messages_of,
+)
 
 
 class RetryAgent(Agent):
@@ -43,7 +53,7 @@ class RetryAgent(Agent):
         messages, turn = messages_of(prompt), 1
         while True:
             reply = await client.chat(messages)
-            feedback, reward, solved, _, _ = await env.step(reply.content)
+            feedback, reward, solved, _, _ = await env.step(reply.text)
             if solved or reply.finish_reason == "length" or turn == self._max_turns:
                 return float(reward), turn
             messages += [reply.message, {"role": "user", "content": feedback.strip()}]
@@ -55,7 +65,7 @@ class RetryAgent(Agent):
             name = f"{prompt.prompt_id}/{turn - 1}/{prompt.member}"
             request = GenerationRequest(name, ids, 1, prompt.sampling, prompt.pictures)
             (answer,) = (await client.generate(request)).completions
-            feedback, reward, solved, _, _ = await env.step(self._tokenizer.decode(answer.token_ids))
+            feedback, reward, solved, _, _ = await env.step(answer_text(self._tokenizer, ids, answer.token_ids))
             if solved or answer.finish_reason == "length" or turn == self._max_turns:
                 return float(reward), turn
             ids = (*ids, *answer.token_ids, *self._tokenizer.encode(feedback))

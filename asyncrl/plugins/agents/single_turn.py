@@ -16,6 +16,7 @@ from asyncrl.api import (
     Prompt,
     Sample,
     Tokenizer,
+    answer_text,
 )
 from asyncrl.api.agent import play_with_retries
 from asyncrl.api.reward import reward_parts
@@ -71,7 +72,9 @@ class SingleTurnAgent(Agent):
     async def _scored(self, prompt: Prompt, env: Environment, completion: Completion) -> Sample:
         with reward_parts() as parts:
             await env.reset(options={"data": prompt.data})
-            _, reward, _, truncated, _ = await env.step(self._tokenizer.decode(completion.token_ids))
+            _, reward, _, truncated, _ = await env.step(
+                answer_text(self._tokenizer, prompt.input_ids, completion.token_ids)
+            )
         builder = SampleBuilder(prompt.input_ids, prompt.pictures)
         builder.generate(completion)
         sample = builder.build(reward, truncated=truncated or completion.finish_reason == "length")

@@ -14,7 +14,7 @@ from asyncrl.plugins.tools.toolbox import Toolbox
 
 
 class ToolAgent(Agent):
-    """Plays one conversation with tools per member. The environment scores the text of its last answer.
+    """Plays one conversation with tools per member. The environment scores its last answer, `ChatReply.text`.
 
     A sample's reward is the sum of the environment's and the tools' (`tool/<name>`), each a separate part. A
     conversation ends when it reaches a limit, and is scored by its last answer; the limits are `max_turns` and those of
@@ -60,15 +60,15 @@ class ToolAgent(Agent):
                 calls += len(reply.tool_calls)
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(session.call(call)) for call in reply.tool_calls[: self._max_calls]]
-                said: list[Content] = [_content(task.result(), pictures=client.takes_pictures) for task in running]
-                said += [f"Error: not run, {self._max_calls} calls are the most of one turn"] * (
-                    len(reply.tool_calls) - len(said)
+                results: list[Content] = [_content(task.result(), pictures=client.takes_pictures) for task in running]
+                results += [f"Error: not run, {self._max_calls} calls are the most of one turn"] * (
+                    len(reply.tool_calls) - len(results)
                 )
                 messages += [
                     {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
-                    for call, content in zip(reply.tool_calls, said, strict=True)
+                    for call, content in zip(reply.tool_calls, results, strict=True)
                 ]
-            _, reward, _, _, _ = await env.step(reply.content)
+            _, reward, _, _, _ = await env.step(reply.text)
             parts = {"answer": float(reward), **await session.rewards()}
         if malformed and self._malformed_penalty:
             parts["malformed_calls"] = -self._malformed_penalty * malformed

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, ToolCall, ToolSchema
+from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, ToolCall, ToolSchema, answer_text
 from asyncrl.api.seeds import seed_from
 from asyncrl.plugins.chat.stop_strings import before_stop, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
@@ -52,6 +52,7 @@ def reply_of(
         prompt_ids,
         completion,
         stop=first_stop(text, stop) if ended else None,
+        text=answer_text(chat.tokenizer, prompt_ids, completion.token_ids),
     )
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.api import Message, ToolSchema
+from asyncrl.api.thoughts import opened_thoughts
 from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_messages
@@ -208,17 +209,11 @@ class ChatFormat:
         the generation prompt opens the reasoning, that opening is added.
         """
         kept = token_ids[:-1] if ended and token_ids and token_ids[-1] in self._control_ids else token_ids
-        return self._opened_reasoning(prompt_ids) + self.tokenizer.decode_all(kept)
+        return opened_thoughts(self.tokenizer, prompt_ids) + self.tokenizer.decode_all(kept)
 
     def parsed(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
         """Parse an answer. Without offered tools, text that looks like a call stays text."""
         return (self.parser if tools else self._without_calls).parse(text, tools)
-
-    def _opened_reasoning(self, prompt_ids: Sequence[int]) -> str:
-        tail = list(itertools.takewhile(lambda token: token not in self._control_ids, reversed(prompt_ids)))
-        text = self.tokenizer.decode_all(tail[::-1])
-        begin = text.rfind("<think>")
-        return text[begin:] if begin >= 0 and "</think>" not in text[begin:] else ""
 
     def _bridge_text(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
         sentinel, end = _absent(reply, new, tools), self._end_with_tools if tools else self._end

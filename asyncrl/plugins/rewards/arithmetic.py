@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.api import run_in, verdict
+from asyncrl.api import run_in, verdict, without_thoughts
 
 
 @verdict
@@ -14,5 +14,5 @@ def arithmetic_reward(data: Mapping[str, Any], completion: str) -> float:
     """Return 1 if the text after the answer's `#` is exactly `data["answer"]`, else 0; the steps before it do not
     count.
     """
-    _, marker, result = completion.partition("#")
+    _, marker, result = without_thoughts(completion).partition("#")
     return 1.0 if marker and result == data["answer"] else 0.0

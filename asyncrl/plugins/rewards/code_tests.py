@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib.util
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from asyncrl.api import verdict
+from asyncrl.api import verdict, without_thoughts
+from asyncrl.api.reward import note_reward_part
 from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
 
 _log = logging.getLogger(__name__)
-_BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"(?P<before>[ \t]*(?:(?:[-*+]|\d{1,9}[.)]|>)[ \t]*)*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
+_LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
+_PYTHON = re.compile(r"[ic]?py(?:thon|py|con)?\d*(?:-repl)?")
+_QUOTED = re.compile(r"^[ \t]*(?:> ?)+")
+_DEEPER = 3
+"""A line that closes a block may be indented by so much more than the one that opened it, as in Markdown."""
+_MOST_PARSED = 100_000
+"""Characters of a block that is parsed to see what it defines."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 WALL_BY_CPU = 3.0
 """Wall-clock limit as a multiple of the CPU limit, so that a busy machine does not make a right program fail."""
 _NOT_FOUND = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
@@ -25,18 +37,20 @@ _CASE_FORM = '{"input": ..., "output": ...}'
 class CodeTestsReward:
     """Share of the row's tests that the answer's Python program passes; each test runs in a separate sandbox.
 
-    The program is the last block between ``` in the answer, or the whole answer without one. A row has one of:
+    The program is the answer's last Python block, or the whole answer without one (`program_in`). A row has one of:
 
     - `tests`: a list of `{"input": ..., "output": ...}`. The program reads the input, and its output must be equal
       except for blanks at the ends of lines and empty lines at the end. The program never sees the expected output.
-    - `test_code`: Python that runs after the program in the same process, mostly `assert` statements; 1 if it
-      completes. A program can cheat here, so prefer `tests`.
+    - `test_code`: Python that runs after the program in the same process, mostly `assert` statements, as a text or a
+      list of texts; 1 if it completes. A program can cheat here, so prefer `tests`.
 
     Args:
         all_or_nothing: 1 if every test passes, else 0.
         timeout_s: limit on the CPU time of one test; the wall-clock limit is three times as long. `reward.timeout_s`
             must allow for all tests of a row and for waiting, because only one program per core runs at a time.
         memory_mb, processes: limits of one test, see `asyncrl.plugins.sandbox.Limits`.
+        output_mb: limit on what a program prints in one test; more is wrong. The metric `reward/output_cut` is the
+            share of tests in which programs printed more.
         packages: packages of this Python that programs may import, such as `[numpy]`; else the standard library alone.
 
     Raises:
@@ -51,17 +65,20 @@ class CodeTestsReward:
         timeout_s: float = 5.0,
         memory_mb: int = 512,
         processes: int = 16,
+        output_mb: int = 16,
         packages: Sequence[str] = (),
     ) -> None:
         for name, limit, least in (
             ("timeout_s", timeout_s, 0.1),
             ("memory_mb", memory_mb, 64),
             ("processes", processes, 3),
+            ("output_mb", output_mb, 1),
         ):
             if not limit >= least:
                 raise ValueError(f"{name} is {limit}; give {least} or more")
         cpu_s = max(1, math.ceil(timeout_s))
-        self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes), packages=packages)
+        limits = Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes, output_bytes=output_mb << 20)
+        self._sandbox = Sandbox(limits, packages=packages)
         self._missing: set[str] = set()
         self._all_or_nothing = all_or_nothing
         if all_or_nothing:
@@ -75,9 +92,11 @@ class CodeTestsReward:
         """
         program = program_in(completion)
         if data.get(_CASES):
-            return self._cases(program, [_case(each) for each in _listed(data[_CASES])])
-        if data.get(_ASSERTS):
-            return self._asserts(program, str(data[_ASSERTS]))
+            cases = [_case(each) for each in _listed(data[_CASES])]
+            return self._cases(program, cases) if program.strip() else 0.0
+        if data.get(_ASSERTS) is not None:
+            test_code = _code_of(data)
+            return self._asserts(program, test_code) if program.strip() else 0.0
         given = [name for name in (_CASES, _ASSERTS) if name in data]
         if given:
             raise ValueError(f"the row's {given[0]!r} is empty; give it tests, or leave the row out")
@@ -101,6 +120,7 @@ class CodeTestsReward:
     def _run(self, program: str, stdin: str = "") -> Ended:
         """Run `program`. If it fails because a package is missing, log that once per package."""
         ended = self._sandbox.run({"program.py": program}, ["program.py"], stdin)
+        note_reward_part("output_cut", float(ended.stopped == "output"))
         for package in set(_NOT_FOUND.findall(ended.stderr)) - self._missing:
             self._missing.add(package)
             if importlib.util.find_spec(package) is not None:
@@ -112,9 +132,136 @@ class CodeTestsReward:
 
 
 def program_in(text: str) -> str:
-    """Return the last block between ``` in `text`, closed or not; all of `text` without one."""
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else text
+    r"""Return the program of an answer: its last Python block behind the thoughts, or without one the whole text.
+
+    - A block is between lines of three or more backticks or tildes, indented or not, in lists or quotations too; the
+      last one need not be closed. Its language is Python (`python`, `py`, `python3`, `{.python}`, `pycon`, ...), or
+      none if no block is marked as Python.
+    - A block after it that only tries the program out is not it: one of assertions alone, or one that uses names of
+      earlier blocks, defines nothing but tests and reads no input.
+    - If it uses functions, classes or variables of earlier Python blocks, these come first.
+    - Prompts of Python's shell are removed, with what the shell printed.
+    """
+    text = without_thoughts(text)
+    blocks = list(_blocks(text))
+    marked = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+    codes = [_without_prompts(code) for code in marked or [code for language, code in blocks if not language]]
+    if not codes:
+        return text
+    if len(codes) == 1:
+        return codes[0]
+    trees = [_parsed(code) for code in codes]
+    last = next((n for n in reversed(range(len(codes))) if n == 0 or not _only_tries(n, trees)), 0)
+    needed, program = [codes[last]], trees[last]
+    missing = _missing(program) if program is not None else set()
+    for code, tree in zip(codes[:last][::-1], trees[:last][::-1], strict=True):
+        if tree is not None and missing & _defined(tree):
+            needed.insert(0, code)
+            missing = (missing - _defined(tree)) | _missing(tree)
+    return "\n\n".join(needed)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language, in lower case, and content of each fenced block; the last one need not be closed."""
+    fence, language, indent, quoted, lines = "", "", 0, False, list[str]()
+    for line in re.split(r"\r\n|\r|\n", text):
+        mark = _FENCE.fullmatch(line)
+        if fence and mark and mark["fence"].startswith(fence) and len(mark["before"]) <= indent + _DEEPER:
+            yield language, _without_indent(lines, indent)
+            fence = ""
+            if not mark["info"].strip():
+                continue  # otherwise the block was not closed, and the next one begins
+        if fence:
+            lines.append(_QUOTED.sub("", line) if quoted else line)
+        elif mark:
+            fence, language, lines = mark["fence"], _LANGUAGE.match(mark["info"])[1].lower(), []  # type: ignore[index]
+            indent, quoted = len(mark["before"]), ">" in mark["before"]
+    if fence:
+        yield language, _without_indent(lines, indent)
+
+
+def _without_indent(lines: Sequence[str], indent: int) -> str:
+    first = next((line for line in lines if line.strip()), "")
+    own = min(indent, len(first) - len(first.lstrip()))
+    return textwrap.dedent("\n".join(line[min(own, len(line) - len(line.lstrip())) :] for line in lines))
+
+
+def _without_prompts(code: str) -> str:
+    """Return what was typed, if `code` is a session of Python's shell; else `code`."""
+    if not code.lstrip().startswith(">>>"):
+        return code
+    return "\n".join(line[4:] for line in code.split("\n") if line.startswith((">>>", "...")))
+
+
+def _parsed(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code) if len(code) <= _MOST_PARSED else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _only_tries(number: int, trees: Sequence[ast.Module | None]) -> bool:
+    """True if block `number` only tries out what earlier blocks define."""
+    tree = trees[number]
+    if tree is None:
+        return False
+    if all(isinstance(each, ast.Assert | ast.Import | ast.ImportFrom) for each in tree.body):
+        return any(isinstance(each, ast.Assert) for each in tree.body)
+    defined = [each.name for each in tree.body if isinstance(each, _DEFINITIONS)]
+    if not all(name.lower().startswith("test") for name in defined):
+        return False
+    reads = any(
+        (isinstance(each, ast.Name) and each.id in ("input", "open"))
+        or (isinstance(each, ast.Attribute) and each.attr == "stdin")
+        for each in ast.walk(tree)
+    )
+    earlier = {each.name for tree in trees[:number] if tree for each in tree.body if isinstance(each, _DEFINITIONS)}
+    return not reads and not earlier.isdisjoint(_missing(tree))
+
+
+def _missing(tree: ast.Module) -> set[str]:
+    """Return the names that a block uses and does not define."""
+    used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    inner = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
+    return used - inner - _defined(tree, ast.walk(tree)) - set(dir(builtins))
+
+
+def _defined(tree: ast.Module, nodes: Iterable[ast.AST] = ()) -> set[str]:
+    """Return the names that `nodes` define; without any, those of the statements of a block."""
+    found: set[str] = set()
+    for each in nodes or (inner for own in tree.body for inner in _own_nodes(own)):
+        if isinstance(each, _DEFINITIONS):
+            found.add(each.name)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            found.add(each.id)
+        elif isinstance(each, ast.alias):
+            found.add((each.asname or each.name).partition(".")[0])
+        elif isinstance(each, ast.ExceptHandler) and each.name:
+            found.add(each.name)
+    return found
+
+
+def _own_nodes(statement: ast.stmt) -> Iterable[ast.AST]:
+    return (statement,) if isinstance(statement, _DEFINITIONS) else ast.walk(statement)
+
+
+def _code_of(row: Mapping[str, Any]) -> str:
+    """Return the row's `test_code`, a text or a list of texts, as one program.
+
+    Raises:
+        ValueError: it is neither, or empty.
+    """
+    given = row[_ASSERTS]
+    lines = given if isinstance(given, list | tuple) else [given]
+    if strays := [each for each in lines if not isinstance(each, str)]:
+        raise ValueError(
+            f"the row's {_ASSERTS!r} holds {strays[0]!r:.40}, of the type {type(strays[0]).__name__}: give Python code "
+            "as a text, or a list of texts, which run one after the other"
+        )
+    code = "\n".join(lines)
+    if not code.strip():
+        raise ValueError(f"the row's {_ASSERTS!r} is empty; give it tests, or leave the row out")
+    return code
 
 
 def _listed(cases: Any) -> Sequence[Any]:

@@ -1,6 +1,7 @@
 r"""Reward for maths with a final answer, which may be written in any form.
 
-The final answer of a text is the content of its last `\boxed{...}`, else what follows its last `####` (the GSM8K form).
+The final answer of a text, behind its thoughts, is the content of its last `\boxed{...}`, else what follows its last
+`####` (the GSM8K form).
 
 1. Text that does not change the answer is removed: `$`, `\$` and other currencies, `\(...\)`, `\left`, Markdown's `**`,
    a final full stop, units, `x =` if only one of the two has it. Words that change a number (`18 and a half`, `18 minus
@@ -26,7 +27,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from asyncrl.api import run_in, verdict
+from asyncrl.api import run_in, verdict, without_thoughts
 from asyncrl.plugins.rewards.text import right_answers
 
 MAX_ANSWER_CHARS = 200
@@ -98,6 +99,7 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
     expected = [final_answer(text) or text for text in right_answers(data)]
     if not all(text.strip() for text in expected):
         raise ValueError("the row's answer is empty, which nothing can agree with: give it one, or leave the row out")
+    completion = without_thoughts(completion)
     given = final_answer(completion)
     if given is None and last_number:
         numbers = _NUMBER_IN_TEXT.findall(completion)

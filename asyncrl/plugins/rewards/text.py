@@ -1,4 +1,4 @@
-"""Rewards that compare the answer's text with the row's `answer`."""
+"""Rewards that compare the answer's text, behind its thoughts, with the row's `answer`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from asyncrl.api import run_in, verdict
+from asyncrl.api import run_in, verdict, without_thoughts
 
 MAX_NUMBER_CHARS = 100
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
@@ -35,7 +35,7 @@ def right_answers(data: Mapping[str, Any]) -> list[str]:
 @run_in("loop")
 def exact_match(data: Mapping[str, Any], completion: str, *, ignore_case: bool = False) -> float:
     """Return 1 if the answer equals `data["answer"]` (or one of a list), ignoring blanks at both ends, else 0."""
-    given = completion.strip()
+    given = without_thoughts(completion).strip()
     wanted = [text.strip() for text in right_answers(data)]
     if ignore_case:
         given, wanted = given.casefold(), [text.casefold() for text in wanted]
@@ -49,7 +49,7 @@ def numeric_match(data: Mapping[str, Any], completion: str, *, tolerance: float 
 
     Commas count between groups of three digits only. Without a number in either the reward is 0.
     """
-    given = _last_number(completion)
+    given = _last_number(without_thoughts(completion))
     for text in right_answers(data):
         wanted = _last_number(text)
         if given is not None and wanted is not None and abs(given - wanted) <= Fraction(tolerance):
@@ -64,7 +64,8 @@ def f1(data: Mapping[str, Any], completion: str) -> float:
     The harmonic mean of precision and recall over words, as for SQuAD (arXiv:1606.05250): in lower case, without
     punctuation and English articles. Two texts without a word agree.
     """
-    return max((_f1(_words(completion), _words(text)) for text in right_answers(data)), default=0.0)
+    given = _words(without_thoughts(completion))
+    return max((_f1(given, _words(text)) for text in right_answers(data)), default=0.0)
 
 
 def _last_number(text: str) -> Fraction | None:

@@ -41,14 +41,19 @@ from asyncrl.plugins.sandbox.system_calls import refusing_filter
 from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
 
 _CHUNK = 1 << 16
-_FIND_PACKAGES = """
-import os, runpy, sys
-os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # threads count as processes
-sys.path += sys.argv[1].split(":")
+_START = """
+import builtins, os, sys
+if sys.argv[1]:
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # threads count as processes
+    sys.path += sys.argv[1].split(":")
+builtins.exit = builtins.quit = sys.exit  # as the module `site` has them, which would bring packages too
+sys.excepthook = lambda kind, error, trace: sys.__excepthook__(kind, error.with_traceback(trace.tb_next), trace.tb_next)
 del sys.argv[:2]
-runpy.run_path(sys.argv[0], run_name="__main__")
+__file__ = sys.argv[0]
+del builtins, os
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))
 """
-"""Runs the program that is named after the folders of packages."""
+"""Runs the program that is named after the folders of packages, as the main module."""
 _FILES_PER_MB = 256
 """Files and folders in a program's folder; empty ones take memory of the kernel too, about 1 KB each."""
 
@@ -139,7 +144,7 @@ class Sandbox:
         """Run `python arguments...` in a folder with `files` (text by name) and `stdin`, and return how it ended."""
         limits = self.limits
         spec: dict[str, object] = {
-            "command": [self._python, "-I", "-S", *self._with_packages(), *arguments],
+            "command": [self._python, "-I", "-S", "-c", _START, ":".join(self._packages().values()), *arguments],
             "files": dict(files),
             "readable": {folder: folder for folder in self._readable} | self._packages(),
             "filter": self._filter,
@@ -173,9 +178,6 @@ class Sandbox:
     def _packages(self) -> dict[str, str]:
         """Return the places of the folders of packages within the sandbox."""
         return {folder: f"/packages/{number}" for number, folder in enumerate(self._installed_in)}
-
-    def _with_packages(self) -> list[str]:
-        return ["-c", _FIND_PACKAGES, ":".join(self._packages().values())] if self._installed_in else []
 
 
 def _folder_of(package: str) -> str:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from asyncrl.api import Agent, Environment, Episode, GenerationClient, GroupClient, Prompt, Sample, Tokenizer
+from asyncrl.api import (
+    Agent,
+    Environment,
+    Episode,
+    GenerationClient,
+    GroupClient,
+    Prompt,
+    Sample,
+    Tokenizer,
+    answer_text,
+)
 from asyncrl.api.agent import play_with_retries
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -83,11 +93,11 @@ def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
     tokens = sample.tokens.tolist()
     first = mask.index(True) if any(mask) else len(mask)
     stretches = groupby(range(first, len(tokens)), key=mask.__getitem__)
-    turns = [[tokens[position] for position in stretch] for generated, stretch in stretches if generated]
+    turns = [(places[0], places[-1] + 1) for generated, stretch in stretches if generated for places in [[*stretch]]]
     return Episode(
         data=prompt.data,
         prompt=tokenizer.decode(tokens[:first]),
-        turns=tuple(tokenizer.decode(turn) for turn in turns),
+        turns=tuple(answer_text(tokenizer, tokens[:begin], tokens[begin:end]) for begin, end in turns),
         response=tokenizer.decode(tokens[first:]),
         generated_tokens=sample.generated_length,
         truncated=sample.truncated,

@@ -12,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.api import Episode, RewardFunction
-from asyncrl.api.reward import RunIn, marked_run_in, run_in, scored
+from asyncrl.api.reward import RunIn, marked_run_in, reward_parts, run_in, scored
 from asyncrl.comm.http import calls as http
 from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.plugins.rewards import remote
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.plugins.rewards.code_tests import CodeTestsReward, program_in
 from asyncrl.plugins.rewards.format import FormatReward
 from asyncrl.plugins.rewards.length import shorter_in_group
+from asyncrl.plugins.rewards.math_answer import math_answer_reward
 from asyncrl.plugins.rewards.remote import HttpReward, JudgeReward
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import Sandbox, SandboxUnavailable
@@ -160,10 +162,108 @@ def test_a_limit_that_no_program_could_keep_is_named(limit: dict[str, Any]) -> N
         CodeTestsReward(**limit)
 
 
-def test_the_last_block_of_an_answer_is_its_program() -> None:
-    assert program_in("a\n```python\nx = 1\n```\nthen\n```py\nx = 2\n```\n") == "x = 2"
-    assert program_in("```\nx = 3") == "x = 3"
-    assert program_in("x = 4") == "x = 4"
+_SUM = "a, b = map(int, input().split())\nprint(a + b)"
+_ADD = "def add(a, b):\n    return a + b"
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("a\n```python\nx = 1\n```\nthen\n```py\nx = 2\n```\n", "x = 2"),
+        ("```\nx = 3", "x = 3"),
+        ("x = 4", "x = 4"),
+        (f"```python\n{_SUM}\n```\nIt prints:\n```text\n3\n```\nDone.", _SUM),
+        (f"```python\n{_SUM}\n```\nIt prints:\n```\n3\n```", _SUM),
+        (f"```bash\npip install x\n```\n```python\n{_SUM}\n```", _SUM),
+        (f"```python\n{_SUM}\n```\nor\n```cpp\nint main() {{}}\n```", _SUM),
+        (f"```python\n{_SUM}\n```".replace("\n", "\r\n"), _SUM),
+        (f"~~~python\n{_SUM}\n~~~", _SUM),
+        (f"````python\n{_SUM}\n````", _SUM),
+        (f"```python3.11 title=a\n{_SUM}\n```", _SUM),
+        (f"```{{.python .numbers}}\n{_SUM}\n```", _SUM),
+        (f"``` Python\n{_SUM}\n```", _SUM),
+        (f"```python:main.py\n{_SUM}", _SUM),
+        ("1. So:\n   - this:\n\n     ```python\n     " + _SUM.replace("\n", "\n     ") + "\n     ```", _SUM),
+        ("- ```python\n  " + _SUM.replace("\n", "\n  ") + "\n  ```", _SUM),
+        ("> ```python\n> " + _SUM.replace("\n", "\n> ") + "\n> ```", _SUM),
+        (f"```python\nx = 1\n```python\n{_SUM}\n```", _SUM),
+        (f"<think>\n```python\nprint(3)\n```\n</think>\n```python\n{_SUM}\n```", _SUM),
+        (f"```python\n{_SUM}\n```\n<think>better:\n```python\nprint(3)\n```", _SUM),
+        ("<think>\n```python\nprint(3)\n```\nwait", ""),
+        (f"```python\n{_SUM}\n```\nTest:\n```python\nassert 1 + 2 == 3\n```", _SUM),
+        (f"```python\n{_ADD}\n```\nUse:\n```python\nresult = add(1, 2)\nprint(result)\n```", _ADD),
+        (f"```python\n{_ADD}\n```\n```python\n>>> add(1, 2)\n3\n```", _ADD),
+        (f"```python\n{_ADD}\n```\n```python\ndef test_add():\n    assert add(1, 2) == 3\ntest_add()\n```", _ADD),
+        ("```pycon\n>>> def add(a, b):\n...     return a + b\n...\n>>> add(1, 2)\n3\n```", f"{_ADD}\n\nadd(1, 2)"),
+        (
+            f"```python\n{_ADD}\n```\n```python\nprint(add(int(input()), 1))\n```",
+            f"{_ADD}\n\nprint(add(int(input()), 1))",
+        ),
+        ("```python\nimport math\n```\n```python\nprint(math.pi)\n```", "import math\n\nprint(math.pi)"),
+        (
+            f"```python\n{_ADD}\n```\nBetter:\n```python\ndef add(*n):\n    return sum(n)\n```",
+            "def add(*n):\n    return sum(n)",
+        ),
+        (
+            '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```',
+            'def f():\n    """\n    ```\n    f()\n    ```\n    """',
+        ),
+    ],
+)
+def test_the_last_python_block_outside_of_the_thoughts_is_the_program(answer: str, program: str) -> None:
+    assert program_in(answer) == program
+
+
+def test_asserts_may_be_a_list_of_texts_and_what_is_no_code_is_an_error(code_tests: CodeTestsReward) -> None:
+    row = {"test_code": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
+    assert code_tests(row, f"```python\n{_ADD}\n```") == 1.0
+    assert code_tests(row, "def add(a, b): return 3") == code_tests(row, "") == code_tests(row, "I do not know.") == 0.0
+    for wrong in ({"a": "assert False"}, ["assert True", None], 0, True, 1.5, b"assert False", [["assert False"]]):
+        with pytest.raises(ValueError, match=r"the row's 'test_code' holds .*give Python code as a text"):
+            code_tests({"test_code": wrong}, "pass")
+    for empty in ("", [], " \n", [""]):
+        with pytest.raises(ValueError, match="the row's 'test_code' is empty"):
+            code_tests({"test_code": empty}, "pass")
+
+
+@pytest.mark.parametrize("end", ["exit()", "quit(0)", "exit", "import sys; sys.exit(0)"])
+def test_programs_may_end_by_exit_and_quit(code_tests: CodeTestsReward, end: str) -> None:
+    program = f"if __name__ == '__main__':\n    print(int(input()) + 1)\n{end}"
+    assert code_tests({"tests": [{"input": "1", "output": "2"}]}, program) == 1.0
+
+
+def test_an_error_of_a_program_is_told_as_python_tells_it() -> None:
+    try:
+        ended = Sandbox().run({"program.py": "def f():\n    exit(1 / 0)\nf()"}, ["program.py"])
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    assert "<string>" not in ended.stderr
+    assert ended.stderr.endswith("in f\n    exit(1 / 0)\n         ~~^~~\nZeroDivisionError: division by zero\n")
+
+
+def test_more_output_than_the_limit_is_wrong_and_counted(code_tests: CodeTestsReward) -> None:
+    row = {"tests": [{"input": "", "output": "x" * (3 << 19)}]}
+    for limit, reward in ((1, 0.0), (2, 1.0)):
+        with reward_parts() as parts:
+            assert CodeTestsReward(timeout_s=60.0, output_mb=limit)(row, "print('x' * (3 << 19))") == reward
+        assert parts.means() == {"output_cut": 1.0 - reward}
+
+
+_CUT = "<think>maybe \\boxed{4}? #### 4 #4\n```python\nprint(4)\n```\n4"
+
+
+@pytest.mark.parametrize("reward", [math_answer_reward, numeric_match, exact_match, f1, arithmetic_reward])
+def test_thoughts_are_no_answer(reward: Callable[[dict[str, Any], str], float]) -> None:
+    said = "#4" if reward is arithmetic_reward else "\\boxed{4}" if reward is math_answer_reward else "4"
+    for thoughts in ("<think>5</think>", "\\boxed{5} #5 </think>\n", "[THINK]5[/THINK]", ""):
+        assert reward({"answer": "4"}, f"{thoughts}{said}") == 1.0
+    assert reward({"answer": "4"}, _CUT) == 0.0
+
+
+def test_a_format_is_that_of_the_whole_answer_unless_thoughts_are_left_aside() -> None:
+    assert FormatReward(pattern=r"<think>.*</think>\s*4")({}, "<think>\n2 + 2</think>4") == 1.0
+    boxed = FormatReward(pattern=r"\\boxed\{.*\}", anywhere=True, thoughts=False)
+    assert (boxed({}, _CUT), boxed({}, "<think>2 + 2</think>\\boxed{4}")) == (0.0, 1.0)
 
 
 @pytest.fixture

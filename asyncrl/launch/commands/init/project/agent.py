@@ -1,6 +1,6 @@
 """Your agent: it plays an episode of a prompt. This one asks the policy once, and the environment scores the answer."""
 
-from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Tokenizer
+from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Tokenizer, answer_text
 
 
 async def run(prompt: Prompt, env: Environment, client: ChatClient, *, tokenizer: Tokenizer) -> float:
@@ -9,5 +9,6 @@ async def run(prompt: Prompt, env: Environment, client: ChatClient, *, tokenizer
     request = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
     (answer,) = (await client.generate(request)).completions
     await env.reset(options={"data": prompt.data})
-    _, reward, *_ = await env.step(tokenizer.decode(answer.token_ids))  # calls your reward
+    text = answer_text(tokenizer, prompt.input_ids, answer.token_ids)
+    _, reward, *_ = await env.step(text)  # calls your reward
     return float(reward)
