@@ -167,7 +167,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
             engine.compute_gradients(batch, wanted, [0], lambda _, out: (-out.logprobs_N.sum() / tokens, {}))
 
         step(64)
-        engine.step()
+        engine.step(1e-4)
         on_host.clear()
         with torch.profiler.profile(profile_memory=True) as profiled:
             step(tokens)

@@ -124,7 +124,7 @@ def engine_of(folder: str, kind: AttentionKind) -> FlatPolicyEngine:
     """A trained engine that lays out micro-batches as `kind`."""
     model = load_causal_lm(folder, Dtype.float32, AttentionImplementation.sdpa, torch.device("cpu"))
     model.set_attn_implementation(PACKED)
-    optimizer = FlatAdamW(model.named_parameters(), OptimizerConfig(lr=0.0), 1000)
+    optimizer = FlatAdamW(model.named_parameters(), OptimizerConfig())
     return FlatPolicyEngine(model, temperature=1.0, attention=kind, tokens_per_micro_batch=BUDGET, optimizer=optimizer)
 
 
@@ -145,7 +145,7 @@ def step(engine: FlatPolicyEngine, batch: StepBatch) -> tuple[Tensor, Tensor, in
     for number in range(MINIBATCHES):
         engine.compute_gradients(batch, wanted_T, batch.minibatch(number), loss)
         gradient = engine.optimizer.grad.clone()
-        engine.step()
+        engine.step(0.0)
     return logprobs_T, gradient, computed, whole
 
 

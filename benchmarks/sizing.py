@@ -216,7 +216,7 @@ def _steps(case: Case, rank: int, folder: str) -> Generator[int]:
             engine.compute_gradients(
                 batch, wanted, range(batch.num_seqs), lambda micro, outputs: (-outputs.logprobs_N.sum() / tokens, {})
             )
-            engine.step()
+            engine.step(1e-4)
             yield
 
     with training_world(config, rank, placement(config, graph), device, Path(folder), resolver) as world:

@@ -123,7 +123,7 @@ def engine_step(engine: PolicyEngine, batch: StepBatch, total: int) -> None:
         return -outputs.logprobs_N.sum() / total, {}
 
     engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
-    engine.step()
+    engine.step(1e-4)
 
 
 def rate(step: Callable[[], None], tokens: int, rounds: int) -> float:

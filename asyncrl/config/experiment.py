@@ -6,6 +6,7 @@ overrides defaults.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,17 +147,38 @@ class ExperimentConfig:
         """The policy of each process of the kind `policy_server`, by index."""
         return [policy for policy in self.policies for _ in range(policy.servers)]
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Largest number of optimizer steps of the run: one per minibatch of each pass over the trained batches."""
-        return self._optimizer_steps(self.trainer)
+    def learning_rate(self, version: int, share: float = 0.0, *, first: int = 0) -> float:
+        """Return the policy's learning rate in the step from `version`, after `share` (0 to 1) of its minibatches.
 
-    @property
-    def critic_optimizer_steps(self) -> int:
-        """Largest number of optimizer steps of the critic: those of all policies whose samples train it."""
+        It depends on nothing but the settings: minibatches that were skipped count as planned.
+
+        Args:
+            first: first version whose step trains the policy: those before it train the critic alone.
+        """
+        return self._rate(self.optimizer, [self.trainer], first, version, share)
+
+    def critic_learning_rate(self, version: int, share: float = 0.0) -> float:
+        """Return the critic's learning rate, as `learning_rate`; all policies whose samples train it count."""
         sharing = [policy for policy in self.policies if policy.name in self.critic_sharers]
-        return self._optimizer_steps(self.trainer) + sum(self._optimizer_steps(policy) for policy in sharing)
+        return self._rate(self.algorithm.critic.optimizer, [self.trainer, *sharing], 0, version, share)
 
-    def _optimizer_steps(self, trained: TrainerConfig | PolicyConfig) -> int:
-        steps = len(range(trained.train_offset, self.total_train_steps, trained.train_every))
-        return steps * self.trainer.ppo_minibatches * self.trainer.ppo_epochs
+    def _rate(
+        self,
+        optimizer: OptimizerConfig,
+        trained: Sequence[TrainerConfig | PolicyConfig],
+        first: int,
+        version: int,
+        share: float,
+    ) -> float:
+        """Return the rate of `optimizer`, which steps when a policy of `trained` does, from version `first` on."""
+
+        def planned(until: int) -> int:
+            """Number of train steps before the version `until`, once for each policy that they train."""
+            spans = [(each, end) for each in trained for end in (until, min(until, first))]
+            steps = [len(range(each.train_offset, end, each.train_every)) for each, end in spans]
+            return sum(steps[::2]) - sum(steps[1::2])
+
+        total = max(1, planned(self.total_train_steps))
+        done = planned(version)
+        place = (done + share * (planned(version + 1) - done)) / total
+        return optimizer.rate(place, total * self.trainer.ppo_minibatches * self.trainer.ppo_epochs)

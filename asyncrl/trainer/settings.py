@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
@@ -159,7 +160,11 @@ class OptimizerConfig:
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices; norms and biases have none", minimum=0.0)
     decay_embeddings: bool = setting(True, "apply weight decay to embeddings too")
     max_grad_norm: float = setting(1.0, "limit of the gradient's global norm, by clipping; 0: none", minimum=0.0)
-    schedule: LearningRateSchedule = setting(LearningRateSchedule.constant, "learning-rate schedule after warm-up")
+    schedule: LearningRateSchedule = setting(
+        LearningRateSchedule.constant,
+        "learning-rate schedule after warm-up, over the planned optimizer steps: its place is the share of "
+        "total_train_steps that is over",
+    )
     min_lr_share: float = setting(0.0, "end of the cosine schedule, as a share of the peak", minimum=0.0, maximum=1.0)
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
     warmup_ratio: float = setting(
@@ -174,9 +179,27 @@ class OptimizerConfig:
         "16 bytes per parameter to the device and back; values are the same",
     )
 
-    def warmup(self, total: int) -> int:
-        """Return the optimizer steps of the warm-up in a run of `total`."""
-        return self.warmup_steps or round(self.warmup_ratio * total)
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the learning rate changes in the run."""
+        warmup = bool(self.warmup_steps or self.warmup_ratio)
+        return self.schedule != LearningRateSchedule.constant or warmup
+
+    def rate(self, place: float, steps: int) -> float:
+        """Return the learning rate at `place`, the share of the run that is over (0 to 1), of `steps` optimizer steps.
+
+        The rate is computed, not counted: a run that resumes with other settings has their rate at its place.
+        """
+        place = min(max(place, 0.0), 1.0)
+        warmup = self.warmup_steps / steps if self.warmup_steps else self.warmup_ratio
+        if place < warmup:
+            return self.lr * place / warmup
+        if self.schedule == LearningRateSchedule.constant:
+            return self.lr
+        left = (1.0 - place) / (1.0 - warmup) if warmup < 1.0 else 0.0
+        if self.schedule == LearningRateSchedule.linear:
+            return self.lr * left
+        return self.lr * (self.min_lr_share + (1.0 - self.min_lr_share) * 0.5 * (1.0 - math.cos(math.pi * left)))
 
 
 @dataclass

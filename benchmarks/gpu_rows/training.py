@@ -186,7 +186,7 @@ def train_step(engine: PolicyEngine, batch: StepBatch) -> None:
         return -outputs.logprobs_N.sum() / total, {}
 
     engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
-    engine.step()
+    engine.step(1e-4)
 
 
 def stream_of(lengths: list[int], shared: int) -> tuple[int, int]:

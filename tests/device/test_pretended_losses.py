@@ -166,7 +166,7 @@ def test_supervised_training_has_the_cpus_numbers_and_waits_as_often_with_many_m
                 told[device, len(waits) % 3] = [*measures, *trained.measure(BATCH)]
             waits.append(watch.waits)
             if name != "muon":
-                trained.engine.step()
+                trained.engine.step(1e-3)
     for number in range(3):
         assert [x for x in told[DEVICE, number] if x is not None] == pytest.approx(
             [x for x in told[CPU, number] if x is not None], abs=1e-5

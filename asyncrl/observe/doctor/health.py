@@ -127,17 +127,6 @@ def _learning(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _limits(history: History, rows: Sequence[Row], m: Measured | None) -> Iterator[Finding]:
-    rates = [row["lr"] for row in rows if row.get("lr") is not None]
-    total = int(history.setting("total_train_steps", 0))
-    if len(rates) >= FLAT_STEPS and max(rates) > 0 and rates[-1] < 1e-3 * max(rates) and len(rows) < total:
-        yield Finding(
-            "schedule-at-its-end",
-            Level.problem,
-            "The learning rate's schedule is at its end",
-            f"the learning rate is {rates[-1]:.3g} at step {rows[-1]['step']:.0f} of {total}, at most it was "
-            f"{max(rates):.3g}.",
-            "Give the schedule as many steps as the run, or stop here.",
-        )
     if m is not None and m.eta >= 2 and len(rows) > 5 * m.eta and 0 < m.greatest_age < m.eta / 2:
         yield Finding(
             "eta-never-reached",

@@ -15,7 +15,7 @@ version, whatever B was when the version was trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
+from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.runtime.trials.summary import is_complete
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
@@ -143,7 +144,22 @@ def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | N
     ]
     if changes:
         lines.append(f"settings changed since (before -> now):{_listed(changes)}")
+        lines += _learning_rates(config, version)
     return lines
+
+
+def _learning_rates(config: ExperimentConfig, version: int) -> Iterator[str]:
+    """Yield a line for each learning rate that a schedule sets: its value in the step from `version`."""
+    place = f"in step {version + 1} of {config.total_train_steps}"
+    critic = config.algorithm.critic.optimizer
+    for policy in ("", *config.trained_policies):
+        own = config_of_policy(config, policy)
+        if own.optimizer.is_scheduled:
+            rate = own.learning_rate(version, first=own.algorithm.critic.warmup_steps)
+            yield f"learning rate{f' of {policy}' if policy else ''}: {rate:.4g} {place}, by optimizer.schedule"
+    if critic.is_scheduled:
+        rate = config.critic_learning_rate(version)
+        yield f"learning rate of the critic: {rate:.4g} {place}, by algorithm.critic.optimizer.schedule"
 
 
 def _listed(changes: list[Change]) -> str:

@@ -1,7 +1,7 @@
-"""AdamW with clipping and a learning-rate schedule: the common part of both engines' optimizers.
+"""AdamW with clipping: the common part of both engines' optimizers.
 
 An engine's optimizer decides where parameters and moments are stored. This module runs torch's fused kernel over them,
-with groups by weight decay, follows the schedule, and returns the state of both for checkpoints.
+with groups by weight decay, and returns their state for checkpoints. The caller gives each step its learning rate.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
-from transformers import get_scheduler
 
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter
 from asyncrl.trainer.engines.host_offload import local, zeros_on_host
-from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, OptimizerConfig
+from asyncrl.trainer.settings import KeptOn, OptimizerConfig
 
-SCHEDULES = {
-    LearningRateSchedule.constant: "constant_with_warmup",
-    LearningRateSchedule.linear: "linear",
-    LearningRateSchedule.cosine: "cosine_with_min_lr",
-}
-"""Names of the schedules in transformers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments in the state of torch's AdamW, and in checkpoints."""
 PIECE = 1 << 24
@@ -133,21 +126,24 @@ def _update(
     )
 
 
-class ScheduledAdamW(ABC):
+class EngineAdamW(ABC):
     """AdamW over groups of parameters.
 
     Args:
         groups: the parameters of each group with their moments, and the group's weight decay. Moments exist from the
             start, so that a checkpoint can be loaded into them.
-        total_steps: optimizer steps of the whole run, for schedules that end.
+
+    Attributes:
+        steps: steps taken, counted on the host: AdamW counts on the device, and reading that count waits for its
+            copies.
     """
 
     def __init__(
         self,
         groups: Sequence[tuple[Sequence[tuple[nn.Parameter, Moments]], float]],
         config: OptimizerConfig,
-        total_steps: int,
     ) -> None:
+        self.steps = 0
         self._max_grad_norm = config.max_grad_norm
         self._on_host = config.moments_on == KeptOn.host
         self._adamw = (_HostMomentsAdamW if self._on_host else _LocalAdamW)(
@@ -161,49 +157,26 @@ class ScheduledAdamW(ABC):
             for parameter, moments in group:  # as AdamW's own first step would make it
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 self._adamw.state[parameter] = {"step": step, **moments}
-        floor = {"min_lr_rate": config.min_lr_share} if config.schedule == LearningRateSchedule.cosine else None
-        self._schedule = get_scheduler(
-            SCHEDULES[config.schedule],
-            self._adamw,
-            num_warmup_steps=config.warmup(total_steps),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs=floor,
-        )
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return float(self._adamw.param_groups[0]["lr"])
-
-    @property
-    def steps(self) -> int:
-        """Steps taken, counted on the host: AdamW counts on the device, and reading that count waits for its copies."""
-        return int(self._schedule.last_epoch)
-
-    def step(self) -> StepOutcome:
-        """Clip, update, advance the schedule. A gradient that is not finite changes nothing."""
-        lr, norm_0 = self.lr, self._norm()
+    def step(self, lr: float) -> StepOutcome:
+        """Clip, and update with the learning rate `lr`. A gradient that is not finite changes nothing."""
+        norm_0 = self._norm()
         norm = float(norm_0)
         applied = norm < float("inf")  # False for nan too
         if applied:
             if self._max_grad_norm > 0.0:
                 nn.utils.clip_grads_with_norm_(self._clipped(), self._max_grad_norm, norm_0)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
             self._adamw.step()
-            self._schedule.step()
-        return StepOutcome(norm, lr, applied)
+            self.steps += 1
+        return StepOutcome(norm, applied)
 
     def resume(self, meta: Mapping[str, Any]) -> None:
-        """Continue after the number of steps in `meta`.
-
-        Learning rates are the config's, which may have changed since.
-        """
-        step = int(meta["step"])
+        """Continue after the number of steps in `meta`."""
+        self.steps = int(meta["step"])
         for state in self._adamw.state.values():
-            state["step"].fill_(float(step))
-        self._schedule.last_epoch = step
-        factors = self._schedule.lr_lambdas
-        for group, lr, factor in zip(self._adamw.param_groups, self._schedule.base_lrs, factors, strict=True):
-            group["lr"] = lr * factor(step)
+            state["step"].fill_(float(self.steps))
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the tensors that the optimizer holds on the device beside parameters and gradients."""

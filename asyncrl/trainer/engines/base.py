@@ -49,7 +49,6 @@ class StepOutcome:
     """`grad_norm` before clipping. `applied` is False if the norm was not finite, so that the step was left out."""
 
     grad_norm: float
-    lr: float
     applied: bool
 
 
@@ -85,18 +84,9 @@ class TrainingEngine(ABC):
         """Floating point operations in matrix products of this rank for the role so far; None: they are not counted."""
         return None
 
-    @property
     @abstractmethod
-    def lr(self) -> float:
-        """The learning rate of the next step.
-
-        Raises:
-            RuntimeError: the role is frozen.
-        """
-
-    @abstractmethod
-    def step(self) -> StepOutcome:
-        """Sum the gradients over the data-parallel ranks, clip, update, advance the schedule.
+    def step(self, lr: float) -> StepOutcome:
+        """Sum the gradients over the data-parallel ranks, clip, and update with the learning rate `lr`.
 
         A gradient that is not finite changes nothing.
 

@@ -25,7 +25,7 @@ from asyncrl.models.weights.versions.published import Published, TensorSpec
 from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.adamw import ScheduledAdamW
+from asyncrl.trainer.engines.adamw import EngineAdamW
 from asyncrl.trainer.engines.base import StepOutcome, TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
 from asyncrl.trainer.engines.vision import RoleVision
@@ -33,7 +33,7 @@ from asyncrl.trainer.model.flops import FlopCount, ForwardPass
 from asyncrl.trainer.model.lora import adapters_off
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
-Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
+Optimizer = TypeVar("Optimizer", bound=EngineAdamW)
 _log = logging.getLogger(__name__)
 
 
@@ -132,13 +132,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             raise RuntimeError("this role is frozen: only actor and critic are trained")
         return self._optimizer
 
-    @property
-    def lr(self) -> float:
-        return self.optimizer.lr
-
-    def step(self) -> StepOutcome:
+    def step(self, lr: float) -> StepOutcome:
         self._before_changes()
-        outcome = self.optimizer.step()
+        outcome = self.optimizer.step(lr)
         self.vision.weights_changed()
         return outcome
 

@@ -35,7 +35,7 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     progress = _Progress()
     warmup_steps = ctx.config.algorithm.critic.warmup_steps if ctx.has_role("critic") else 0
     with torch.set_grad_enabled(batch.version >= warmup_steps):
-        _run_minibatches(ctx, batch, loss, progress)
+        _run_minibatches(ctx, batch, loss, progress, warmup_steps)
     if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:
         ctx.policy("ref").average_towards(ctx.policy(), ctx.config.algorithm.reference.ema_decay)
     return _report(ctx, batch, loss, progress)
@@ -48,12 +48,16 @@ class _Progress:
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     outcomes: list[StepOutcome] = field(default_factory=list)
+    lr: float = 0.0
     stopped: str | None = None
 
 
-def _run_minibatches(ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Progress) -> None:
+def _run_minibatches(
+    ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Progress, warmup_steps: int
+) -> None:
     engine = ctx.policy()
     for number in range(batch.num_minibatches):
+        progress.lr = ctx.config.learning_rate(batch.version, number / batch.num_minibatches, first=warmup_steps)
         if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
             progress.losses.append(torch.zeros((), device=batch.device))
             continue
@@ -72,7 +76,7 @@ def _run_minibatches(ctx: CallContext, batch: StepBatch, loss: ActorLoss, progre
             progress.stopped = _reason_to_stop(ctx, [loss.no_stats(), *stats])
             if progress.stopped:
                 return
-            progress.outcomes.append(engine.step())
+            progress.outcomes.append(engine.step(progress.lr))
 
 
 def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
@@ -105,6 +109,6 @@ def _report(ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Prog
         "grad_norm/max": max((outcome.grad_norm for outcome in outcomes), default=0.0),
         "optimizer/steps": float(sum(outcome.applied for outcome in outcomes)),
         "optimizer/not_finite": float(sum(not outcome.applied for outcome in outcomes)),
-        "lr": outcomes[-1].lr if outcomes else ctx.policy().lr,
+        "lr": progress.lr,
         "kl/coef": ctx.state.kl.coef,
     }

@@ -26,7 +26,9 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     old_T, returns_T = _targets(ctx, batch, wanted_T)
     normalisers = global_normalisers(ctx, batch, wanted_T, objective.normaliser)
     losses, stats, norms = [], [_no_stats(ctx, batch.device)], []
+    lr = 0.0
     for number, normaliser in enumerate(normalisers):
+        lr = ctx.config.critic_learning_rate(batch.version, number / batch.num_minibatches)
         if normaliser == 0.0:
             continue
 
@@ -37,7 +39,7 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
             return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
 
         loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatch(number), share)
-        norms.append(engine.step())
+        norms.append(engine.step(lr))
         losses.append(loss)
         stats += parts
     told = ctx.reduce(merge_stats([*stats, _fit(old_T, returns_T, wanted_T)]))
@@ -47,7 +49,7 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
         "critic/explained_variance": _explained_variance(told),
         "critic/loss": float(ctx.ranks.all_reduce_sum(total)) / max(1, len(losses)),
         "critic/grad_norm": sum(outcome.grad_norm for outcome in norms) / max(1, len(norms)),
-        "critic/lr": norms[-1].lr if norms else engine.lr,
+        "critic/lr": lr,
     }
 
 

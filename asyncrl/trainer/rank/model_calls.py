@@ -34,13 +34,14 @@ class ModelCalls:
     def run(self, call: RunCall, batch: StepBatch) -> StatValues:
         """Run `call` on `batch`; return its statistics."""
         policy = call.policy
+        settings = policy_and_role(self._config, call.role)[0]  # "" for the run's own critic, which policies may share
         context = CallContext(
             name=call.name,
             role=policy_and_role(self._config, call.role)[1],
             reads=call.reads,
             writes=call.writes,
             args=call.args,
-            config=self._of_policies[policy],
+            config=self._of_policies[settings],
             engines=self._rank.engines_of(policy),
             ranks=self._rank.world.place(call.role).data,
             state=self._rank.state_of(policy),

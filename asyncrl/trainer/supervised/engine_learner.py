@@ -49,12 +49,13 @@ class EngineLearner:
         self, model: Path, run_dir: Path, config: SFTConfig, total: int, world: World, device: torch.device
     ) -> None:
         self._run_dir, self._checkpoint, self._world = run_dir, config.checkpoint, world
-        settings = engine_settings(config, model, total)
+        settings = self._settings = engine_settings(config, model, total)
         self._objective = make_objective(config, settings, world.place(ACTOR), device)
         self._engine = self._objective.engine
         engines = {ACTOR: self._engine}
         state = restore_newest(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
         self.steps_done = 0 if state is None else int(state["version"])
+        self._steps = self.steps_done
         self._writer = CheckpointWriter(engines, (ACTOR,), world.everyone)
         lora = config.model.lora if publishes_adapters(settings) else None
         self._versions = ModelVersions(self._engine, model, run_dir / WEIGHTS_DIR, lora, world.everyone)
@@ -68,7 +69,8 @@ class EngineLearner:
             FloatingPointError: the gradient is not finite.
         """
         measures = self._objective.compute_gradients(batch)
-        outcome = self._engine.step()
+        outcome = self._engine.step(self._settings.learning_rate(self._steps))
+        self._steps += 1
         if not outcome.applied:
             raise FloatingPointError(f"the gradient's norm is {outcome.grad_norm}; lower adamw_lr")
         return measures

@@ -109,6 +109,15 @@ def test_other_changed_settings_are_taken_and_told_with_what_is_continued(make: 
     assert "logging.display" not in text
 
 
+def test_a_resume_tells_at_which_learning_rate_it_goes_on(make: Make) -> None:
+    run_dir = earlier_launch(make(), version=5)
+    changed = ["optimizer.schedule=linear", "trainer.ppo_minibatches=1", "optimizer.lr=1e-4"]
+    changed += ["algorithm.critic.optimizer.warmup_ratio=0.8", "algorithm.critic.optimizer.lr=1e-3"]
+    actor, critic = continuation(run_dir, make(*changed))[-2:]
+    assert actor == "learning rate: 5e-05 in step 6 of 10, by optimizer.schedule"
+    assert critic.startswith("learning rate of the critic: 0.000625 in step 6 of 10, by algorithm.critic.optimizer")
+
+
 def test_with_the_same_settings_only_the_checkpoint_is_told(make: Make) -> None:
     run_dir = earlier_launch(make(), version=4)
     assert continuation(run_dir, make()) == ["continuing from checkpoint v4: step 4 of 10, 16 prompts used"]

@@ -18,6 +18,7 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
@@ -189,6 +190,19 @@ def test_later_passes_refer_to_the_policy_before_the_first_and_end_early_by_kl(
     stopped, after_stop = train(3)
     assert (stopped["optimizer/steps"], stopped["ppo/minibatches_skipped"]) == (1.0, 2.0)
     assert torch.equal(after_stop, after_one)
+
+
+def test_minibatches_without_a_signal_count_as_planned_in_the_schedule(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    config.optimizer = OptimizerConfig(lr=1.0, schedule=LearningRateSchedule.linear)
+    config.algorithm.critic.optimizer = config.optimizer
+    config.algorithm.graph, config.algorithm.advantage, config.total_train_steps = "ppo", ChoiceConfig("gae"), 4
+    groups = make_trajectories(groups=2)
+    batch = build_step_batch(groups, [[0], [0]], version=3, num_minibatches=4)  # three have no sample at all
+    stats = run_step(config, make_rank(config), batch)
+    assert stats["actor_train"]["optimizer/steps"] == 1.0
+    assert stats["actor_train"]["lr"] == stats["critic_train"]["critic/lr"] == pytest.approx(1 - 3.75 / 4)
 
 
 def test_early_stop_skips_the_step_that_shows_the_excess(

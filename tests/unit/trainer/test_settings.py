@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from asyncrl.trainer.settings import (
     AttentionImplementation,
     KeptOn,
     KLPlace,
+    LearningRateSchedule,
+    OptimizerConfig,
     ReferenceMode,
     RolePlacementConfig,
     RoleRanks,
@@ -470,11 +473,7 @@ def test_gdpo_needs_the_parts_of_the_reward(config: ExperimentConfig) -> None:
 
 
 def test_a_warm_up_is_given_in_steps_or_as_a_share_of_them(config: ExperimentConfig) -> None:
-    assert config.optimizer.warmup(200) == 0
-    config.optimizer.warmup_ratio = 0.05
-    assert config.optimizer.warmup(200) == 10
-    config.optimizer.warmup_steps = 3
-    assert config.optimizer.warmup(200) == 3
+    config.optimizer.warmup_ratio, config.optimizer.warmup_steps = 0.05, 3
     assert the_message(config).startswith("optimizer.warmup_ratio=0.05: optimizer.warmup_steps=3 says it in steps")
 
 
@@ -523,3 +522,41 @@ def test_the_behaviour_stands_for_the_proximal_policy_only_where_no_sample_is_ol
     assert list(check(config)) == []
     config.samples.replay = "kept"
     assert "the samples of 'kept' need not be of the policy" in the_message(config)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.9045, 0.6545, 0.3455, 0.0955]),
+    ],
+)
+def test_a_learning_rate_is_a_function_of_the_share_of_the_run_that_is_over(
+    config: ExperimentConfig, schedule: str, rates: list[float]
+) -> None:
+    config.optimizer, config.total_train_steps = OptimizerConfig(lr=1.0, schedule=LearningRateSchedule(schedule)), 5
+    for minibatches in (1, 4):  # a resume may change them
+        config.trainer.ppo_minibatches = minibatches
+        assert [config.learning_rate(version) for version in (1, 2, 3, 4)] == pytest.approx(rates, abs=1e-4)
+    end = 1.0 if schedule == "constant" else 0.0
+    assert config.learning_rate(5) == config.learning_rate(9) == pytest.approx(end)
+    config.total_train_steps = 50
+    assert config.learning_rate(20) == pytest.approx(rates[1], abs=1e-4)
+
+
+def test_a_warm_up_and_a_floor_are_shares_of_the_planned_optimizer_steps(config: ExperimentConfig) -> None:
+    config.trainer.ppo_minibatches, config.total_train_steps = 2, 10
+    by_steps = OptimizerConfig(lr=1.0, schedule=LearningRateSchedule.cosine, warmup_steps=5, min_lr_share=0.1)
+    by_share = replace(by_steps, warmup_steps=0, warmup_ratio=0.25)
+    for config.optimizer in (by_steps, by_share):
+        rates = [config.learning_rate(version, share) for version in range(3) for share in (0.0, 0.5)]
+        assert rates[:6] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+        assert config.learning_rate(10) == pytest.approx(0.1)
+    config.optimizer = replace(by_steps, warmup_steps=40)  # more than there are: the peak is never reached
+    assert config.learning_rate(10) == pytest.approx(0.5)
+
+
+def test_a_policy_whose_critic_is_trained_first_has_its_whole_schedule_after_that(config: ExperimentConfig) -> None:
+    config.optimizer, config.total_train_steps = OptimizerConfig(lr=1.0, schedule=LearningRateSchedule.linear), 5
+    assert [config.learning_rate(version, first=3) for version in range(6)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]

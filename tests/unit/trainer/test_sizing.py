@@ -280,7 +280,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monk
         temperature=1.0,
         attention={"padded": AttentionKind.padded, "tree": AttentionKind.tree}.get(layout, AttentionKind.packed),
         tokens_per_micro_batch=tokens,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1),
+        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()),
         gradient_checkpointing=checkpointed,
         activations_on_host=layout == "on the host",
     )

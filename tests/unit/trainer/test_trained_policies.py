@@ -34,7 +34,7 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.current_step import parts_of_policies
 from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.settings import RoleRanks
+from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig, RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
 
 CONFIG = ReferenceConfig(
@@ -107,8 +107,11 @@ def test_a_policy_has_the_runs_settings_but_for_what_it_sets_itself(config: Expe
 
 def test_the_schedule_counts_the_steps_that_train_the_policy(config: ExperimentConfig) -> None:
     run = with_judge(replace(config, total_train_steps=7), train_every=3, train_offset=1)
-    assert run.optimizer_steps == 7 * 2
-    assert config_of_policy(run, "judge").optimizer_steps == 2 * 2  # from versions 1 and 4
+    run.optimizer = OptimizerConfig(lr=1.0, schedule=LearningRateSchedule.linear)
+    judge = config_of_policy(run, "judge")
+    assert [run.learning_rate(version) for version in (0, 7)] == [1.0, 0.0]
+    rates = [judge.learning_rate(version, share) for version in range(7) for share in (0.0, 0.5)]
+    assert rates == [1.0, 1.0, 1.0, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0]  # from versions 1 and 4
     assert [run.idle_policies(version) for version in (0, 1)] == [{"judge"}, set()]
 
 
@@ -171,9 +174,10 @@ def test_a_shared_critic_values_the_samples_of_all_before_it_is_trained_on_any(c
     assert before["critic_train"] >= {"critic_inf", "judge/critic_inf"}
     assert before["judge/critic_train"] >= {"judge/critic_inf", "critic_train"}
     assert placement(run).grids["critic"] == placement(run).actor
-    steps = run.total_train_steps * run.trainer.ppo_minibatches
-    assert (run.optimizer_steps, run.critic_optimizer_steps) == (steps, steps + steps // 2)
-    assert config.critic_optimizer_steps == config.optimizer_steps
+    run.algorithm.critic.optimizer = OptimizerConfig(lr=1.0, schedule=LearningRateSchedule.linear)
+    run = replace(run, total_train_steps=4)  # two policies train the critic in steps 0 and 2, one in 1 and 3
+    assert [6 * run.critic_learning_rate(version) for version in range(5)] == pytest.approx([6, 4, 3, 1, 0])
+    assert 6 * run.critic_learning_rate(0, 0.5) == pytest.approx(5)
     moves = column_moves(load_graph(run), placement(run).grids)
     assert {(move.keys, move.policy) for each in moves.values() for move in each} == {
         (("values",), "judge"),

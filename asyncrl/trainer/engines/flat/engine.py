@@ -96,9 +96,9 @@ class FlatEngine(RoleEngine[FlatAdamW]):
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())
 
-    def step(self) -> StepOutcome:
+    def step(self, lr: float) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
-        return super().step()
+        return super().step(lr)
 
     def _proof_engine(self) -> dict[str, Any]:
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}

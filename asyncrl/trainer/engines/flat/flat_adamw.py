@@ -18,19 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.trainer.engines.adamw import ScheduledAdamW, trainable, zero_moments
+from asyncrl.trainer.engines.adamw import EngineAdamW, trainable, zero_moments
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter, decay_groups
 from asyncrl.trainer.settings import OptimizerConfig
 
 
-class FlatAdamW(ScheduledAdamW):
+class FlatAdamW(EngineAdamW):
     """AdamW over `parameters`, whose values it moves into its flat vector.
 
     Args:
         parameters: (name, parameter) pairs, each once; all on one device.
         undecayed: names of parameters without weight decay, besides norms and biases.
-        total_steps: see `ScheduledAdamW`.
 
     Raises:
         ValueError: there is no trainable parameter.
@@ -40,7 +39,6 @@ class FlatAdamW(ScheduledAdamW):
         self,
         parameters: Iterable[NamedParameter],
         config: OptimizerConfig,
-        total_steps: int,
         undecayed: Collection[str] = (),
     ) -> None:
         given = trainable(parameters)
@@ -63,7 +61,7 @@ class FlatAdamW(ScheduledAdamW):
         ]
         decays = [decay for _, decay in groups]
         pairs = zip(parts, moments, decays, strict=True)
-        super().__init__([([(part, kept)], decay) for part, kept, decay in pairs], config, total_steps)
+        super().__init__([([(part, kept)], decay) for part, kept, decay in pairs], config)
 
     def masters(self) -> dict[str, Tensor]:
         """Return the trainable parameters' fp32 master values, by name; views."""
@@ -76,8 +74,8 @@ class FlatAdamW(ScheduledAdamW):
     def zero_grad(self) -> None:
         self.grad.zero_()
 
-    def step(self) -> StepOutcome:
-        outcome = super().step()
+    def step(self, lr: float) -> StepOutcome:
+        outcome = super().step(lr)
         if outcome.applied:
             self._round_low_precision()
         return outcome

@@ -86,7 +86,7 @@ class FlatLoader(EngineLoader):
         def load() -> FlatValueEngine:
             critic = load_critic(path, self._dtype, self._attention, self._device)
             pictures = prepare_vision(critic.trunk, path, self._vision)
-            made = self._optimizer(critic, optimizer, self._config.critic_optimizer_steps)
+            made = self._optimizer(critic, optimizer)
             return FlatValueEngine(critic, optimizer=made, pictures=pictures, **self._engine)
 
         return self._together(load, path)
@@ -116,8 +116,7 @@ class FlatLoader(EngineLoader):
 
         return self._place.everyone.together(proven, f"loading {path}")
 
-    def _optimizer(self, module: nn.Module, config: OptimizerConfig, steps: int | None = None) -> FlatAdamW:
-        steps = self._config.optimizer_steps if steps is None else steps
+    def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
         undecayed = () if config.decay_embeddings else embedding_names(module)
-        return FlatAdamW(named, config, steps, undecayed)
+        return FlatAdamW(named, config, undecayed)

@@ -61,7 +61,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     Args:
         neighbours: this rank's pipeline; None if there is one stage.
         tied_stages: first and last stage, if each has a copy of a tied embedding.
-        optimizer: settings and optimizer steps of the whole run; None for a frozen role.
+        optimizer: its settings; None for a frozen role.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         neighbours: Neighbours | None,
         tied_stages: dist.ProcessGroup | None,
         tokens_per_micro_batch: int,
-        optimizer: tuple[OptimizerConfig, int] | None,
+        optimizer: OptimizerConfig | None,
     ) -> None:
         self._built, self._plan = built, plan
         self.stage = built.stage
@@ -83,7 +83,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         super().__init__(
             attention=plan.attention.kind,
             tokens_per_micro_batch=tokens_per_micro_batch,
-            optimizer=None if optimizer is None else self._make_optimizer(*optimizer),
+            optimizer=None if optimizer is None else self._make_optimizer(optimizer),
             place=place,
             routers=built.routers,
             pictures=built.pictures,
@@ -124,16 +124,14 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         config: PretrainedConfig = self._built.model.config
         return config
 
-    def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
+    def _make_optimizer(self, config: OptimizerConfig) -> ShardedAdamW:
         parameters = self.parameters()
         counted = frozenset(parameters)
         if self._tied_stages is not None and self.stage.place.last:
             counted -= {str(self._built.tied)}
         pipeline = None if self._neighbours is None else self._neighbours.forwards
         embeddings = () if config.decay_embeddings else self._built.embeddings
-        return ShardedAdamW(
-            parameters.items(), config, total_steps, counted=counted, pipeline=pipeline, undecayed=embeddings
-        )
+        return ShardedAdamW(parameters.items(), config, counted=counted, pipeline=pipeline, undecayed=embeddings)
 
     def _fillers(self, number: int) -> list[MicroBatch]:
         """Return empty micro-batches for this rank if another data-parallel rank has more than its `number`."""

@@ -40,25 +40,24 @@ class ShardedLoader(EngineLoader):
             built = build_policy(path, plan)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
-            steps = self._config.optimizer_steps
-            engine = self._engine(optimizer, steps, tied=built.tied is not None and lora is None)
+            engine = self._engine(optimizer, tied=built.tied is not None and lora is None)
             allowed = token_ids(self._config.rollout.sampling.allowed_token_ids)
             return ShardedPolicyEngine(built, plan, temperature=temperature, allowed=allowed, **engine)
 
         return self._place.everyone.together(build, f"building the language model in {path}")
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
-        return self._value(path, build_critic, optimizer, self._config.critic_optimizer_steps)
+        return self._value(path, build_critic, optimizer)
 
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ShardedValueEngine:
-        return self._value(path, build_reward_model, optimizer, self._config.optimizer_steps)
+        return self._value(path, build_reward_model, optimizer)
 
     def _value(
-        self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None, steps: int
+        self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None
     ) -> ShardedValueEngine:
         plan = self._plan(path, self._config.model.dtype, trained=optimizer is not None)
         return self._place.everyone.together(
-            lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, steps, tied=False)),
+            lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, tied=False)),
             f"building the value model in {path}",
         )
 
@@ -90,13 +89,13 @@ class ShardedLoader(EngineLoader):
             context=self._place.grid.context,
         )
 
-    def _engine(self, optimizer: OptimizerConfig | None, steps: int, tied: bool) -> dict[str, Any]:
+    def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
         return {
             "place": self._place,
             "neighbours": self._neighbours,
             "tied_stages": self._place.ends if tied else None,
             "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
-            "optimizer": None if optimizer is None else (optimizer, steps),
+            "optimizer": optimizer,
         }
 
 

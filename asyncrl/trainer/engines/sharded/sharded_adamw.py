@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncrl.trainer.engines.adamw import ScheduledAdamW, trainable, zero_moments
+from asyncrl.trainer.engines.adamw import EngineAdamW, trainable, zero_moments
 from asyncrl.trainer.engines.decay_groups import NamedParameter, decay_groups
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.settings import OptimizerConfig
 
 
-class ShardedAdamW(ScheduledAdamW):
+class ShardedAdamW(EngineAdamW):
     """AdamW over parts.
 
     Args:
@@ -24,7 +24,6 @@ class ShardedAdamW(ScheduledAdamW):
         counted: names of the parameters that count in the norm; a parameter of two stages counts once.
         pipeline: ranks over which the norm is summed; None if there is one stage.
         undecayed: names of parameters without weight decay, besides norms and biases.
-        total_steps: see `ScheduledAdamW`.
 
     Raises:
         ValueError: there is no trainable parameter.
@@ -34,7 +33,6 @@ class ShardedAdamW(ScheduledAdamW):
         self,
         parameters: Iterable[NamedParameter],
         config: OptimizerConfig,
-        total_steps: int,
         *,
         counted: frozenset[str],
         pipeline: dist.ProcessGroup | None,
@@ -47,7 +45,6 @@ class ShardedAdamW(ScheduledAdamW):
         super().__init__(
             [([(parameter, self._moments[name]) for name, parameter in named], decay) for named, decay in groups],
             config,
-            total_steps,
         )
 
     def zero_grad(self) -> None:

@@ -96,12 +96,6 @@ def test_an_entropy_that_collapses_is_told(run: Path) -> None:
     assert "fell from" in problems(run)["entropy-collapses"]
 
 
-def test_a_schedule_that_ends_before_the_run_is_told(run: Path) -> None:
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("30", "100", 1))
-    change_rows(run, lambda number, row: row.update({"lr": 1e-4 if number < 20 else 1e-9}))
-    assert "1e-09 at step 30 of 100" in problems(run)["schedule-at-its-end"]
-
-
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [

@@ -328,7 +328,7 @@ def policy(folder: Path, kind: AttentionKind, budget: int, attention: str | None
         temperature=0.9,
         attention=kind,
         tokens_per_micro_batch=budget,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1),
+        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()),
     )
 
 

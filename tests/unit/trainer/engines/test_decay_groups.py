@@ -72,7 +72,7 @@ def test_a_loaded_model_decays_as_configured(decay_embeddings: bool, config: Exp
     optimizer = OptimizerConfig(lr=0.5, weight_decay=0.5, decay_embeddings=decay_embeddings)
     policy = loader.policy(str(llama_dir), config.model.dtype, optimizer)
     before = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
-    policy.step()  # of gradients that are all 0, so that only the decay acts
+    policy.step(0.5)  # of gradients that are all 0, so that only the decay acts
     for name, parameter in policy.module.named_parameters():
         decays = "norm" not in name and (decay_embeddings or "embed_tokens" not in name)
         torch.testing.assert_close(parameter.detach(), before[name] * (0.75 if decays else 1.0))

@@ -49,7 +49,7 @@ def engine(  # type: ignore[no-untyped-def]
         temperature=temperature,
         attention=attention_kind(attn),
         tokens_per_micro_batch=budget,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1) if train else None,
+        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()) if train else None,
         gradient_checkpointing=checkpointing,
         activations_on_host=on_host,
     )
@@ -257,7 +257,7 @@ def test_gradient_checkpointing_of_a_critic_gives_equal_gradients(llama_dir: Pat
             critic,
             attention=AttentionKind.packed,
             tokens_per_micro_batch=50,
-            optimizer=FlatAdamW(critic.named_parameters(), OptimizerConfig(), 1),
+            optimizer=FlatAdamW(critic.named_parameters(), OptimizerConfig()),
             gradient_checkpointing=checkpointing,
         )
         values.compute_gradients(
@@ -304,4 +304,4 @@ def test_a_frozen_role_cannot_be_trained(qwen_dir: Path) -> None:
     assert not policy.trained
     assert not any(parameter.requires_grad for parameter in policy.module.parameters())
     with pytest.raises(RuntimeError, match="frozen"):
-        policy.step()
+        policy.step(1e-4)

@@ -78,7 +78,7 @@ def test_tries_with_pictures_are_what_transformers_computes_of_each_sample(kind:
         engine.attention = AttentionKind.packed
         packed = _gradients(engine, batch)
         assert all(torch.allclose(packed[name], expected.get(name, torch.zeros(())), atol=3e-4) for name in packed)
-        engine.step()
+        engine.step(1e-2)
         assert not torch.allclose(engine.logprobs(batch, batch["loss_mask"]), expected_T, atol=1e-3)
 
 
@@ -155,7 +155,7 @@ def test_adapters_are_of_the_text_part_or_of_the_tower_too(vision: VisionMode, v
     assert any("vision_tower" in name for name in made) == (vision == VisionMode.train)
     for name, gradient in adapter_gradients(weights, layers, LoraConfig(rank=4)).items():
         assert torch.allclose(made[name], gradient, atol=3e-4), name
-    engine.step()
+    engine.step(1e-2)
     assert not torch.allclose(engine.logprobs(batch, batch["loss_mask"]), base_T, atol=1e-3)
     with engine.without_adapters():
         assert torch.allclose(engine.logprobs(batch, batch["loss_mask"]), base_T, atol=2e-4)

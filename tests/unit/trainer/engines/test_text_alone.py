@@ -68,7 +68,7 @@ def test_no_token_of_text_costs_a_call_of_what_is_there_for_pictures() -> None:
         temperature=1.0,
         attention=AttentionKind.packed,
         tokens_per_micro_batch=256,
-        optimizer=FlatAdamW(weights.named_parameters(), OptimizerConfig(), 1),
+        optimizer=FlatAdamW(weights.named_parameters(), OptimizerConfig()),
     )
     made, all_calls = [], []
     for tokens in (8, 32):

@@ -193,7 +193,7 @@ def _engine(path: Path, kind: AttentionKind, *, train: bool = False) -> FlatPoli
         temperature=1.0,
         attention=kind,
         tokens_per_micro_batch=200,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1) if train else None,
+        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()) if train else None,
     )
 
 

@@ -75,7 +75,7 @@ def test_pictures_over_ranks_are_what_transformers_computes_of_each_sample(
         told["weights"] = {name: whole(p.detach()).numpy().copy() for name, p in engine.parameters().items()}
         owners = {spec.name: world.placement.workers - 1 for spec in engine.published_specs()}
         told["published"] = {name: each.numpy().copy() for name, each in engine.gather(owners)}
-        engine.step()
+        engine.step(1e-2)
         told["after"] = engine.logprobs(batch, wanted_T).numpy()
         if (critic := rank.engines.get("critic")) is not None:
             assert isinstance(critic, ShardedValueEngine)

@@ -28,7 +28,7 @@ def taught(config: SFTConfig, settings: Any, place: RankPosition) -> dict[str, A
     told: dict[str, Any] = {"told": []}
     for _ in range(2):
         measures = objective.compute_gradients(BATCH)
-        told["told"].append([*measures, objective.engine.step().grad_norm])
+        told["told"].append([*measures, objective.engine.step(1e-3).grad_norm])
     told["held_out"] = [*objective.measure(BATCH)]
     owners = {spec.name: 0 for spec in objective.engine.published_specs()}
     told["weights"] = {name: tensor.numpy().copy() for name, tensor in objective.engine.gather(owners)}
