@@ -70,7 +70,7 @@ def train(engine: FlatPolicyEngine, ids: tuple[int, ...], shown: list[PlacedPict
     engine.compute_gradients(
         batch, batch["loss_mask"], range(batch.num_seqs), lambda _, out: (-out.logprobs_N.mean(), {})
     )
-    engine.step()
+    engine.step(1e-4)
 
 
 def soak(folder: Path, total: int) -> list[tuple[int, int]]:

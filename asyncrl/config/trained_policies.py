@@ -16,8 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.trainer.settings import ReferenceMode
 
 SEPARATOR = "/"
+CRITIC, REFERENCE = "critic", "ref"
 
 
 def role_of_policy(policy: str, role: str) -> str:
@@ -33,6 +35,13 @@ def policy_and_role(config: ExperimentConfig, role: str) -> tuple[str, str]:
     if policy not in config.trained_policies:
         return "", role
     return policy, own or ACTOR
+
+
+def is_changing(config: ExperimentConfig, role: str) -> bool:
+    """True if the weights of `role` change in the run, so that checkpoints have them."""
+    policy, own = policy_and_role(config, role)
+    follows = config_of_policy(config, policy).algorithm.reference.mode == ReferenceMode.ema
+    return own in (ACTOR, CRITIC) or (own == REFERENCE and follows)
 
 
 def config_of_policy(config: ExperimentConfig, name: str) -> ExperimentConfig:

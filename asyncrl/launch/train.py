@@ -21,7 +21,7 @@ from asyncrl.launch.before_start.initial_model import with_model
 from asyncrl.launch.before_start.prompt_checks import check_prompts, show_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
-from asyncrl.launch.before_start.same_data import check_same_data, keep_data_record, keep_inputs
+from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, keep_inputs
 from asyncrl.launch.before_start.space import space_line
 from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.launch.refusal import refuse
@@ -90,6 +90,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     try:
         if config.resume == Resume.auto:
             check_same_data(config)
+            check_same_roles(config)
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)

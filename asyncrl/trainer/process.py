@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.comm import names
 from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.comm.name_resolve import NameEntryNotFound
+from asyncrl.comm.names import ACTOR
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SPILLED_DIR
@@ -48,7 +49,7 @@ from asyncrl.trainer.rank.profile import StepProfile
 from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests
 from asyncrl.trainer.rank.roles import build_rank
 from asyncrl.trainer.rank.sample_log import open_sample_logs
-from asyncrl.trainer.rank.training_rank import ACTOR, TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.utilisation import Utilisation, peak_flops
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver

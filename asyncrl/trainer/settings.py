@@ -145,6 +145,7 @@ class ModelConfig:
         VisionMode.train,
         "vision tower and projector of a model that takes pictures: train them, freeze them, or none: use the "
         "model for text alone; no effect on other models",
+        fixed=True,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -323,6 +324,7 @@ class CriticConfig(RolePlacementConfig):
     value_norm: ValueNormalisation = setting(
         ValueNormalisation.none,
         "normalisation of the critic's targets: none, by all returns (running), or by their moving averages (ema)",
+        fixed=True,
     )
     warmup_steps: int = setting(0, "first train steps, in which only the critic is trained", unit="steps", minimum=0)
 

@@ -176,6 +176,7 @@ class KLController:
 
     def __post_init__(self) -> None:
         self._adapts = self.coef > 0.0 and self.target > 0.0
+        self._first = self.coef
 
     def update(self, kl: float, num_samples: int) -> None:
         """Adapt the coefficient to a finished step's mean KL (in the units of `target`) over `num_samples`."""
@@ -185,11 +186,11 @@ class KLController:
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficient for a checkpoint; nothing if it is constant, which is a setting."""
-        return {"coef": self.coef} if self._adapts else {}
+        return {"coef": self.coef, "first": self._first} if self._adapts else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the result of `state_dict`. A constant does not change: a resumed run may have another."""
-        if self._adapts:
+        """Restore the result of `state_dict`, unless the setting, with which it began, has changed since."""
+        if self._adapts and state.get("first", self._first) == self._first:
             self.coef = state.get("coef", self.coef)  # it may have been fixed before
 
 

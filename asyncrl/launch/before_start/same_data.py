@@ -1,4 +1,4 @@
-"""Checks that a trial continues with the same data as before, and that all hosts read the same data."""
+"""Checks that a trial continues with the same data and roles as before, and that all hosts read the same data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
+from asyncrl.config.trained_policies import is_changing
+from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.inputs import named as named_inputs
 from asyncrl.rollout.inputs.copied import bring_inputs
@@ -28,6 +30,23 @@ def check_same_data(config: ExperimentConfig) -> None:
         raise TrialError(
             f"dataset.path={difference}. Which prompts are used is known by row, so its checkpoint cannot be continued "
             f"with other rows: put the data back as it was, {ADVICE}"
+        )
+
+
+def check_same_roles(config: ExperimentConfig) -> None:
+    """Check that the checkpoint to continue from has every role whose weights change in this run.
+
+    Raises:
+        TrialError: it lacks one: the arguments or the code of the graph have changed.
+    """
+    if (progress := newest_progress(run_dir_of(config))) is None:
+        return
+    wanted = [role for role in load_graph(config).roles() if is_changing(config, role)]
+    if missing := [role for role in wanted if role not in progress.roles]:
+        raise TrialError(
+            f"algorithm.graph={config.algorithm.graph!r}: the checkpoint (version {progress.version}) has no state of "
+            f"role {missing[0]!r}, which changes in this run; it has {', '.join(progress.roles)}: settings, arguments "
+            f"or code of the graph have changed; put them back as they were, {ADVICE}"
         )
 
 

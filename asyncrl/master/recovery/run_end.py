@@ -87,7 +87,7 @@ class RunEnd:
             _log.warning("the checkpoint in progress could not be written: %s", error)
         if model_in_step or not parts.run.version:
             return
-        if not parts.memory_checkpointer.may_report(parts.run.version):
+        if parts.run.recorded != parts.run.version:
             return  # the successor trains this step again, and the ledger must not have it before
         await parts.reports.last(parts.run.version)
         if parts.checkpoints.unsaved:

@@ -29,6 +29,7 @@ class RunState:
 
     Attributes:
         version: version of the policy: number of complete steps.
+        recorded: newest version whose step is in the metrics and the ledger.
         buffer: has the used prompts.
     """
 
@@ -41,7 +42,7 @@ class RunState:
         metrics_log: MetricsLog,
         win_rates: WinRates,
     ) -> None:
-        self.version = 0
+        self.version = self.recorded = 0
         self.buffer = buffer
         self._config, self._order, self._reported = config, order, reported
         self._metrics_log, self._win_rates = metrics_log, win_rates
@@ -72,7 +73,7 @@ class RunState:
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-        self.version = state["version"]
+        self.version = self.recorded = state["version"]
         self.buffer.restore(state["buffer"])
         self.buffer.expire(self.version)
         await self._order.restore(state.get("buffer_order"))

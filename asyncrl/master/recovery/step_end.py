@@ -10,6 +10,9 @@
 6. The step is recorded: its row of metrics, its line in the ledger, `books.json`.
 7. A checkpoint is begun if one is due.
 
+The end of a run after a failure saves only steps that 6 has recorded (`RunState.recorded`): what is saved is what is in
+the books. Without an in-memory checkpoint a step is recorded whichever of 1 to 5 fails.
+
 A death before 3 is complete costs the step, which no other process has seen. A death after it costs nothing: a
 successor does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version or
 rollout that is reported twice, and the ledger shows which lines it has.
@@ -62,14 +65,16 @@ class StepEnd:
 
     async def run(self, step: CompleteStep) -> None:
         """Publish, report and save a complete step."""
-        await self.begin_keeping(step)
-        await self.publish(step)
-        await self.finish_keeping(step)
         try:
+            await self.begin_keeping(step)
+            await self.publish(step)
+            await self.finish_keeping(step)
             await self.announce(step)
             await self.report(step)
-        finally:  # the step is complete, so it is written down even if the report failed
-            self.write_down(step)
+        finally:
+            # If 1 to 5 fail, the end of the run saves the step, unless its state had to be complete in memory first.
+            if self._parts.memory_checkpointer.may_report(step.version):
+                self.write_down(step)
         await self.save(step)
 
     async def begin_keeping(self, step: CompleteStep) -> None:
@@ -111,6 +116,7 @@ class StepEnd:
         parts.metrics_log.step(step.version, step.batch, measured, reply.status, perf_counter())
         parts.ledger.step(step.batch, parts.reports.state.reported_books)
         write_books(parts.run_dir, step.version, reply.books)
+        parts.run.recorded = step.version
         parts.stall.progressed()
 
     async def save(self, step: CompleteStep) -> None:

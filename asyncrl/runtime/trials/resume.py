@@ -6,7 +6,13 @@ has, because asyncrl's version differs, is not compared. Settings that decide th
 
 - `seed` and `dataset.*`: the row that a prompt's id stands for, and the order of rows;
 - `model.path`, `algorithm.critic.path`: the model that the optimizer's state belongs to, and the tokenizer;
+- `model.lora.*`, `model.vision`: the parameters that are trained;
+- `algorithm.critic.value_norm`: the unit of the critic's values;
 - `algorithm.graph`, `algorithm.reference.mode`: the roles in the checkpoint.
+
+So are the same settings of trained `policies` and which those are (`_of_trained`), and the initial weights of an
+averaged reference, which the checkpoint has. The launcher compares the roles too
+(`asyncrl.launch.before_start.same_data`): the arguments of a user's graph may change them.
 
 Any other setting takes effect from the next step on, `train_batch_size` too: the gate counts the current B for each
 version, whatever B was when the version was trained.
@@ -18,7 +24,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from omegaconf import OmegaConf
 
@@ -27,6 +33,7 @@ from asyncrl.config.load import settings
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.runtime.trials.summary import is_complete
+from asyncrl.trainer.settings import AlgorithmConfig, ReferenceMode
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
 """Settings of a launch rather than of the trial."""
@@ -70,18 +77,45 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
         if path in _OF_THE_LAUNCH or old is _ABSENT:
             continue
         if old != new and not _same_file(old, new):
-            changes.append(Change(path, old, new, info.fixed))
+            changes.append(Change(path, old, new, info.fixed or _is_fixed(path, before, now)))
     return changes
+
+
+def _is_fixed(path: str, before: Any, now: Any) -> bool:
+    """True if the changed setting `path`, of which only some values matter to a checkpoint, makes it unusable."""
+    if path == "algorithm.reference.path":
+        return bool(OmegaConf.select(now, "algorithm.reference.mode") == ReferenceMode.ema.name)
+    return path == "policies" and _of_trained(before) != _of_trained(now)
+
+
+def _of_trained(tree: Any) -> dict[str, dict[str, Any]]:
+    """Return by name the settings of the trained policies that decide the meaning of a checkpoint."""
+    fixed = [path for path, _, info in settings(AlgorithmConfig) if info.fixed]
+    found = {}
+    for policy in OmegaConf.select(tree, "policies", default=()):
+        if policy.get("trained"):
+            own = {path: OmegaConf.select(tree, f"algorithm.{path}") for path in fixed}
+            own |= {path: OmegaConf.select(policy, f"algorithm.{path}", default=own[path]) for path in fixed}
+            found[policy["name"]] = own | {name: policy.get(name) for name in ("path", "shared_critic")}
+    return found
 
 
 CheckFolder: TypeAlias = Callable[[Path], object]
 """Reads all files of a checkpoint; raises ValueError if one is missing or damaged."""
 
 
+class StoredProgress(NamedTuple):
+    """A checkpoint's version, its number of used prompts, and the roles that it has the state of."""
+
+    version: int
+    used_prompts: int
+    roles: tuple[str, ...]
+
+
 def newest_progress(
     run_dir: Path, check: CheckFolder | None = None, passed_over: Callable[[str], None] = lambda why: None
-) -> tuple[int, int] | None:
-    """Return version and used prompts of the newest checkpoint in `run_dir`; None if there is none.
+) -> StoredProgress | None:
+    """Return the progress of the newest checkpoint in `run_dir`; None if there is none.
 
     Args:
         check: called with each candidate checkpoint; None reads no tensor.
@@ -94,7 +128,8 @@ def newest_progress(
             if check is not None:
                 check(folder)
             state = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())
-            return version, int(state["master_state"]["buffer"]["used_prompts"]["count"])
+            used = int(state["master_state"]["buffer"]["used_prompts"]["count"])
+            return StoredProgress(version, used, tuple(state["roles"]))
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             cause = str(error).replace(f"{folder}/", "").partition(f": {folder} ")[0]
             passed_over(f"checkpoint v{version} is damaged and passed over: {cause}")
@@ -131,7 +166,7 @@ def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | N
         raise TrialError(f"trial_name={config.trial_name!r}: none of its checkpoints can be used:\n  {told}\n{ADVICE}")
     if progress is None:
         return []
-    version, prompts_used = progress
+    version, prompts_used, _ = progress
     if refused := [change for change in changes if change.fixed]:
         raise TrialError(
             f"trial_name={config.trial_name!r}: its checkpoint (version {version}) cannot be continued with "

@@ -32,14 +32,10 @@ class LoraReference(PolicyEngine):
         return 0.0  # included in the actor's count
 
     @property
-    def lr(self) -> float:
-        self._is_frozen()
-
-    @property
     def model_config(self) -> PretrainedConfig:
         return self._actor.model_config
 
-    def step(self) -> StepOutcome:
+    def step(self, lr: float) -> StepOutcome:
         self._is_frozen()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -146,6 +146,7 @@ class TrainState:
         self.objective = Objective(objective_spec(algorithm), find)
         value_loss, aggregation = _choice(algorithm.critic.value_loss), _choice(algorithm.aggregation)
         self.value_objective = ValueObjective(value_loss, aggregation, find)
+        self._advantage = algorithm.advantage.name
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         norm = algorithm.critic.value_norm
         self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
@@ -157,17 +158,16 @@ class TrainState:
         return {
             "kl": self.kl.state_dict(),
             "value_norm": None if self.value_norm is None else self.value_norm.state_dict(),
+            "advantage": self._advantage,
             "baselines": self.baselines,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        A value normalisation that was switched on since then starts from scratch.
-        """
+        """Restore what `state_dict` returned; the baselines of another advantage estimator are left out."""
         self.kl.load_state_dict(state["kl"])
-        self.baselines = dict(state.get("baselines", {}))  # older checkpoints have none
-        if self.value_norm is not None and state["value_norm"] is not None:
+        if state.get("advantage", self._advantage) == self._advantage:  # older checkpoints do not name it
+            self.baselines = dict(state.get("baselines", {}))
+        if self.value_norm is not None:
             self.value_norm.load_state_dict(state["value_norm"])
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from asyncrl.api.trajectory import Trajectory, policy_of
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.trained_policies import role_of_policy
 from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
@@ -21,7 +22,6 @@ from asyncrl.trainer.messages import BeginStep, GridShare, MoveColumns, RunCall
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.rank.sample_log import SampleLog
-from asyncrl.trainer.rank.training_rank import ACTOR
 from asyncrl.trainer.trajectories.scored import detach
 
 

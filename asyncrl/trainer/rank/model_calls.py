@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.master.graph.call_graph import Graph
@@ -14,7 +15,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.messages import RunCall, ScoreAhead
 from asyncrl.trainer.rank.measures import StepMeasures
-from asyncrl.trainer.rank.training_rank import ACTOR, TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.trajectories.inbox import Inbox
 from asyncrl.trainer.trajectories.scored import detach, scores_of
 

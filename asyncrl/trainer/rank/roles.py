@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.config.trained_policies import CRITIC, REFERENCE, config_of_policy, is_changing, policy_and_role
 from asyncrl.master.graph.call_graph import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
@@ -21,7 +22,7 @@ from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.rank.training_rank import ACTOR, CRITIC, REFERENCE, TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import ReferenceMode
 
 
@@ -48,18 +49,11 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
             engines[role] = _load(own, configs[policy], loader) or loader.reward_model(_reward_model(graph, role))
         if config.trainer.offload:
             engines[role].offload()
-    changing = tuple(role for role in roles if _changes(config, role))
+    changing = tuple(role for role in roles if is_changing(config, role))
     states = {name: TrainState(own.algorithm) for name, own in configs.items()}
     for name in config.critic_sharers:
         states[name].value_norm = states[""].value_norm
     return TrainingRank(engines, states.pop(""), world, changing, states, config.critic_sharers)
-
-
-def _changes(config: ExperimentConfig, role: str) -> bool:
-    """True if the weights of `role` change in the run."""
-    policy, own = policy_and_role(config, role)
-    follows = config_of_policy(config, policy).algorithm.reference.mode == ReferenceMode.ema
-    return own in (ACTOR, CRITIC) or (own == REFERENCE and follows)
 
 
 def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:

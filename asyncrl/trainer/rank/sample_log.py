@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.trained_policies import role_of_policy
@@ -26,7 +27,6 @@ from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, wr
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.training_rank import ACTOR
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.trained_policies import SEPARATOR
+from asyncrl.comm.names import ACTOR
+from asyncrl.config.trained_policies import CRITIC, SEPARATOR
 from asyncrl.models.weights.checkpoints.restore import restore, restore_newest
 from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine
@@ -18,8 +19,6 @@ from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.host_folders import HostFolders
-
-ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 
 
 @dataclass(frozen=True, eq=False)

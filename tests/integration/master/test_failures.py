@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Step, Trained
 from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.manager.messages import RunReport
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master.recovery.step_end import CompleteStep
 from asyncrl.trainer.messages import (
     BeginStep,
     FinishShare,
@@ -19,6 +22,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
 )
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from tests.integration.master.fakes import (
     Run,
     make_config,
@@ -130,6 +134,47 @@ async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Pat
     assert run.workers.saved() == [1]
     assert run.workers.stored is not None
     assert run.workers.stored["buffer"]["used_prompts"]["count"] == 4
+
+
+@pytest.mark.parametrize(
+    "fails", ["begin_keeping", "publish", "finish_keeping", "announce", "report", "write_down", "save"]
+)
+async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_books_have(tmp_path: Path, fails: str) -> None:
+    """Without an in-memory checkpoint, a step is complete once it is trained; the run goes on as if nothing was."""
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1, max_head_offpolicyness=3))
+    await run.deliver(range(8))
+    end = run.loop._step_end
+    does = getattr(end, fails)
+
+    def fail(step: CompleteStep) -> Any:
+        if step.version == 2:
+            raise OSError("disk full")
+        return does(step)
+
+    setattr(end, fails, fail)
+    with pytest.raises(OSError, match="disk full"):
+        await run.loop.run()
+    recorded = 1 if fails == "write_down" else 2
+    assert run.workers.saved()[-1] == recorded
+    assert [row["step"] for row in run.rows()] == list(range(1, recorded + 1))
+    run.workers.standing.clear()
+    run.manager.trained = run.manager.submitted = 4 * recorded  # as a manager of a new launch counts
+    run = Run(tmp_path, run.config, follows=run)
+    await run.deliver(range(4 * recorded, 16), oldest=recorded, tag="again")
+    await run.loop.run()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4]
+    assert run.workers.stored is not None
+    assert run.workers.stored["buffer"]["used_prompts"]["count"] == 16
+    findings: list[str] = []
+
+    def find(place: str, what: str) -> None:
+        findings.append(f"{place}: {what}")
+
+    entries = list(surviving(read_ledger(tmp_path / "ledger", find), find))
+    assert [entry.line.step for entry in entries if isinstance(entry.line, Step)] == [1, 2, 3, 4]
+    trained = [entry.line.prompt for entry in entries if isinstance(entry.line, Trained)]
+    assert sorted(trained) == sorted(f"e0-{order}" for order in range(16))
+    assert findings == []
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_one_counts(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_adaptive_coefficient_follows_zieglers_rule(kl, error):
 def test_controllers_restore_their_coefficient():
     adaptive = KLController(0.1, 0.05, 100)
     adaptive.update(1.0, 10)
-    restored = KLController(0.3, 0.05, 100)
+    restored = KLController(0.1, 0.05, 100)
     restored.load_state_dict(adaptive.state_dict())
     assert restored.coef == adaptive.coef
     fixed = KLController(0.2)
@@ -249,3 +249,11 @@ def test_weight_variance_is_relative_and_gives_the_effective_sample_size():
     found = weight_variance(weights.mean(), (weights**2).mean())
     assert 1 / (1 + found) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 100)
     assert weight_variance(0.0, 0.0) == 0.0
+
+
+def test_a_changed_coefficient_begins_anew_after_a_resume() -> None:
+    adaptive = KLController(0.1, 0.05, 100)
+    adaptive.update(1.0, 50)
+    changed = KLController(0.3, 0.05, 100)
+    changed.load_state_dict(adaptive.state_dict())
+    assert changed.coef == 0.3

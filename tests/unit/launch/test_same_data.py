@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import run_dir_of
-from asyncrl.launch.before_start.same_data import check_same_data, keep_data_record
+from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record
 from asyncrl.runtime.trials.resume import TrialError
 
 LINES = [json.dumps({"prompt": f"{i}+1="}) for i in range(4)]
@@ -29,7 +29,8 @@ def config(tmp_path: Path) -> ExperimentConfig:
 def save_checkpoint(config: ExperimentConfig) -> None:
     folder = run_dir_of(config) / "checkpoints" / "v2"
     folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"master_state": {"buffer": {"used_prompts": {"count": 2}}}}))
+    state = {"roles": {"actor": {"step": 2}}, "master_state": {"buffer": {"used_prompts": {"count": 2}}}}
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def change(config: ExperimentConfig) -> None:
@@ -64,3 +65,11 @@ def test_a_trial_of_an_earlier_version_is_recorded_from_now_on(config: Experimen
     change(config)
     with pytest.raises(TrialError):
         check_same_data(config)
+
+
+def test_a_graph_whose_roles_have_changed_is_refused_by_role(config: ExperimentConfig) -> None:
+    save_checkpoint(config)
+    check_same_roles(config)
+    config.algorithm.graph, config.algorithm.kl_coef = "ppo", 0.1  # a frozen reference is in no checkpoint
+    with pytest.raises(TrialError, match=r"no state of role 'critic', which changes in this run; it has actor"):
+        check_same_roles(config)

@@ -39,11 +39,15 @@ def earlier_launch(config: ExperimentConfig, *, version: int = 0, finished: bool
     run_dir.mkdir(parents=True)
     write_run_config(config, run_dir)
     if version:
-        state = {"master_state": {"buffer": {"used_prompts": {"count": 4 * version}}}}
-        write(run_dir / "checkpoints" / f"v{version}" / "state.json", state)
+        write(run_dir / "checkpoints" / f"v{version}" / "state.json", state_of(version))
     if finished:
         write(run_dir / SUMMARY_FILE, {"steps": version})
     return run_dir
+
+
+def state_of(version: int) -> dict[str, Any]:
+    """What `state.json` of the checkpoint of `version` has, as far as a launch reads it."""
+    return {"roles": {"actor": {}}, "master_state": {"buffer": {"used_prompts": {"count": 4 * version}}}}
 
 
 def write(file: Path, value: Any) -> None:
@@ -60,13 +64,58 @@ FIXED = {
     "dataset.sources": "[{path: 'asyncrl.plugins.datasets.supervised.demonstrations:Others'}]",
     "model.path": "/models/another",
     "model.publish_dtype": "bfloat16",
+    "model.vision": "freeze",
     "model.lora.rank": "8",
     "model.lora.alpha": "8",
     "model.lora.targets": "[q_proj]",
     "algorithm.graph": "ppo",
     "algorithm.critic.path": "/models/critic",
+    "algorithm.critic.value_norm": "running",
     "algorithm.reference.mode": "ema",
 }
+
+PARTLY_FIXED = {"algorithm.reference.path", "policies"}
+"""Settings of which some changes are refused: by `_is_fixed`."""
+FREE_GROUPS = """
+    agent env reward rollout generation manager buffer eval checkpoint logging profile samples system optimizer
+    algorithm.critic.optimizer dataset.curriculum
+"""
+"""Groups whose settings act on what comes: a checkpoint has no result of them that another value would misread."""
+FREE = """
+    experiment_name trial_name fileroot resume my my_class rewards tools mcp
+    total_train_steps total_epochs train_batch_size group_size max_head_offpolicyness on_stale
+    model.base_experiment model.dtype model.attn_implementation model.lora.publish
+    dataset.max_prompt_tokens dataset.overlong dataset.chat_template dataset.chat_template_args dataset.system_prompt
+    trainer.parallel trainer.engine trainer.device trainer.threads trainer.tokens_per_micro_batch trainer.share_prefixes
+    trainer.gradient_checkpointing trainer.activations_on trainer.compile trainer.offload trainer.score_ahead
+    trainer.ppo_minibatches trainer.ppo_epochs trainer.train_every trainer.train_offset
+    trainer.buffer_capacity trainer.buffer_memory trainer.collective_timeout_s moe.replay_routing
+    algorithm.graph_args algorithm.plugins algorithm.prox algorithm.policy_loss.name algorithm.policy_loss.params
+    algorithm.correction.name algorithm.correction.params algorithm.selection.name algorithm.selection.params
+    algorithm.advantage.name algorithm.advantage.params algorithm.aggregation.name algorithm.aggregation.params
+    algorithm.kl.name algorithm.kl.params algorithm.kl_coef algorithm.kl_in algorithm.kl_target algorithm.kl_horizon
+    algorithm.entropy_coef algorithm.log_ratio_coef algorithm.stop_kl algorithm.stop_weight_variance
+    algorithm.teachers algorithm.reward_models algorithm.critic.parallel algorithm.critic.ranks
+    algorithm.critic.value_loss.name algorithm.critic.value_loss.params algorithm.critic.warmup_steps
+    algorithm.reference.parallel algorithm.reference.ranks algorithm.reference.ema_decay
+"""
+"""Further settings of that kind.
+
+What `model.base_experiment` makes is `model.path`, and the roles that `algorithm.graph_args` may change are compared by
+`check_same_roles`. Masters are float32 in any `model.dtype`, and checkpoints hold adapters however they are published.
+"""
+
+
+def test_each_setting_is_known_to_be_fixed_or_free_once_there_is_a_checkpoint() -> None:
+    known = [path for path, _, _ in settings(ExperimentConfig)]
+    free = {path for path in known if path.startswith(tuple(f"{group}." for group in FREE_GROUPS.split()))}
+    decided = [*free, *FREE.split(), *PARTLY_FIXED, *FIXED]
+    undecided = set(known) - set(decided)
+    assert not undecided, (
+        "decide whether a checkpoint is misread with another value of these: then `fixed=True` in the definition and a "
+        "line in FIXED, else a line in FREE"
+    )
+    assert sorted(decided) == sorted(known)  # each once
 
 
 def test_the_fixed_settings_are_those_that_a_checkpoint_depends_on() -> None:
@@ -88,6 +137,40 @@ def test_a_changed_setting_that_a_checkpoint_depends_on_is_refused_by_name(
     assert "resume=restart" in message
     assert "optimizer.lr" not in message
     assert (run_dir / CONFIG_FILE).read_text() == before
+
+
+JUDGE = "policies=[{name: judge, trained: true, train_every: 2, optimizer: {lr: 0.1}, algorithm: {kl_coef: 0.1}}]"
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        "policies=[]",
+        "policies=[{name: judge, trained: true, path: /models/other}]",
+        "policies=[{name: judge, trained: true, shared_critic: true}]",
+        "policies=[{name: judge, trained: true, algorithm: {critic: {value_norm: ema}}}]",
+        "policies=[{name: judge, trained: true, algorithm: {graph: dapo}}]",
+        "policies=[{name: jury, trained: true}]",
+    ],
+)
+def test_changed_trained_policies_are_refused_where_their_checkpoint_would_be_misread(make: Make, now: str) -> None:
+    run_dir = earlier_launch(make(JUDGE), version=4)
+    with pytest.raises(TrialError, match=r"(?s)\n  policies: .*resume=restart"):
+        continuation(run_dir, make(now))
+
+
+def test_what_a_checkpoint_does_not_have_of_policies_may_change(make: Make) -> None:
+    run_dir = earlier_launch(make(JUDGE), version=4)
+    now = "policies=[{name: old, versions: {}}, {name: judge, trained: true, algorithm: {graph: grpo}, parallel: d2}]"
+    assert "policies: " in "\n".join(continuation(run_dir, make(now)))
+
+
+def test_the_first_weights_of_a_reference_are_fixed_if_it_is_averaged(make: Make) -> None:
+    run_dir = earlier_launch(make(), version=4)
+    assert "reference.path" in "\n".join(continuation(run_dir, make("algorithm.reference.path=/models/other")))
+    write_run_config(make("algorithm.reference.mode=ema"), run_dir)
+    with pytest.raises(TrialError, match=r"\n  algorithm\.reference\.path"):
+        continuation(run_dir, make("algorithm.reference.mode=ema", "algorithm.reference.path=/models/other"))
 
 
 def test_other_changed_settings_are_taken_and_told_with_what_is_continued(make: Make) -> None:
@@ -147,7 +230,7 @@ def test_a_checkpoint_whose_tensors_are_damaged_is_passed_over_and_named(make: M
     run_dir = earlier_launch(make(), version=4)
     for version in (4, 8):
         folder = run_dir / "checkpoints" / f"v{version}"
-        write(folder / "state.json", {"master_state": {"buffer": {"used_prompts": {"count": 4 * version}}}})
+        write(folder / "state.json", state_of(version))
         (folder / "shard.safetensors").write_bytes(b"tensors")
         files = {name: file_entry(folder / name) for name in ("state.json", "shard.safetensors")}
         write_manifest(folder, Manifest("checkpoint", version, files))

@@ -16,9 +16,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.functions.model_functions import (
+    CallContext,
+    StatValues,
+    TrainState,
+    find_function,
+    run_call,
+)
 from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
+from asyncrl.trainer.settings import AlgorithmConfig, LearningRateSchedule, OptimizerConfig
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
@@ -562,3 +568,12 @@ def test_the_reference_scores_what_was_not_scored_ahead(
         run_call(find_function("ref_inf"), context(config, rank, "ref_inf", "ref", writes=("ref_logprobs",)), batch)
     expected = torch.where(known_T & partly["loss_mask"], -7.0, whole["ref_logprobs"])
     torch.testing.assert_close(partly["ref_logprobs"], expected)
+
+
+def test_the_baselines_of_another_advantage_estimator_are_left_out_of_a_resume() -> None:
+    rae = TrainState(AlgorithmConfig(advantage=ChoiceConfig("rae")))
+    rae.baselines = {"white": 0.5}
+    states = {name: TrainState(AlgorithmConfig(advantage=ChoiceConfig(name))) for name in ("rae", "grpo")}
+    for state in states.values():
+        state.load_state_dict(rae.state_dict())
+    assert (states["rae"].baselines, states["grpo"].baselines) == ({"white": 0.5}, {})
