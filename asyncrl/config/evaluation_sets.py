@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
-from asyncrl.config.suggestions import did_you_mean
+from asyncrl.config.values import changed
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 
 CODE: Final = ("agent", "env", "reward")
@@ -124,26 +121,16 @@ def _code(config: ExperimentConfig, group: str, own: EvalSetConfig) -> dict[str,
 
 def _changed(setting: str, name: str, before: _Plugin, given: Mapping[str, Any]) -> _Plugin:
     """Return `before` changed by `given`. If the class or function changes, the old one's arguments are dropped."""
-    own = [field.name for field in fields(before)]
-    for key in given:
-        if key not in own:
-            hint = did_you_mean(key, own) or ";"
-            raise ConfigError(f"{setting}.{key}: no such setting{hint} {name} has {', '.join(own)}")
-        if key in _OF_THE_WORKER:
+    for key in _OF_THE_WORKER:
+        if key in given:
             raise ConfigError(
                 f"{setting}.{key}={given[key]}: training and all evaluation sets share these processes; set "
                 f"{name}.{key}"
             )
     if "path" in given:
-        before = type(before)(**{key: getattr(before, key) for key in own if key in _OF_THE_WORKER})
-    try:
-        made: _Plugin = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(before), given))  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{setting}.{error.full_key or name}: {reason}; --help lists the settings of {name}"
-        ) from error
-    return made
+        of_the_worker = {key: getattr(before, key) for key in _OF_THE_WORKER if hasattr(before, key)}
+        before = type(before)(**of_the_worker)
+    return changed(setting, before, given)
 
 
 def longest_answer(config: ExperimentConfig) -> int:

@@ -1,39 +1,32 @@
-"""Load the resolved config of an experiment, given by name and overrides."""
+"""Load the resolved config of an experiment, given by name and overrides.
+
+An experiment is a YAML file. Its `defaults:` list names the experiments that it is based on, the first of them
+`experiment_schema` or `sft_schema`; later files win over earlier ones, the command line over all files.
+"""
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from hydra import compose, version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads files with it
+import msgspec
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
+from asyncrl.comm.typed import convert
 from asyncrl.config.aliases import RENAMED, answer, elsewhere
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.own_settings import complete_own_settings
-from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
+from asyncrl.config.plugin_code.own_settings import own_class, own_settings
+from asyncrl.config.secrets import hide, shown
+from asyncrl.config.setting import ConfigError, SettingInfo, setting_info
 from asyncrl.config.suggestions import did_you_mean, nearest_setting
+from asyncrl.config.values import fit, members_of, place, read_file, read_typed, text_of
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 Config = ExperimentConfig | SFTConfig
@@ -41,40 +34,12 @@ Config = ExperimentConfig | SFTConfig
 SCHEMAS: dict[str, type[Config]] = {"experiment_schema": ExperimentConfig, "sft_schema": SFTConfig}
 """First entry of an experiment's `defaults:` list, and its dataclass."""
 
-HERE = "${here:}"
-"""Text that stands for an experiment file's own folder."""
-
-_NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<choices>.*)\]")
-"""OmegaConf's message about a value that an enum does not have."""
-
-
-class ExperimentFiles(FileConfigSource):
-    """Hydra's source of YAML files; replaces `HERE` in each file by the file's folder."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "experiments"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return the file with its folder in place of `HERE`."""
-        result = super().load_config(config_path)
-        folder = Path(self.path, config_path).parent
-        result.config = OmegaConf.create(OmegaConf.to_yaml(result.config).replace(HERE, str(folder)))
-        return result
-
-
-class ExperimentFolders(SearchPathPlugin):
-    """Makes Hydra search `folders` for experiments. A file in an earlier folder wins over one of the same name."""
-
-    folders: ClassVar[Sequence[Path]] = ()
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in self.folders:
-            search_path.append("asyncrl", f"{ExperimentFiles.scheme()}://{folder}")
-
-
-Plugins.instance().register(ExperimentFiles)
-Plugins.instance().register(ExperimentFolders)
+_Given = tuple[str, Any]
+"""A setting, and its value as it was given."""
+_REMOVED = object()
+"""Value of an entry that is taken out of a mapping: `~agent.args.tries`."""
+_SELF = "_self_"
+"""Entry of a defaults list that stands for the file itself; without it the file comes after its entries."""
 
 
 def experiments_dir() -> Path:
@@ -106,15 +71,22 @@ def known_experiments(folder: Path) -> dict[str, str]:
 
 
 def load_experiment(
-    name: str, overrides: Sequence[str], folder: Path | None = None, *, commands: Sequence[str] = ()
+    name: str,
+    overrides: Sequence[str],
+    folder: Path | None = None,
+    *,
+    values: Mapping[str, Any] | None = None,
+    commands: Sequence[str] = (),
 ) -> Config:
-    """Compose experiment `name` with `overrides` and check every value's type.
+    """Compose experiment `name` with `overrides` and `values`, and check every value's type.
 
     The experiment, and every entry of its defaults list, is searched in the user's `folder`, then among the built-in
     ones.
     `${here:}` in an experiment's file stands for that file's folder.
 
     Args:
+        overrides: `setting=value` texts, as on the command line.
+        values: Python values by their settings, applied after `overrides`.
         commands: names of commands, of which `name` may be a misspelling.
 
     Raises:
@@ -129,104 +101,205 @@ def load_experiment(
         hint = did_you_mean(name, (*known, *commands))
         listed = f"known: {', '.join(known)}" + (f"; commands: {', '.join(commands)}" if commands else "")
         raise ConfigError(f"{neither}{hint} {listed}" if hint else f"{neither}; {listed}")
-    _store_schemas()
-    ExperimentFolders.folders = folders
-    with _hydra():
-        base, schema = _compose(name)
-    accepted, wrong = [], []
+    schema, files, wrong = _composed(name, tuple(folders))
+    wrong, given = list(wrong), list(files)
     for text in overrides:
         try:
-            accepted.append(_checked_override(text, schema))
+            given.append(_typed(text, schema))
         except ConfigError as error:
             wrong.append(str(error))
-    try:
-        config = _overridden(base, accepted)
-    except ConfigError as error:
-        wrong += [line for text in accepted for line in _refusal(base, text)] or [str(error)]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return config
+    given += _settings_in(values or {}, schema, "", wrong)
+    return _made(schema, given, wrong)
 
 
-@contextmanager
-def _hydra() -> Iterator[None]:
-    """Make Hydra search `ExperimentFolders.folders` only. `hydra.initialize` is avoided: it looks for its caller's file
-    among all loaded modules, which takes longer than composing an experiment.
-    """
-    version.setbase("1.3")
-    GlobalHydra.instance().clear()
-    Hydra.create_main_hydra2("asyncrl", create_config_search_path(None))
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().clear()
-
-
-@cache
-def _store_schemas() -> None:
-    """Register the schemas for defaults lists once. This takes as long as the rest of loading an experiment."""
-    for name, schema in SCHEMAS.items():
-        ConfigStore.instance().store(name=name, node=schema)
-
-
-def _names_in(folders: Sequence[Path]) -> list[str]:
+def _names_in(folders: Iterable[Path]) -> list[str]:
     return list(dict.fromkeys(name for folder in folders for name in known_experiments(folder)))
 
 
-def _compose(name: str) -> tuple[DictConfig, type[Config]]:
-    """Return the experiment as composed from its files, and the schema that it begins with."""
-    try:
-        config = compose(name)
-    except MissingConfigException as error:
-        missing, known = error.missing_cfg_file, _names_in(ExperimentFolders.folders)
-        hint = f"{did_you_mean(str(missing), known)}; known: {', '.join((*SCHEMAS, *known))}"
-        raise ConfigError(f"experiment {name!r}: its defaults list names an unknown {missing!r}{hint}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error)) from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"experiment {name!r}: its file, or one that it is based on, is not valid YAML: {reason}"
-        ) from error
-    except RecursionError as error:
+def _composed(name: str, folders: tuple[Path, ...]) -> tuple[type[Config], list[_Given], list[str]]:
+    """Return an experiment's schema, the settings that its files give, the strongest last, and what is wrong with them.
+
+    Raises:
+        ConfigError: a file is not valid, or is based on an unknown experiment.
+    """
+    (first, _), *files = _files(name, name, folders, ())
+    if first not in SCHEMAS or any(entry in SCHEMAS for entry, _ in files):
+        raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
+    wrong, given = list[str](), list[_Given]()
+    for entry, content in files:
+        given += _settings_in(content, SCHEMAS[first], f" in {entry}.yaml", wrong)
+    return SCHEMAS[first], given, wrong
+
+
+def _files(
+    name: str, entry: str, folders: Sequence[Path], above: Sequence[str]
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the names and contents of the schema and the files that make up `entry`, the strongest last."""
+    if entry in SCHEMAS:
+        yield entry, {}
+        return
+    if entry in above:
         raise ConfigError(
             f"experiment {name!r}: its defaults lists form a circle; your file with a built-in experiment's name "
             f"replaces that experiment everywhere and cannot be based on it: give it another name"
-        ) from error
-    for schema in SCHEMAS.values():
-        if OmegaConf.get_type(config) is schema:
-            return config, schema
-    raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
+        )
+    file = next((folder / f"{entry}.yaml" for folder in folders if entry in known_experiments(folder)), None)
+    if file is None:
+        known = (*SCHEMAS, *_names_in(folders))
+        hint = f"{did_you_mean(entry, known)}; known: {', '.join(known)}"
+        raise ConfigError(f"experiment {name!r}: its defaults list names an unknown {entry!r}{hint}")
+    try:
+        content = read_file(file)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"experiment {name!r}: {file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"experiment {name!r}: {file} has no settings; write SETTING: VALUE in each line")
+    defaults = content.pop("defaults", [])
+    if not isinstance(defaults, list) or not all(isinstance(each, str) for each in defaults):
+        raise ConfigError(f"experiment {name!r}: {file}: `defaults` must be a list of names of experiments")
+    for each in defaults if _SELF in defaults else [*defaults, _SELF]:
+        if each == _SELF:
+            yield entry, content
+        else:
+            yield from _files(name, each, folders, (*above, entry))
 
 
-def _overridden(base: DictConfig, overrides: list[str], *, alone: bool = False) -> Config:
-    """Apply overrides to `base` like Hydra, without composing the experiment a second time.
+def _settings_in(content: Mapping[Any, Any], schema: type[Config], where: str, wrong: list[str]) -> list[_Given]:
+    """Return the settings that nested mappings give; add those that do not exist to `wrong`."""
+    known, found = _kinds(schema), list[_Given]()  # type: ignore[arg-type]  # types are hashable
 
-    Args:
-        alone: apply an override by itself, without those that name the class of `my`.
+    def look(path: str, value: Any) -> None:
+        inside = [other for other in known if other.startswith(f"{path}.")]
+        if _kind_at(path, known) is not None:
+            found.append((path, value))
+        elif isinstance(value, Mapping) and (value or inside):
+            for key, each in value.items():
+                look(f"{path}.{text_of(key)}", each)
+        else:
+            wrong.append(_takes_no_value(path, inside) if inside else _unknown_setting(path, known, where, value))
+
+    for key, each in content.items():
+        look(text_of(key), each)
+    return found
+
+
+def _typed(text: str, schema: type[Config]) -> _Given:
+    """Return the setting and its value as typed in `setting=value`.
 
     Raises:
-        ConfigError: a value is not of its setting's type.
+        ConfigError: it is not `setting=value`, or names no setting.
     """
-    config = copy.deepcopy(base)
+    name, equals, value = text.partition("=")
+    removed, name = name.startswith("~"), name.strip().lstrip("+~")
+    known = _kinds(schema)  # type: ignore[arg-type]  # types are hashable
+    if not name:
+        raise ConfigError(f"override {text!r} names no setting; write setting=value, without spaces around =")
+    if not equals and not removed:
+        raise ConfigError(f"override {text!r} is not setting=value")
+    kind = _kind_at(name, known)
+    if kind is None:
+        inside = [path for path in known if path.startswith(f"{name}.")]
+        whole = next((path for path in known if name.startswith((f"{path}.", f"{path}["))), None)
+        if inside:
+            raise ConfigError(_takes_no_value(name, inside))
+        if whole is not None:
+            raise ConfigError(f"override {hide(text)!r}: {whole} is set as a whole; write {whole}=VALUE")
+        raise ConfigError(_unknown_setting(name, known, f" in {hide(text)!r}", read_typed(value, Any)))
+    if removed:
+        if name in known and get_origin(known[name]) is not dict:
+            raise ConfigError(f"override {text!r}: a setting cannot be removed; give it a value as {name}=VALUE")
+        return name, _REMOVED
     try:
-        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(overrides), config)
-        if "my" in config and not alone:
-            complete_own_settings(config)
-        made: Config = OmegaConf.to_object(config)  # type: ignore[assignment]  # `_compose` looked at its type
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error)) from error
+        return name, read_typed(value, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={shown(name, value)}: {error}") from error
+
+
+def _takes_no_value(group: str, inside: Iterable[str]) -> str:
+    return f"{group} is a group of settings and takes no value; settings in it: {', '.join(inside)}"
+
+
+def _made(schema: type[Config], given: Sequence[_Given], wrong: list[str]) -> Config:
+    """Return the defaults of `schema` with the settings `given`, of which later ones win.
+
+    Raises:
+        ConfigError: there is something in `wrong`, or a value is not of its setting's type.
+    """
+    kinds, tree = dict(_kinds(schema)), copy.deepcopy(_defaults(schema))  # type: ignore[arg-type]  # types are hashable
+    own = next((value for name, value in reversed(given) if name == "my_class"), None)
+    path, mine = fit("my_class", own, str | None, []), None
+    try:
+        kinds["my"] = mine = own_class(path) if path else None
+    except ConfigError as error:
+        wrong.append(str(error))
+    kinds["my"] = kinds["my"] or dict[str, Any]
+    for name, value in given:
+        kind = _kind_at(name, kinds)
+        if kind is None:
+            names = [item.name for item in fields(kinds["my"])]
+            hint = did_you_mean(name.partition(".")[2], names) or "."
+            wrong.append(f"{name}: {path!r} has no such field{hint} It has: {', '.join(names)}")
+        elif value is _REMOVED:
+            _remove(tree, name, wrong)
+        else:
+            place(tree, name.split("."), fit(name, value, kind, wrong))
+    if not wrong and mine is not None:
+        tree["my"], kinds["my"] = own_settings(str(path), mine, tree["my"]), dict[str, Any]
+    elif not wrong and tree.get("my"):
+        raise ConfigError(f"my={tree['my']}: its fields are not defined; name your dataclass: my_class=FILE.py:NAME")
+    if not wrong:
+        tree = _resolved(tree, kinds, wrong)
+    if wrong:
+        raise ConfigError("\n".join(dict.fromkeys(wrong)))
+    return convert(tree, schema)
+
+
+def _remove(tree: Any, name: str, wrong: list[str]) -> None:
+    *above, last = name.split(".")
+    for part in above:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    if not isinstance(tree, dict) or last not in tree:
+        wrong.append(f"override '~{name}': it is not set")
+    elif above and isinstance(tree[last], dict):
+        tree[last] = {}
+    else:
+        del tree[last]
+
+
+def _resolved(tree: dict[str, Any], kinds: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
+    """Return the settings with the values that references such as `${my.scale}` stand for."""
+    if "${" not in str(tree):
+        return tree
+    for name, value in _texts(tree):
+        try:
+            OmegaConf.create({"x": value})
+        except OmegaConfBaseException:
+            wrong.append(f"{name}={shown(name, value)}: not a valid reference; for a text with ${{ write \\${{")
+    if wrong:
+        return tree
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key}: {reason}; for a text with ${{ write \\${{") from error
+    assert isinstance(resolved, dict)
+    made: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        found = reduce(getitem, name.split("."), resolved)
+        place(made, name.split("."), fit(name, found, kind, wrong))
     return made
 
 
-def _refusal(base: DictConfig, override: str) -> list[str]:
-    """Return the reason why `override` alone is refused; an empty list if it is accepted."""
-    try:
-        _overridden(base, [override], alone=True)
-    except ConfigError as error:
-        setting = override.lstrip("+~").partition("=")[0]
-        return [str(error) if setting in str(error) else f"{setting}: {error}"]  # of a field within a list
-    return []
+def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts that have a reference, with the names of their settings."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _texts(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _texts(each, f"{name}[{number}]")
+    elif isinstance(value, str) and "${" in value:
+        yield name, value
 
 
 def load_supervised(name: str, folder: Path | None = None) -> SFTConfig:
@@ -253,84 +326,37 @@ def settings(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Se
 
 
 @cache
-def _kinds(schema: type[Any]) -> dict[str, Any]:
+def _kinds(schema: Any) -> dict[str, Any]:
     """Return the type of every setting below `schema`."""
     return {path: kind for path, kind, _ in settings(schema)}
 
 
-def _checked_override(text: str, schema: type[Any]) -> str:
-    """Return the override in Hydra's form: adds the `+` to keys below a free-form mapping.
-
-    Raises:
-        ConfigError: it is not `setting=value`, or names no setting.
-    """
-    text, override = _parsed(text)
-    key = override.key_or_group
-    known = _kinds(schema)  # type: ignore[arg-type]  # types are hashable
-    if override.is_sweep_override():
-        raise ConfigError(
-            f"override {text!r}: several values; give one, or a list as {key}=[1,2] where it takes a list"
-        )
-    if override.is_delete() and key in known and not _is_mapping(known[key]):
-        raise ConfigError(f"override {text!r}: a setting cannot be removed; give it a value as {key}=VALUE")
-    groups = {path.rpartition(".")[0] for path in known}
-    if key in known:
-        return f"++{text}" if _is_mapping(known[key]) and not text.startswith(("+", "~")) else text
-    parents = [path for path, kind in known.items() if key.startswith(f"{path}.") and _is_mapping(kind)]
-    if parents:
-        return text if text.startswith(("+", "~")) else f"++{text}"
-    if key in groups:
-        inside = ", ".join(path for path in known if path.startswith(f"{key}."))
-        raise ConfigError(f"{key} is a group of settings and takes no value; settings in it: {inside}")
-    raise ConfigError(_unknown_setting(key, known, f" in {text!r}", str(override.value())))
+@cache
+def _defaults(schema: Any) -> dict[str, Any]:
+    made: dict[str, Any] = msgspec.to_builtins(schema())
+    return made
 
 
-def _unknown_setting(name: str, known: Iterable[str], where: str = "", value: str = "") -> str:
+def _kind_at(name: str, kinds: Mapping[str, Any]) -> Any:
+    """Return the type of a setting, or of a value within one (`agent.args.tries`); None if there is none."""
+    if name in kinds:
+        return kinds[name]
+    above, _, last = name.rpartition(".")
+    if not above or (kind := _kind_at(above, kinds)) is None:
+        return None
+    *_, inner = (member for member in members_of(kind) if member is not type(None))
+    if get_origin(inner) is dict:
+        return get_args(inner)[1]
+    if isinstance(inner, type) and is_dataclass(inner):
+        return get_type_hints(inner).get(last)
+    return Any if inner is Any else None
+
+
+def _unknown_setting(name: str, known: Iterable[str], where: str, value: Any) -> str:
     if (now := RENAMED.get(name)) is not None:
         return f"unknown setting {name!r}{where}; it was renamed to {now!r}"
     if (alias := elsewhere(name)) is not None:
-        return f"unknown setting {name!r}{where}; {answer(alias, value)} (docs/coming_from.md)"
+        return f"unknown setting {name!r}{where}; {answer(alias, text_of(value))} (docs/coming_from.md)"
     nearest = nearest_setting(name, known)
     hint = f"did you mean {nearest!r}? " if nearest else ""
     return f"unknown setting {name!r}{where}; {hint}--help lists all of them"
-
-
-def _parsed(text: str) -> tuple[str, Override]:
-    """Return the override and its text. A value that Hydra's grammar refuses, such as `~/runs`, becomes a string.
-
-    Raises:
-        ConfigError: it is not `setting=value`.
-    """
-    key, equals, value = text.partition("=")
-    if not key.strip():
-        raise ConfigError(f"override {text!r} names no setting; write setting=value, without spaces around =")
-    quoted = "{}='{}'".format(key, value.replace("'", "\\'"))
-    first_error: HydraException | None = None
-    for candidate in (text, quoted) if equals else (text,):
-        try:
-            return candidate, OverridesParser.create().parse_override(candidate)
-        except HydraException as error:
-            first_error = first_error or error
-    raise ConfigError(f"override {text!r} is not setting=value: {str(first_error).splitlines()[0]}") from first_error
-
-
-def _is_mapping(kind: Any) -> bool:
-    return getattr(kind, "__origin__", None) is dict
-
-
-def _explain(error: BaseException) -> str:
-    """Return Hydra's or OmegaConf's message on one line, beginning with the setting's full name."""
-    chain: list[BaseException] = [error]
-    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(before)
-    cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
-    message = str(cause or error).splitlines()[0]
-    key = cause.full_key if cause is not None else None
-    if key is None:
-        return message
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        known = [path for schema in SCHEMAS.values() for path, _, _ in settings(schema)]
-        return _unknown_setting(key, known)
-    if no_choice := _NO_CHOICE.fullmatch(message):
-        return not_a_choice(key, no_choice["value"], no_choice["choices"].split(", "))
-    return f"{key}: {message}; --help gives its type and choices"

@@ -8,14 +8,10 @@ to the policy named by the role of its comparison group (`asyncrl.api.trajectory
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError
+from asyncrl.config.values import changed
 from asyncrl.trainer.settings import ReferenceMode
 
 SEPARATOR = "/"
@@ -53,7 +49,7 @@ def config_of_policy(config: ExperimentConfig, name: str) -> ExperimentConfig:
     if not name:
         return config
     policy = next(policy for policy in config.policies if policy.name == name)
-    algorithm = _merged(f"policies: {name!r}: algorithm", config.algorithm, policy.algorithm)
+    algorithm = changed(f"policies: {name!r}: algorithm", config.algorithm, policy.algorithm)
     return replace(
         config,
         policies=[],
@@ -64,17 +60,6 @@ def config_of_policy(config: ExperimentConfig, name: str) -> ExperimentConfig:
             train_every=policy.train_every,
             train_offset=policy.train_offset,
         ),
-        optimizer=_merged(f"policies: {name!r}: optimizer", config.optimizer, policy.optimizer),
+        optimizer=changed(f"policies: {name!r}: optimizer", config.optimizer, policy.optimizer),
         algorithm=replace(algorithm, critic=config.algorithm.critic) if policy.shared_critic else algorithm,
     )
-
-
-def _merged(setting: str, settings: Any, given: dict[str, Any]) -> Any:
-    if not given:
-        return settings
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.create(given))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{setting}={given}: {str(error).partition(chr(10))[0]}") from error
-    assert isinstance(merged, DictConfig)
-    return OmegaConf.to_object(merged)

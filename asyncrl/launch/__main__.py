@@ -30,6 +30,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from asyncrl.launch.commands import COMMANDS
 from asyncrl.launch.refusal import refuse
@@ -58,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrl.launch.before_start.checks import warnings
         from asyncrl.launch.before_start.input_checks import check_data, complete
 
-        config = load_experiment(args.experiment, args.overrides, folder, commands=COMMANDS)
+        values: dict[str, Any] = {}
+        if args.settings_file is not None:
+            given, values = msgspec.msgpack.decode(Path(args.settings_file).read_bytes())
+            args.overrides = [*given, *args.overrides]
+        config = load_experiment(args.experiment, args.overrides, folder, values=values, commands=COMMANDS)
         if args.help:
             _print(fitted(experiment_help(args.experiment, config)))
             return 0
@@ -122,6 +129,7 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
         help="start the run and leave it running; the same command again shows it, and Ctrl-C there ends it",
     )
     parser.add_argument("--detached", action="store_true", help=argparse.SUPPRESS)  # set by --detach
+    parser.add_argument("--settings-file", help=argparse.SUPPRESS)  # set by asyncrl.run
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:

@@ -11,7 +11,6 @@ SIGKILL.
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -23,10 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import METRICS_FILE, SAMPLES_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.values import plain
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.history import History
@@ -55,24 +57,25 @@ def run(
     """Start a run of `experiment`.
 
     Args:
-        settings: by their names, such as `{"rollout.max_concurrent": 8}`, or as `setting=value` texts.
+        settings: by their names, such as `{"rollout.max_concurrent": 8}`, or nested, as in YAML; or `setting=value`
+            texts. Values are Python's: numbers (also numpy's), texts, lists, mappings, paths. A function or class of
+            yours stands for its import path.
         config_dir: folder of your own experiments.
 
     Raises:
         ConfigError: a setting is wrong; nothing was started.
     """
-    overrides = list(settings)
-    if isinstance(settings, Mapping):
-        overrides = [_override(name, value) for name, value in settings.items()]
+    overrides = [] if isinstance(settings, Mapping) else list(settings)
+    values = settings if isinstance(settings, Mapping) else {}
     folder = None if config_dir is None else Path(config_dir)
-    config = load_experiment(experiment, overrides, folder)
+    config = load_experiment(experiment, overrides, folder, values=values)
     if not isinstance(config, ExperimentConfig):
         raise ConfigError(f"{experiment}: makes a base model and has no steps to follow; start it by its command")
     validate(config)
-    command = [sys.executable, "-m", "asyncrl.launch", experiment, *overrides, "logging.display=plain"]
+    command = [sys.executable, "-m", "asyncrl.launch", experiment, "logging.display=plain"]
     if folder is not None:
         command += ["--config-dir", str(folder)]
-    return Run(command, run_dir_of(config))
+    return Run(command, run_dir_of(config), msgspec.msgpack.encode((overrides, plain(values))))
 
 
 def load_run(folder: str | Path) -> LoadedRun:
@@ -155,15 +158,18 @@ class Run(Iterator[Row]):
         folder: the run's folder.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, settings: bytes) -> None:
         self.folder = folder
         self._output = tempfile.NamedTemporaryFile(prefix="asyncrl-run-", suffix=".log")  # noqa: SIM115 - as long as self
+        self._settings = tempfile.NamedTemporaryFile(prefix="asyncrl-settings-")  # noqa: SIM115 - as long as self
+        self._settings.write(settings)  # not in the command, which every user of the machine can read
+        self._settings.flush()
         self._tail = JsonlTail(folder / METRICS_FILE)
         self._tail.read()  # rows of earlier launches
         self._rows: list[Row] = []
         self._stopped = False
         self._process = subprocess.Popen(
-            command,
+            [*command, "--settings-file", self._settings.name],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -251,12 +257,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SAVE_LIMIT_S)
     process.wait()
-
-
-def _override(name: str, value: Any) -> str:
-    """Return `name=value` in the command's form: a mapping or list as JSON, which is also YAML."""
-    if value is None:
-        return f"{name}=null"
-    if isinstance(value, bool):
-        return f"{name}={str(value).lower()}"
-    return f"{name}={value if isinstance(value, str | int | float | Path) else json.dumps(value)}"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import netrc
+import os
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from asyncrl.config.experiment import ExperimentConfig
+
+_HOST = "api.wandb.ai"
+"""Host under which `wandb login` has kept keys for years, whatever the present address is."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -28,3 +35,25 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"logging.wandb_project={project!r}: wandb is not installed; install the `tracking` extra, or leave "
             "it empty"
         )
+    elif project and not config.system.hosts and not _can_track():
+        yield (
+            f"logging.wandb_project={project!r}: there is no API key; run `wandb login`, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline and upload later"
+        )
+
+
+def _can_track() -> bool:
+    """Return False if Weights & Biases is to send metrics and has no key of this user."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode not in (None, "online", "shared") or settings.api_key or settings.identity_token_file:
+        return True
+    for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if (
+                name
+                and {urlsplit(settings.base_url).netloc, _HOST} & netrc.netrc(os.path.expanduser(name)).hosts.keys()
+            ):
+                return True
+    return False

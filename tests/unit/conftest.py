@@ -6,11 +6,11 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
@@ -39,14 +39,14 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _built_in_experiments_are_composed_once() -> Iterator[None]:
-    """Hydra takes four fifths of the time of a call of `load_experiment` for it, and their files stay as they are."""
-    compose, once, built_in = load._compose, cache(load._compose), [load.experiments_dir()]
+    """Reading them is most of a call of `load_experiment`, and their files stay as they are."""
+    compose, once, built_in = load._composed, cache(load._composed), (load.experiments_dir(),)
 
-    def composed(name: str) -> tuple[DictConfig, type[load.Config]]:
-        return (once if list(load.ExperimentFolders.folders) == built_in else compose)(name)
+    def composed(name: str, folders: tuple[Path, ...]) -> Any:
+        return (once if folders == built_in else compose)(name, folders)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_compose", composed)
+        patch.setattr(load, "_composed", composed)
         yield
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.history.tail import JsonlTail, read_rows
 from asyncrl.observe.metrics.sample_tables import SampleTables
 from asyncrl.observe.metrics.sinks import MetricsWriter
+from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 _log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class _Files:
     """The run's files of metrics, open after a step; each row is written with the samples that earlier steps kept."""
 
     def __init__(self, run_dir: Path, config: ExperimentConfig, version: int, first_step: int) -> None:
-        self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, config, first_step)
+        self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, config, first_step, partial(remark, run_dir))
         samples = config.samples
         shown = samples.every and samples.tables
         self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version) if shown else None

@@ -1,5 +1,9 @@
 """Sinks of a run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting.
 
+The run needs `metrics.jsonl`: the audit reads it, and a resume goes on from it. The others serve only to watch. Each of
+these has a thread of its own, so a run never waits for it, and one that fails is off for the rest of the launch, with a
+warning on the terminal.
+
 `metrics.jsonl` has one JSON object per train step, and one of step 0 if the initial model is evaluated. Each is
 appended and flushed at once, so that a display can follow the file. A launch first removes the rows from its own first
 step on, because it trains these steps again.
@@ -10,21 +14,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
+import queue
 import secrets
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import msgspec
 
 from asyncrl.comm.files.appended_file import AppendedFile
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.secrets import hide, without_secrets
 from asyncrl.observe.metrics.sample_tables import COLUMNS, Table, as_markdown
 
 _log = logging.getLogger(__name__)
@@ -35,16 +41,14 @@ TENSORBOARD_DIR = "tensorboard"
 _VERSION = "brain.Event:2"
 """Version of the format of event files."""
 WANDB_ID_FILE = "wandb_id"
-HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(?i)password|secret|token$|api_?key|authorization|credential")
-
-
-class MetricsError(RuntimeError):
-    """A sink cannot be used; the message names the setting."""
+_HELD_ROWS = 10_000
+"""Rows that wait for a sink, which may take two minutes to find out that its server does not answer."""
+_CLOSE_S = 60.0
+"""Time for a sink to write what it holds, at the end of a run."""
 
 
 class Sink(ABC):
-    """A destination of rows."""
+    """A destination of rows for people who watch."""
 
     @abstractmethod
     def write(self, step: int, row: Row) -> None:
@@ -59,7 +63,7 @@ class Sink(ABC):
         """Flush and close."""
 
 
-class JsonlSink(Sink):
+class JsonlSink:
     """`metrics.jsonl`; rows of `first_step` (0: a new run) and later ones are removed."""
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -69,9 +73,6 @@ class JsonlSink(Sink):
     def write(self, step: int, row: Row) -> None:
         self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
         self.last_step = step
-
-    def samples(self, step: int, table: Table) -> None:
-        """Do nothing: samples are in separate files."""
 
     def close(self) -> None:
         self._file.close()
@@ -123,19 +124,11 @@ class WandbSink(Sink):
 
     Its id is in the trial's folder, so a wiped trial is a new run. The x axis is `step`. If a launch goes back and
     trains steps again, the new points come after the old ones and are not dropped.
-
-    Raises:
-        MetricsError: wandb is not installed.
     """
 
     def __init__(self, project: str, run_dir: Path, config: ExperimentConfig) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise MetricsError(
-                f"logging.wandb_project={project!r}: wandb is not installed; pip install 'asyncrl[tracking]', or leave "
-                "the setting empty"
-            ) from error
+        import wandb
+
         self._table = wandb.Table
         self._run: Any = wandb.init(
             project=project,
@@ -145,7 +138,7 @@ class WandbSink(Sink):
             dir=str(run_dir),
             resume="allow",
         )
-        shown = without_secrets(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
+        shown = without_secrets(msgspec.to_builtins(config))
         self._run.config.update(shown, allow_val_change=True)  # type: ignore[no-untyped-call,unused-ignore]
         self._run.define_metric("*", step_metric="step")
 
@@ -169,37 +162,81 @@ def _wandb_id(file: Path) -> str:
     return kept
 
 
-def without_secrets(value: Any) -> Any:
-    """Return settings with every text whose name says that it is secret replaced by `HIDDEN`, at any depth."""
-    if isinstance(value, Mapping):
-        return {
-            key: HIDDEN if _SECRET.search(str(key)) and isinstance(each, str) and each else without_secrets(each)
-            for key, each in value.items()
-        }
-    return [without_secrets(each) for each in value] if isinstance(value, list) else value
+class Watcher:
+    """A sink that serves only to watch: it works on a thread of its own, and its failure ends it alone.
+
+    Args:
+        name: for the warning.
+        make: makes the sink, on the thread.
+        warn: is called with what happened, once.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]) -> None:
+        self._name, self._make, self._warn = name, make, warn
+        self._work: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_HELD_ROWS)
+        self._off = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[Sink], None] | None) -> None:
+        """Have the sink do `work`; None: close."""
+        try:
+            if not self._off.is_set():
+                self._work.put_nowait(work)
+        except queue.Full:
+            self._fail(f"it has not taken the last {_HELD_ROWS} rows")
+
+    def close(self) -> None:
+        """Write what waits and close the sink, within a limit."""
+        self.do(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._fail(f"it does not end within {_CLOSE_S:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            sink = self._make()
+            while (work := self._work.get()) is not None and not self._off.is_set():
+                work(sink)
+            sink.close()
+        except Exception as error:  # any: a tracker's client raises errors of all kinds
+            _log.exception("%s failed", self._name)
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        if not self._off.is_set():
+            self._off.set()
+            self._warn(f"WARNING: {self._name} gets no more metrics: {hide(reason)}; the run goes on")
 
 
 class MetricsWriter:
     """Writes every row to all sinks.
 
     Args:
-        sinks: further sinks.
-        jsonl: the first sink; its file also shows which row was the last.
+        jsonl: the file that the run needs; it also shows which row was the last.
+        watchers: further sinks.
     """
 
-    def __init__(self, jsonl: JsonlSink, *sinks: Sink) -> None:
-        self._jsonl = jsonl
-        self._sinks: tuple[Sink, ...] = (jsonl, *sinks)
+    def __init__(self, jsonl: JsonlSink, *watchers: Watcher) -> None:
+        self._jsonl, self._watchers = jsonl, watchers
 
     @classmethod
-    def open(cls, file: Path, config: ExperimentConfig, first_step: int = 0) -> MetricsWriter:
-        """Return the sinks that `config.logging` asks for; this launch's rows begin at `first_step`."""
-        sinks: list[Sink] = []
-        if config.logging.tensorboard:
-            sinks.append(TensorBoardSink(file.parent / TENSORBOARD_DIR, first_step))
-        if config.logging.wandb_project:
-            sinks.append(WandbSink(config.logging.wandb_project, file.parent, config))
-        return cls(JsonlSink(file, first_step), *sinks)
+    def open(
+        cls, file: Path, config: ExperimentConfig, first_step: int = 0, warn: Callable[[str], None] = _log.warning
+    ) -> MetricsWriter:
+        """Return the sinks that `config.logging` asks for; this launch's rows begin at `first_step`.
+
+        Args:
+            warn: is called with the failure of a sink that serves only to watch.
+        """
+        jsonl, watchers, logging = JsonlSink(file, first_step), list[Watcher](), config.logging
+        if logging.tensorboard:
+            folder = file.parent / TENSORBOARD_DIR
+            watchers.append(Watcher("TensorBoard", partial(TensorBoardSink, folder, first_step), warn))
+        if logging.wandb_project:
+            make = partial(WandbSink, logging.wandb_project, file.parent, config)
+            watchers.append(Watcher("Weights & Biases", make, warn))
+        return cls(jsonl, *watchers)
 
     @property
     def last_step(self) -> int:
@@ -216,18 +253,28 @@ class MetricsWriter:
             raise ValueError(
                 f"metrics row of step {step} comes after that of step {self.last_step}; every step has one row"
             )
-        for sink in self._sinks:
-            sink.write(step, row)
+        self._jsonl.write(step, row)
+        for watcher in self._watchers:
+            watcher.do(partial(_write, step, row))
 
     def samples(self, step: int, table: Table) -> None:
-        """Send a few samples that `step` trained to all sinks."""
-        for sink in self._sinks:
-            sink.samples(step, table)
+        """Send a few samples that `step` trained to all sinks that show them."""
+        for watcher in self._watchers:
+            watcher.do(partial(_samples, step, table))
 
     def close(self) -> None:
         """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
+        self._jsonl.close()
+        for watcher in self._watchers:
+            watcher.close()
+
+
+def _write(step: int, row: Row, sink: Sink) -> None:
+    sink.write(step, row)
+
+
+def _samples(step: int, table: Table, sink: Sink) -> None:
+    sink.samples(step, table)
 
 
 def _scalars(row: Row) -> dict[str, float]:

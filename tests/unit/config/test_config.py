@@ -92,7 +92,7 @@ def test_all_wrong_overrides_are_told_at_once() -> None:
         load("lr=1", "on_stale=maks", "group_size=2", "seed", "train_batch_size=many", "optimizer=3")
     told = str(caught.value).splitlines()
     assert [line for line in told if "group_size" in line] == []
-    for part in ("'lr'", "on_stale", "'seed'", "train_batch_size: ", "optimizer is a group"):
+    for part in ("'lr'", "on_stale", "'seed'", "train_batch_size=", "optimizer is a group"):
         assert len([line for line in told if part in line]) == 1, part
     assert len(told) == 5
 
@@ -116,7 +116,7 @@ def test_a_group_of_settings_takes_no_value() -> None:
 
 
 def test_a_value_of_the_wrong_type_names_the_setting_and_the_value() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size: .*'many'.*Integer"):
+    with pytest.raises(ConfigError, match="train_batch_size='many': a whole number is needed"):
         load("train_batch_size=many")
 
 
@@ -242,13 +242,16 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["policies=[{name: a}]", "generation.backend=sglang", "manager.weight_transport=distributed"],
             ["policies: 'a': older versions are read from their folders", "use weight_transport=disk"],
         ),
-        (["policies=[{name: a, versions: {pick: best}}]"], ["policies: versions.pick='best'", "uniform, latest"]),
+        (["policies=[{name: a, versions: {pick: best}}]"], ["policies[0].versions.pick='best'", "uniform, latest"]),
         (["policies=[{name: a, train_every: 2}]"], ["policies: 'a': train_every:", "set trained: true"]),
         (["policies=[{name: a, trained: true, versions: {keep: 2}}]"], ["policies: 'a': a trained policy is asked at"]),
         (["policies=[{name: a, trained: true, train_offset: 1}]"], ["train_offset=1: no version", "use 0 to 0"]),
         (["policies=[{name: ref, trained: true}]"], ["policies: 'ref': it is a role", "another name"]),
         (["policies=[{name: a, trained: true, optimizer: {lr: -1}}]"], ["policies: 'a': optimizer.lr=-1.0: below"]),
-        (["policies=[{name: a, trained: true, optimizer: {rate: 1}}]"], ["policies: 'a': optimizer=", "rate"]),
+        (
+            ["policies=[{name: a, trained: true, optimizer: {rate: 1}}]"],
+            ["policies: 'a': optimizer.rate: no such setting"],
+        ),
         (
             ["policies=[{name: a, trained: true, algorithm: {advantage: {name: grpoo}}}]"],
             ["policies: 'a': algorithm.advantage='grpoo'", "grpo"],

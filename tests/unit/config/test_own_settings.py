@@ -74,8 +74,8 @@ def test_a_file_of_ones_own_sets_them(path: str, tmp_path: Path) -> None:
     ("given", "message"),
     [
         (["my.name=x", "my.turn=4"], r"^my\.turn: .* has no such field, did you mean 'turns'\? It has: name, turns"),
-        (["my.name=x", "my.turns=many"], r"^my\.turns: Value 'many' .* Integer"),
-        (["my.name=x", "my.judge.mood=odd"], r"^my\.judge\.mood: Invalid value 'odd', expected one of"),
+        (["my.name=x", "my.turns=many"], r"^my\.turns='many': a whole number is needed"),
+        (["my.name=x", "my.judge.mood=odd"], r"^my\.judge\.mood='odd': not a choice; choose one of mild, strict"),
         (["my.turns=4"], r"^my\.name: it has no default in .*; set it$"),
     ],
 )

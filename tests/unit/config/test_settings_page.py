@@ -17,6 +17,15 @@ For users who look for a setting: each with its default, its bounds and its mean
 asyncrl.launch EXPERIMENT --help` prints the same with the values of an experiment, and `--cfg job` the resolved
 configuration. On the command line a setting is `name=value`; in YAML, groups are nested.
 
+**Values.** A setting of text is what was written, from the first character to the last: `trial_name=1.10`, `revision:
+007` and `split: no` need no quotes. On the command line a value in brackets, braces or quotes is YAML
+(`rollout.sampling.stop=["\\n\\n"]`, `agent.args={tries: 3}`). So in double quotes `\\n` is a newline, and without
+quotes or in single ones it is two characters. In arguments of your code, which may have any type, numbers, `true`,
+`false` and `null` are what YAML says; `on`, `off`, `yes` and `no` are refused without quotes, and `007`, dates and
+times are texts. In Python values are taken as they are ([runs from Python](python_api.md)). Everywhere
+`${optimizer.lr}` stands for another setting, `${oc.env:NAME}` for a variable of the environment, in a file `${here:}`
+for its folder, and `\\${` for the characters.
+
 """
 
 

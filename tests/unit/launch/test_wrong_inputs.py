@@ -179,7 +179,7 @@ COMMAND_LINE: list[Case] = [
     (["-m", "seed=1,2"], "unknown option -m"),
     (["seed"], "'seed' is not setting=value"),
     (["seed=3", "=", "4"], "'=' names no setting; write setting=value, without spaces"),
-    (["seed=1,2"], "'seed=1,2': several values; give one"),
+    (["seed=1,2"], "seed='1,2': several values; give one"),
     (["~seed"], "'~seed': a setting cannot be removed"),
     (["train_batchsize=8"], "did you mean 'train_batch_size'"),
     (["learning_rate=1e-5"], "a name of TRL, OpenRLHF; here it is 'optimizer.lr'"),
@@ -190,16 +190,22 @@ COMMAND_LINE: list[Case] = [
     (["--config-dir", "HERE/nowhere"], "no such folder; give the one that holds your experiments"),
 ]
 TYPES: list[Case] = [
-    (["seed="], "seed: Value '' of type 'str' could not be converted"),
-    (["train_batch_size=eight"], "train_batch_size: Value 'eight'"),
-    (["train_batch_size=8.5"], "train_batch_size: Value '8.5' of type 'float'"),
-    (["group_size=null"], "group_size: field 'group_size' is not Optional"),
-    (["logging.tensorboard=maybe"], "logging.tensorboard: Value 'maybe' is not a valid bool"),
-    (["trial_name=[a]"], "trial_name: Cannot convert 'list' to string"),
-    (["dataset.args=hello"], "dataset.args: Cannot assign str to Dict"),
-    (["rollout.filters=[zero_variance]"], "rollout.filters[0]: Invalid type assigned"),
-    (["rewards=[{path: 'HERE/code.py:number', name: a, weight: much}]"], "rewards: weight: Value 'much'"),
-    (["eval.sets=[{name: a, pth: HERE/good.jsonl}]"], "eval.sets: unknown setting 'pth'"),
+    (["seed="], "seed='': a whole number is needed"),
+    (["train_batch_size=eight"], "train_batch_size='eight': a whole number is needed"),
+    (["train_batch_size=8.5"], "train_batch_size='8.5': a whole number is needed"),
+    (["group_size=null"], "group_size='null': a whole number is needed"),
+    (["logging.tensorboard=maybe"], "logging.tensorboard='maybe': neither true nor false"),
+    (["trial_name=a\tb"], "trial_name='a\\tb'"),
+    (["dataset.args=hello"], "dataset.args='hello': names with values are needed; write {NAME: VALUE}"),
+    (
+        ["rollout.filters=[zero_variance]"],
+        "[0]='zero_variance': settings are needed; write {name: VALUE}",
+    ),
+    (
+        ["rewards=[{path: 'HERE/code.py:number', name: a, weight: much}]"],
+        "[0].weight='much': a number is needed",
+    ),
+    (["eval.sets=[{name: a, pth: HERE/good.jsonl}]"], "eval.sets[0].pth: no such setting, did you mean 'path'?"),
 ]
 RANGES: list[Case] = [
     (["train_batch_size=0"], "train_batch_size=0: below the least allowed value; use 1"),
@@ -421,7 +427,7 @@ GROUPS = (COMMAND_LINE, TYPES, RANGES, CHOICES, COMBINATIONS, LAYOUTS, LIMITS, M
 TABLE = [case for group in GROUPS for case in group]
 
 
-COMPOSED = functools.cache(load._compose)
+COMPOSED = functools.cache(load._composed)
 """The experiment as its files say: composing it anew for each input would take most of the time."""
 
 
@@ -471,7 +477,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.Launcher, "run", run)
     played_here = SimpleNamespace(Popen=InThisProcess, DEVNULL=None, STDOUT=None, TimeoutExpired=TimeoutError)
     monkeypatch.setattr(rehearse, "subprocess", played_here)
-    monkeypatch.setattr(load, "_compose", COMPOSED)
+    monkeypatch.setattr(load, "_composed", COMPOSED)
 
 
 def command(here: Path, model: Path, fileroot: Path) -> list[str]:

@@ -24,11 +24,10 @@ from asyncrl.observe.metrics import sinks
 from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
     JsonlSink,
-    MetricsError,
     MetricsWriter,
     Row,
     Sink,
-    WandbSink,
+    Watcher,
 )
 from asyncrl.plugins.tools.settings import McpServerConfig
 from tests.refusing_disk import refusing
@@ -95,7 +94,8 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
             self.closed = True
 
     memory = Memory()
-    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), memory)) as writer:
+    watcher = Watcher("Memory", lambda: memory, pytest.fail)
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), watcher)) as writer:
         writer.write(1, {"a": 1.0})
         writer.samples(1, [["e0-0", "0", "1", "0", "4"]])
     assert memory.rows == [(1, {"a": 1.0})]
@@ -113,9 +113,9 @@ def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path)
     with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer:
         writer.write(0, {"eval/held_out/accuracy": 0.125})
         writer.write(300, {"reward/mean": 0.5, "loss": -1, "parts": [1.0]})
-        assert points(tmp_path / "tensorboard") == {
-            (0, "eval/held_out/accuracy"): 0.125, (300, "reward/mean"): 0.5, (300, "loss"): -1.0,
-        }, "a point is there as soon as its row is written"  # fmt: skip
+    assert points(tmp_path / "tensorboard") == {
+        (0, "eval/held_out/accuracy"): 0.125, (300, "reward/mean"): 0.5, (300, "loss"): -1.0,
+    }  # fmt: skip
 
 
 def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
@@ -259,7 +259,119 @@ def test_an_empty_file_of_the_wandb_id_counts_as_absent(tmp_path: Path) -> None:
     assert sinks._wandb_id(file) == first == file.read_text()
 
 
-def test_wandb_that_is_not_installed_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MetricsError, match=r"logging.wandb_project='p'.*asyncrl\[tracking\]"):
-        WandbSink("p", tmp_path, ExperimentConfig())
+class Broken(Sink):
+    """Fails, or does not return, where it is told to."""
+
+    def __init__(self, where: str, hang: threading.Event | None = None) -> None:
+        self._where, self._hang = where, hang
+        self._act("make")
+
+    def _act(self, now: str) -> None:
+        if now == self._where and self._hang is not None:
+            self._hang.wait()
+        elif now == self._where:
+            raise RuntimeError("https://me:pw@tracker is away")
+
+    def write(self, step: int, row: Row) -> None:
+        self._act("write")
+
+    def samples(self, step: int, table: Table) -> None:
+        self._act("samples")
+
+    def close(self) -> None:
+        self._act("close")
+
+
+@pytest.mark.parametrize("where", ["make", "write", "samples", "close"])
+def test_a_sink_that_fails_is_off_with_one_warning_and_the_run_goes_on(tmp_path: Path, where: str) -> None:
+    warned, config = list[str](), ExperimentConfig()
+    config.logging.tensorboard = False
+    watcher = Watcher("Tracker", lambda: Broken(where), warned.append)
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), watcher)) as writer:
+        for step in range(3):
+            writer.write(step, {"x": step})
+            writer.samples(step, [])
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    reason = "RuntimeError: https://(hidden)@tracker is away"
+    assert warned == [f"WARNING: Tracker gets no more metrics: {reason}; the run goes on"]
+
+
+@pytest.mark.parametrize("where", ["make", "write", "close"])
+def test_a_sink_that_does_not_return_holds_up_neither_a_step_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(sinks, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(sinks, "_HELD_ROWS", 2 if where == "write" else 100)
+    warned, hang = list[str](), threading.Event()
+    watcher = Watcher("Tracker", lambda: Broken(where, hang), warned.append)
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), watcher)) as writer:
+        for step in range(9):
+            writer.write(step, {"x": step})
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 9
+    assert len(warned) == 1
+    assert ("has not taken the last 2 rows" if where == "write" else "does not end within") in warned[0]
+    hang.set()
+
+
+def test_a_file_that_the_audit_needs_is_not_optional(tmp_path: Path) -> None:
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0))) as writer:
+        os.close(writer._jsonl._file._descriptor)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            writer.write(1, {})
+        writer._jsonl._file._descriptor = os.open(tmp_path, os.O_RDONLY)  # which closing may close
+
+
+def test_a_run_goes_on_when_the_helper_process_of_wandb_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    code = f"""
+import contextlib, os, time
+import psutil
+from pathlib import Path
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observe.metrics.sinks import MetricsWriter
+config, warned = ExperimentConfig(), []
+config.logging.wandb_project, config.logging.tensorboard = "p", False
+writer = MetricsWriter.open(Path({str(tmp_path)!r}) / "metrics.jsonl", config, 0, warned.append)
+writer.write(0, {{"x": 0}})
+while not list(Path({str(tmp_path)!r}).glob("wandb/offline-run-*/*.wandb")):
+    time.sleep(0.05)
+for process in psutil.Process().children(recursive=True):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if "wandb-core" in process.name():
+            process.kill()
+            process.wait()
+            print("killed")
+for step in range(1, 40):
+    writer.write(step, {{"x": step}})
+    time.sleep(0.05)
+writer.close()
+assert len(warned) == 1, warned
+print(*warned, sep="\\n", flush=True)
+os._exit(0)  # as processes of a run do
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stdout.partition("\n")[0]) == (0, "killed"), done.stderr
+    assert "Weights & Biases gets no more metrics" in done.stdout
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 40
+
+
+@pytest.mark.parametrize("mode", ["online", "offline", "netrc", "key"])
+def test_a_missing_key_of_wandb_is_found_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    environment = os.environ | {"HOME": str(tmp_path), "WANDB_MODE": "offline" if mode == "offline" else "online"}
+    environment |= {"NETRC": str(tmp_path / "netrc")} if mode == "netrc" else {}
+    environment |= {"WANDB_API_KEY": "0" * 40} if mode == "key" else {}
+    code = (
+        "from asyncrl.config.experiment import ExperimentConfig; from asyncrl.observe.checks import check; "
+        "config = ExperimentConfig(); config.logging.wandb_project = 'p'; print(*check(config), sep='')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment
+    )
+    told = "logging.wandb_project='p': there is no API key; run `wandb login`, set WANDB_API_KEY, or set"
+    assert done.stdout.startswith(told) if mode == "online" else done.stdout.strip() == ""

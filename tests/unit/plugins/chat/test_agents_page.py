@@ -7,14 +7,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.own_settings import complete_own_settings
+from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
@@ -58,15 +56,13 @@ def folder(tmp_path: Path, tokenizer_folder: Path) -> Path:
 
 def load(folder: Path, text: str) -> ExperimentConfig:
     placed = re.sub(r"\b(my_\w+\.py):", rf"{folder}/\1:", text)
-    merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(placed))
-    assert isinstance(merged, DictConfig)
-    complete_own_settings(merged)
-    config: Any = OmegaConf.to_object(merged)
+    (folder / "page.yaml").write_text(f"defaults: [experiment_schema, _self_]\n{placed}")
+    config = load_experiment("page", [], folder)
+    assert isinstance(config, ExperimentConfig)
     config.model.path = str(folder / "model")
     config.dataset.chat_template = str(folder / "template.jinja")
     config.dataset.max_prompt_tokens = 200
-    made: ExperimentConfig = config
-    return made
+    return config
 
 
 class TurnsOfAGroup(FakePolicy):

@@ -1,0 +1,248 @@
+"""What a value means: a text is what was written, anything else is of its setting's type, from every source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
+
+UNQUOTED = ["007", "1_0", "1e3", "2026-11-28", "true", "0x10", "1.10", "1.0", "on", "off", "yes", "no", "12:30", ".5"]
+"""Texts of which YAML makes something else."""
+TYPED = [
+    *UNQUOTED,
+    "null",
+    "~",
+    "",
+    " lead",
+    "a #b",
+    "[x]",
+    "{y: 1}",
+    "it's",
+    "a, b",
+    "lr=1e-6,kl",
+    "a:b",
+    "-x",
+    "é",
+    "*",
+]
+
+
+def in_file(folder: Path, text: str, *overrides: str) -> ExperimentConfig:
+    (folder / "mine.yaml").write_text(f"defaults: [async_ppo, _self_]\n{text}\n")
+    config = load_experiment("mine", overrides, folder)
+    assert isinstance(config, ExperimentConfig)
+    return config
+
+
+def typed(*overrides: str) -> ExperimentConfig:
+    config = load_experiment("async_ppo", overrides)
+    assert isinstance(config, ExperimentConfig)
+    return config
+
+
+def from_python(values: Mapping[str, Any]) -> ExperimentConfig:
+    config = load_experiment("async_ppo", [], values=values)
+    assert isinstance(config, ExperimentConfig)
+    return config
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_setting_of_text_is_what_was_typed(text: str) -> None:
+    config = typed(f"trial_name={text}", f"dataset.fields.answer={text}", f"logging.wandb_project={text}")
+    assert (config.trial_name, config.dataset.fields["answer"], config.logging.wandb_project) == (text, text, text)
+
+
+@pytest.mark.parametrize("text", UNQUOTED)
+def test_a_setting_of_text_is_what_a_file_has(text: str, tmp_path: Path) -> None:
+    config = in_file(
+        tmp_path,
+        f"trial_name: {text}\nrollout: {{sampling: {{stop: [{text}]}}}}\ndataset: {{fields: {{{text}: {text}}}}}",
+    )
+    assert config.trial_name == text
+    assert config.rollout.sampling.stop == [text]
+    assert config.dataset.fields == {text: text}
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_setting_of_text_is_pythons_text(text: str) -> None:
+    assert from_python({"trial_name": text, "rollout.sampling.stop": [text]}).rollout.sampling.stop == [text]
+
+
+@pytest.mark.parametrize("value", [1.10, True, None, 1j])
+def test_what_has_lost_its_text_in_python_is_no_text(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^trial_name='.*': a text is needed; put it in quotes$"):
+        from_python({"trial_name": value})
+
+
+def test_escapes_in_double_quotes_mean_what_yaml_means_and_the_same_from_every_source(tmp_path: Path) -> None:
+    wanted = ["\n\n", " lead", "\\n", 'a"b']
+    given = r"""["\n\n", ' lead', '\n', "a\"b"]"""
+    assert typed(f"rollout.sampling.stop={given}").rollout.sampling.stop == wanted
+    assert in_file(tmp_path, f"rollout: {{sampling: {{stop: {given}}}}}").rollout.sampling.stop == wanted
+    assert from_python({"rollout.sampling.stop": wanted}).rollout.sampling.stop == wanted
+    assert typed(r'dataset.system_prompt="two\nlines"').dataset.system_prompt == "two\nlines"
+    assert typed(r"dataset.system_prompt=two\nlines").dataset.system_prompt == r"two\nlines"
+
+
+class Mode(Enum):
+    fast = "quick"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("fileroot", Path("/runs"), "/runs"),
+        ("trial_name", 7, "7"),
+        ("optimizer.lr", np.float64(1e-4), 1e-4),
+        ("optimizer.lr", 1, 1.0),
+        ("total_train_steps", np.int64(2), 2),
+        ("group_size", 4.0, 4),
+        ("logging.tensorboard", np.bool_(False), False),
+        ("profile.steps", (1, 2), [1, 2]),
+        ("profile.ranks", range(2), [0, 1]),
+        ("profile.ranks", np.arange(2), [0, 1]),
+        (
+            "agent.args",
+            {"a": (1, 2), "b": {"c": np.float32(0.5)}, "d": None},
+            {"a": [1, 2], "b": {"c": 0.5}, "d": None},
+        ),
+        ("agent.args", {"on": "no", "mode": Mode.fast, "file": Path("x")}, {"on": "no", "mode": "quick", "file": "x"}),
+        ("on_stale", "drop", "drop"),
+        ("optimizer", {"lr": 1e-3, "beta1": 0.8}, None),
+        ("reward.path", load_experiment, "asyncrl.config.load:load_experiment"),
+        ("reward.path", ExperimentConfig, "asyncrl.config.experiment:ExperimentConfig"),
+        ("rewards", [{"name": "a", "path": "x:y", "weight": np.int32(2)}], None),
+    ],
+)
+def test_python_values_are_set_as_they_are(name: str, value: object, meant: object) -> None:
+    found: Any = from_python({name: value})
+    for part in name.split("."):
+        found = getattr(found, part)
+    if name == "optimizer":
+        assert (found.lr, found.beta1) == (1e-3, 0.8)
+    elif name == "rewards":
+        assert (found[0].name, found[0].path, found[0].weight) == ("a", "x:y", 2.0)
+    else:
+        assert found == meant
+        assert isinstance(found, type(meant))
+        assert not isinstance(found, np.generic)
+
+
+def test_not_a_number_reaches_free_form_arguments() -> None:
+    assert np.isnan(from_python({"agent.args": {"x": float("nan")}}).agent.args["x"])
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"reward.path": lambda data, text: 1.0}, "the run's processes cannot import it; define it in a file"),
+        ({"reward.args": {"judge": print}}, "reward.args.judge='print': the function or class print cannot be sent"),
+        ({"reward.args": {"judge": object()}}, "reward.args.judge='<object object at"),
+        ({"optimizer.lr": object()}, "a number is needed"),
+        ({"optimizer.lr": True}, "optimizer.lr='True': a number is needed"),
+        ({"group_size": 4.5}, "group_size='4.5': a whole number is needed"),
+        ({"group_size": float("nan")}, "group_size='nan': a whole number is needed"),
+        ({"optimizer": 3}, "optimizer is a group of settings and takes no value"),
+        ({"optimizer": {"lrr": 3}}, "unknown setting 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        ({"rollout.sampling.stop": "</s>"}, "rollout.sampling.stop='</s>': a list is needed; write [A, B]"),
+        ({"agent.path": {"x": 1}}, "agent.path='{x: 1}': a text is needed"),
+        ({3: 4}, "unknown setting '3'"),
+    ],
+)
+def test_python_values_that_fit_nothing_are_refused_in_words_of_settings(values: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_python(values)
+    assert told in str(caught.value)
+
+
+DATE = {"d": "2026-11-28", "e": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ('{a:1, b: {c:[1,2]}, d:"x"}', {"a": 1, "b": {"c": [1, 2]}, "d": "x"}),
+        ("{a: 1e-3, b: 010, c: 12:30, d: 2026-11-28, e: null}", {"a": 1e-3, "b": "010", "c": "12:30"} | DATE),
+        ("{a: 'on', b: true, c: -1_000, d: 0x10, e: .5}", {"a": "on", "b": True, "c": -1000, "d": 16, "e": 0.5}),
+        ("{1: a, b: {1: a, 2.5: b, yes: c}}", {"1": "a", "b": {1: "a", 2.5: "b", "yes": "c"}}),
+    ],
+)
+def test_free_form_arguments_mean_what_yaml_means(given: str, meant: object, tmp_path: Path) -> None:
+    assert typed(f"agent.args={given}").agent.args == meant
+    if ":1," not in given:
+        assert in_file(tmp_path, f"agent: {{args: {given}}}").agent.args == meant
+
+
+def test_a_word_that_may_be_a_text_or_a_switch_is_refused_where_the_setting_does_not_decide(tmp_path: Path) -> None:
+    told = r"""agent.args.mode='off': it may mean false or be a text; write false, or "off" with its quotes"""
+    with pytest.raises(ConfigError, match=told):
+        typed("agent.args.mode=off")
+    with pytest.raises(ConfigError, match=told):
+        in_file(tmp_path, "agent: {args: {mode: off}}")
+    assert typed('agent.args.mode="off"', "logging.tensorboard=off").agent.args == {"mode": "off"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("agent.args={a}", "'a' has no value"),
+        ("agent.args={a: [*.py]}", "not valid YAML: while scanning an alias"),
+        ("agent.args={a: 1, a: 2}", "duplicate key 'a'"),
+        ('agent.args={a:"x, y"}', "not valid YAML"),
+        ("agent.path.x=1", "agent.path is set as a whole; write agent.path=VALUE"),
+        ("eval.sets.0.path=x", "eval.sets is set as a whole"),
+        ("~agent.args.x", "it is not set"),
+        ('rollout.sampling.stop=["${"]', r"for a text with ${ write \${"),
+        ("group_size=1.5", "group_size='1.5': a whole number is needed"),
+        ("profile.steps=[1, x]", "profile.steps[1]='x': a whole number is needed"),
+        ("seed=1,2", "several values; give one"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(given: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        typed(given)
+    assert told in str(caught.value)
+
+
+def test_an_entry_of_a_mapping_can_be_removed_and_a_later_value_wins() -> None:
+    config = typed("agent.args={a: 1, b: {c: 2, d: 3}}", "~agent.args.a", "agent.args.b.c=5", "++seed=3", "seed=4")
+    assert config.agent.args == {"b": {"c": 5, "d": 3}}
+    assert config.seed == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["a #b", "it's", 'say "x"', "a: b", "{x}", "$HOME", "${seed}", "\\${seed}", "x\ny", "é", "%TAG"]
+)
+@pytest.mark.parametrize("written", ["'${here:}/code.py:f'", '"${here:}/code.py:f"', "${here:}/code.py:f"])
+def test_here_is_the_folder_whatever_its_name_is(tmp_path: Path, name: str, written: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    config = in_file(folder, f"reward: {{args: {{x: {{y: ['{HERE}']}}}}}}\nagent:\n  path: {written}")
+    assert config.agent.path == f"{folder}/code.py:f"
+    assert config.reward.args == {"x": {"y": [str(folder)]}}
+
+
+HERE = "${here:}"
+
+
+def test_all_wrong_settings_of_a_file_are_told_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        in_file(tmp_path, "optimizer: {lrr: 3, lr: fast}\ngroup_sise: 2\nalgorithm: {kl: {nam: k3}}", "seeed=3")
+    told = str(caught.value).splitlines()
+    assert len(told) == 5
+    for part in (
+        "'optimizer.lrr' in mine.yaml",
+        "optimizer.lr='fast'",
+        "'group_sise'",
+        "'algorithm.kl.nam'",
+        "'seeed'",
+    ):
+        assert len([line for line in told if part in line]) == 1, part
