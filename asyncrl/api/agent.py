@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
@@ -18,6 +19,9 @@ from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import Sample
 
 _T = TypeVar("_T")
+
+_LOOK_S = 0.05
+"""Least time between two looks at the seconds left, which may stand still."""
 
 Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
 """Result of an episode: its samples, or a reward for everything that its client recorded; None rejects the episode."""
@@ -55,7 +59,9 @@ class GroupClient(GenerationClient, Protocol):
         ...
 
     def seconds_left(self) -> float | None:
-        """Seconds left for this rollout; None if it has no limit."""
+        """Seconds left for this rollout; None if it has no limit. They pass only while no server, environment, reward
+        or tool works for it: these have limits of their own.
+        """
         ...
 
 
@@ -83,7 +89,7 @@ async def play_with_retries(
     while own is not None:
         failure: Exception
         try:
-            async with asyncio.timeout(client.seconds_left() if limited else None) as limit:
+            async with _time_of(client if limited else None) as limit:
                 return await play(own)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -98,6 +104,29 @@ async def play_with_retries(
             failure = timed_out(prompt) if limit.expired() else error
         own = client.try_again(own, failure)
     return ()
+
+
+@asynccontextmanager
+async def _time_of(client: GroupClient | None) -> AsyncIterator[asyncio.Timeout]:
+    """Like `asyncio.timeout`, until the rollout has no seconds left; without `client` there is no limit."""
+    loop, timer = asyncio.get_running_loop(), None
+    async with asyncio.timeout(None) as limit:
+
+        def look() -> None:
+            nonlocal timer
+            if client is None or (left_s := client.seconds_left()) is None:
+                return
+            if left_s <= 0:
+                limit.reschedule(loop.time())
+            else:  # meanwhile some of the time may not count
+                timer = loop.call_later(max(left_s, _LOOK_S), look)
+
+        look()
+        try:
+            yield limit
+        finally:
+            if timer is not None:
+                timer.cancel()
 
 
 def cancelled_within(what: str, prompt: Prompt) -> EpisodeError:
@@ -216,7 +245,7 @@ class Agent:
                 ]
             return [sample for member in members for sample in member.result()]
         try:
-            async with asyncio.timeout(client.seconds_left()) as limit:
+            async with _time_of(client) as limit:
                 return self._numbered(prompt, await self._at_once(prompt, make_env, client))
         except Exception as error:
             if limit.expired():

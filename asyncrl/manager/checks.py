@@ -28,7 +28,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if lease_s >= limit_s:
         yield (
             f"manager.rollout_lease_s={lease_s:g}: a new GserverManager waits this long for silent "
-            f"workers, but the run ends after system.stall_timeout_s={limit_s:g} without a step; use a shorter lease"
+            f"workers, but the run ends after system.stall_timeout_s={limit_s:g} without a sign of life; use a shorter "
+            f"lease"
         )
     yield from _policies(config)
 

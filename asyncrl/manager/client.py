@@ -37,6 +37,8 @@ makes no room at the gate, so its report is not urgent. The call for the next ro
 """
 MAKES_ROOM_WITHIN_S = 0.01
 """Longest time in seconds that the report of a dropped rollout waits for a call to travel with."""
+LOADING, QUARANTINED = "updating", "quarantined"
+"""States of a server that loads weights, and of one that gets no requests (`ServerStatus`)."""
 ROUTE_LIFE_S = 0.2
 """Time in seconds for which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
@@ -54,12 +56,20 @@ class GateStatus:
         versions_in_use: versions that servers serve or load.
         dropped: number of rollouts dropped so far, by reason.
         rebuilt: False while the numbers are not known (`StatusReply`).
+        running: number of rollouts under way on living workers.
+        served: oldest version that servers serve, as the gate counts it; None if unknown.
+        loading: True if a server loads weights, in its first attempt.
+        able: True if a server is not in quarantine.
     """
 
     idle_s: float = 0.0
     versions_in_use: frozenset[int] = frozenset()
     dropped: Mapping[str, int] = field(default_factory=dict)
     rebuilt: bool = True
+    running: int = 0
+    served: int | None = None
+    loading: bool = False
+    able: bool = True
 
 
 class NotIntroduced(RuntimeError):
@@ -229,7 +239,9 @@ class ManagerClient:
         servers = (*reply.servers, *reply.opponents)
         in_use = {version for server in servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
-        return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt)
+        loading = any(server.state == LOADING and not server.failures for server in servers)
+        able = any(server.state != QUARANTINED for server in reply.servers)
+        return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt, gate.running, gate.version, loading, able)
 
     async def describe(self) -> str:
         """Return the manager's state as one readable line."""

@@ -35,7 +35,6 @@ from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.recovery.run_state import RunState
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.parallel.placement import Placement, worker_grid
 
@@ -104,8 +103,7 @@ def assemble(
     """
     clock = clock or RunningClock()
     limit_s = config.system.stall_timeout_s
-    load_s = max(limit_s, LONGEST_STARTS * config.system.start_timeout_s)
-    ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
+    ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s, incarnation)
     routes, grids = peers.placement.routing_table(), peers.placement.grids
     heads = [peers.workers[worker] for worker in routes.data_workers]
     roles = [ACTOR, *config.trained_policies]  # of the actors
@@ -123,7 +121,10 @@ def assemble(
         reports.check()
         return peers.board.producers_start()
 
-    stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
+    most_ahead = (config.max_head_offpolicyness + 1) * config.train_batch_size
+    stall = StallWatch(
+        limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting, most_ahead
+    )
     reported = ReportState(buffer, ledger, make_curriculum(config.dataset.curriculum), memory_checkpointer)
     guests = guests_of(config.generation)
     turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests), guests.start)
@@ -170,7 +171,7 @@ def _announcer(
     async def evaluate_version(name: str, version: int) -> EvaluationResult:
         while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
             await asyncio.sleep(LOOK_S)
-        return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
+        return await evaluate(peers.rollouts, name, version, config.system.stall_timeout_s)
 
     def announce(version: int, path: str) -> None:
         peers.board.announce_version(version, path, win_rates.at(version))

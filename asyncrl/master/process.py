@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm import names
-from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.offline.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
+from asyncrl.master.peers.rank_clients import Pulses
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
-from asyncrl.trainer.messages import IsStepRunning
 from asyncrl.trainer.parallel.placement import placement
 
 
@@ -135,26 +135,19 @@ async def await_while_responsive(
         if task.done():
             task.result()
             return
-        silent = ", ".join(f"model_worker/{index}" for index in asking.result())
         raise RanksUnresponsive(
-            f"no answer from {silent} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: the "
-            f"current step cannot be finished and no checkpoint can be written. The same command continues from the "
-            f"newest one"
+            f"no answer from {asking.result()} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: "
+            f"the current step cannot be finished and no checkpoint can be written. The same command continues from "
+            f"the newest one"
         )
     finally:
         await cancel(task, asking)
 
 
-async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float) -> list[int]:
-    """Wait until some workers do not answer after a stop; return their indices."""
+async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float) -> str:
+    """Wait until some workers do not answer after a stop; return their names."""
     await stop.wait()
-    lost: set[int] = set()
-    while True:
-        asked = (worker.call(IsStepRunning(), timeout_s=limit_s) for worker in workers)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        silent = {index for index, answer in enumerate(answers) if isinstance(answer, RequestTimeout)}
-        lost_before, lost = lost, {index for index, answer in enumerate(answers) if isinstance(answer, PeerGone)}
-        silent |= lost & lost_before  # a broken connection is opened again; `running` gets the error too
-        if silent:
-            return sorted(silent)
+    pulses = Pulses(workers)
+    while not (silent := await pulses.ask(limit_s)):  # noqa: ASYNC110  # what is waited for is in other processes
         await asyncio.sleep(ASK_AGAIN_S)
+    return silent

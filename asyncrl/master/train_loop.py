@@ -27,7 +27,6 @@ from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row, buffered_s, of_ranks
 from asyncrl.master.parts import Parts
-from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.run_end import RunEnd
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
@@ -52,14 +51,14 @@ class TrainLoop:
         self.parts = parts
         self._beginning, self._step_end, self._run_end = Beginning(parts, ready), StepEnd(parts), RunEnd(parts)
         self._model_in_step = False
-        self._filtered = FilteredOut(parts.config.train_batch_size, parts.config.system.stall_timeout_s)
+        self._filtered = FilteredOut(parts.config.train_batch_size)
 
     async def run(self) -> None:
         """Train up to `total_train_steps`, or until asked to stop; then checkpoint, check the books and write the
         summary.
 
         Raises:
-            Stalled: no step for `system.stall_timeout_s`.
+            Stalled: no sign of life for `system.stall_timeout_s`.
             BooksError: a rollout is unaccounted for.
             ExecutionError: a model function call failed.
             RestartTrainer: the ranks are not between two steps, so no MasterWorker can continue with them.
@@ -76,10 +75,8 @@ class TrainLoop:
             await self._run_end.finish()
         except RestartTrainer:
             raise
-        except Exception as error:
+        except Exception:
             await self._run_end.save_what_is_complete(model_in_step=self._model_in_step)
-            if isinstance(error, Stalled) and self._filtered.found:
-                raise Stalled(f"{error}; {self._filtered.found}") from error
             raise
         finally:
             await self._run_end.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.plugins.chat.client import check_prompt_pictures
 from asyncrl.rollout.settings import RolloutConfig
+from asyncrl.rollout.user_code_pool.timing import Meter, current_meter
 from asyncrl.rollout.user_code_pool.user_code_errors import named_failure
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class RetryLimits:
     Attributes:
         number: attempts per episode, after which it is lost.
         least: least number of episodes of a group in which some were lost; with fewer the group fails.
-        limit_s: time limit of all episodes from the start of the group; None for no limit.
+        limit_s: time limit of all episodes from the start of the group (`Meter.own_s`); None for no limit.
     """
 
     number: int = 1
@@ -117,10 +117,11 @@ class Group:
     """The newest client of each member."""
     _ends_at: float | None = None
     _failures: Counter[int] = field(default_factory=Counter)
+    _meter: Meter = field(default_factory=current_meter)
 
     def __post_init__(self) -> None:
         if self.tries.limit_s is not None:
-            self._ends_at = time.monotonic() + self.tries.limit_s
+            self._ends_at = self._meter.own_s + self.tries.limit_s
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return await self.policy.generate(request)
@@ -161,7 +162,7 @@ class Group:
 
     def seconds_left(self) -> float | None:
         """See `GroupClient`."""
-        return None if self._ends_at is None else self._ends_at - time.monotonic()
+        return None if self._ends_at is None else self._ends_at - self._meter.own_s
 
     def metrics(self) -> dict[str, float]:
         """Return the sums of the episodes' counts, and the number of lost episodes."""

@@ -63,8 +63,6 @@ GATHER_S = 0.01
 call."""
 MAX_ATTEMPTS = 3
 """Largest number of attempts of an episode, and of a prompt."""
-AFTERWARDS_S = 60.0
-"""Seconds beyond `rollout.rollout_timeout_s`, which ends the episodes, for scoring and pushing them."""
 MAX_FAILURES_IN_A_ROW = 16
 
 
@@ -222,25 +220,23 @@ class RolloutLoop:
 
     async def _roll_out(self, granted: GrantedRollout) -> None:
         policy = RolloutPolicy(self._client, granted.rollout_id, granted.route, self._trained)
-        limit = asyncio.timeout(self._config.rollout_timeout_s + AFTERWARDS_S)
         code: str | None = None
         try:
-            async with limit:
-                if granted.rests:
-                    outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.curriculum)
-                else:
-                    prompt = self._components.prompts.train(
-                        PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt), granted.version
-                    )
-                    try:
-                        samples, metrics = await self._episodes(prompt, policy)
-                    except Exception as error:
-                        code = group_failed_in(error, type(self._components.agent).__name__, policy.failures)
-                        raise
-                    outcome = await self._judge_and_send(granted, samples, metrics)
+            if granted.rests:
+                outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.curriculum)
+            else:
+                prompt = self._components.prompts.train(
+                    PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt), granted.version
+                )
+                try:
+                    samples, metrics = await self._episodes(prompt, policy)
+                except Exception as error:
+                    code = group_failed_in(error, type(self._components.agent).__name__, policy.failures)
+                    raise
+                outcome = await self._judge_and_send(granted, samples, metrics)
             self._failures.clear()
         except Exception as error:
-            if isinstance(error, EpisodeTimeout) or limit.expired():  # other TimeoutErrors are the user's own
+            if isinstance(error, EpisodeTimeout):  # other TimeoutErrors are the user's own
                 _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", granted.prompt_id)
                 outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.timeout)
             else:

@@ -1,9 +1,10 @@
-"""The call that a RolloutWorker serves, with its reply."""
+"""The calls that a RolloutWorker serves, with their replies."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
+from asyncrl.comm.request_reply import Done
 from asyncrl.comm.request_reply.messages import Reply, Request
 
 
@@ -40,6 +41,10 @@ class EvaluationResult(Reply, frozen=True):
     left_out: int
     min_version: int
     max_version: int
+
+
+class StillThere(Request[Done], frozen=True):
+    """Ask for a sign of life of the worker's main loop, which plays the episodes."""
 
 
 class Evaluate(Request[EvaluationResult], frozen=True):

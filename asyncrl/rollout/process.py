@@ -10,7 +10,7 @@ from typing import ClassVar
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
-from asyncrl.comm.request_reply import RequestServer
+from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import ANSWERS_DIR
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
@@ -20,7 +20,7 @@ from asyncrl.rollout.generation.generation_servers import capabilities_of
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.inputs.worker_inputs import WorkerInputs
 from asyncrl.rollout.loop import RolloutLoop
-from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.embeddings import embedder_at
 from asyncrl.rollout.user_code_pool.user_code_errors import failed_user_code
@@ -103,7 +103,9 @@ class RolloutWorker(AsyncWorker):
         return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
 
     def _request_server(self) -> RequestServer:
-        return RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
+        return RequestServer(
+            self.config.system.host, self.security, immediate={Evaluate: self._evaluate, StillThere: self._is_there}
+        )
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
         self._evaluator = self._make_evaluator(client)
@@ -188,6 +190,11 @@ class RolloutWorker(AsyncWorker):
             known = set(pullers.items())
             pusher.set_addresses(pullers[key] for key in mine)
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
+
+    async def _is_there(self, request: StillThere) -> Done:
+        """Answer once the main loop has run; see `_evaluate`."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop_of_main))
+        return Done()
 
     async def _evaluate(self, request: Evaluate) -> EvaluationResult:
         """Answer a request on the server's I/O thread; the evaluation itself runs in the main loop."""

@@ -155,8 +155,9 @@ class RolloutConfig:
     )
     rollout_timeout_s: float = setting(
         600.0,
-        "time limit of one rollout: episodes that still run then are lost, and the rollout is dropped if too few are "
-        "left",
+        "time limit of one rollout's agent, in training and evaluation: episodes that still run then are lost, and the "
+        "rollout is dropped if too few are left. Time in which servers decode its answers does not count, nor does "
+        "that of environments, rewards and tools, which have limits of their own",
         unit="s",
         minimum=1.0,
     )
@@ -236,9 +237,6 @@ class EvalConfig:
     fields: Optional[dict[str, str]] = setting(None, "as dataset.fields, of eval.path; null: those of dataset")
     size: int = setting(256, "most prompts of an evaluation, from the set's start", unit="prompts", minimum=1)
     n_samples: int = setting(1, "answers to each prompt; more than one give pass@k", unit="samples", minimum=1)
-    timeout_s: float = setting(
-        300.0, "time limit of one evaluation on one set; beyond it that evaluation has failed", unit="s", minimum=1.0
-    )
     agent: dict[str, Any] = setting(
         help="settings of agent that differ in evaluations; with a path the group replaces that of training",
         factory=dict,

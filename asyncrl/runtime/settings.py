@@ -183,8 +183,10 @@ class SystemConfig:
     )
     stall_timeout_s: float = setting(
         120.0,
-        "longest time without a train step, once a generation server and a RolloutWorker have started. Then the run "
-        "ends with a message that names the stage that waits, and for what",
+        "longest time without a sign of life, once a generation server and a RolloutWorker have started; then the run "
+        "ends with a message that names the stage that waits, and for what. Signs of life are rollouts within their "
+        "limits, servers that load weights, ranks that compute; an answer and a step may take any time. Ranks that "
+        "answer but compute nothing have five times as long",
         unit="s",
         minimum=5.0,
     )

@@ -128,14 +128,22 @@ class SendWeights(Request[Done], frozen=True):
     timeout_s: float
 
 
-class StepRunning(Reply, frozen=True):
-    """`in_step`: True if a step has begun on the rank and its end is not in the rank's in-memory checkpoint."""
+class RankPulse(Reply, frozen=True):
+    """A rank's signs of life.
+
+    Attributes:
+        in_step: True if a step has begun on the rank and its end is not in the rank's in-memory checkpoint.
+        pieces: micro-batches that the rank has begun, and pieces of data that it has read or written, so far.
+        cpu_s: CPU time of its process so far, in seconds.
+    """
 
     in_step: bool
+    pieces: int = 0
+    cpu_s: float = 0.0
 
 
-class IsStepRunning(Request[StepRunning], frozen=True):
-    """Ask if a step is in progress. Answered at once, even while the rank computes."""
+class AskPulse(Request[RankPulse], frozen=True):
+    """Ask for signs of life. Answered at once, even while the rank computes."""
 
 
 class RankState(Reply, frozen=True):

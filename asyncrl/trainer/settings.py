@@ -285,7 +285,11 @@ class TrainerConfig:
         minimum=0.0,
     )
     collective_timeout_s: float = setting(
-        120.0, "time limit of one collective operation; a rank that waits longer fails", unit="s", minimum=1.0
+        1800.0,
+        "longest wait of a rank for another one in a collective operation, which the other may compute for; a rank "
+        "that waits longer fails. A rank that is gone or frozen is noticed earlier (system.stall_timeout_s)",
+        unit="s",
+        minimum=1.0,
     )
 
 

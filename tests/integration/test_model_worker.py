@@ -33,13 +33,13 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
+    AskPulse,
     AttachMaster,
     CollectWeights,
     CommitCheckpoint,
     Discard,
     EndStep,
     FinishShare,
-    IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
     PollBuffer,
@@ -49,7 +49,6 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     ScoreAhead,
-    StepRunning,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 
@@ -165,9 +164,11 @@ class Workers:
     async def score_ahead(self, records: list[RolloutRecord], step: int, role: str) -> None:
         held = (tuple(each.rollout_id for each in records if each.head == head) for head in range(len(self.clients)))
         call = RunCall("ref_inf", role, "ref_inf", ("tokens", "loss_mask"), ("ref_logprobs",), {})
-        before = await self.all(IsStepRunning())
+        (before, *_) = await self.all(AskPulse())
         await self.all(ScoreAhead(step, tuple(held), (call,)))
-        assert await self.all(IsStepRunning()) == before, "it is no step"
+        (after, *_) = await self.all(AskPulse())
+        assert after.in_step == before.in_step, "it is no step"
+        assert after.pieces > before.pieces, "a sign of life"
 
     async def begin(self, assignment: list[Assignment], step: int, minibatches: int) -> None:
         """Tell each rank its part of the plan."""
@@ -324,7 +325,7 @@ async def test_a_rank_that_waits_for_a_peer_in_a_collective_ends_when_it_is_aske
         dealt = [Assignment("at the peer", src=1, dst=0, minibatches=(0,))]
         step, _ = plan_step([dealt], placed, version=0, min_version=0, minibatches=1, master=0)
         beginning = asyncio.create_task(workers.clients[0].call(step, timeout_s=LIMIT_S))
-        while not (await workers.clients[0].call(IsStepRunning(), timeout_s=LIMIT_S)).in_step:
+        while not (await workers.clients[0].call(AskPulse(), timeout_s=LIMIT_S)).in_step:
             pass
         waiting.send_signal(STOP_SIGNAL)
         assert await asyncio.to_thread(waiting.wait, LIMIT_S) == 0
@@ -344,7 +345,10 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         fresh = RankState(in_step=False, master_state=None)
         assert await workers.all(AttachMaster(0)) == [fresh]
         await workers.train(0)
-        assert await workers.all(IsStepRunning()) == [StepRunning(True)]
+        (pulse,) = await workers.all(AskPulse())
+        assert pulse.in_step
+        assert pulse.pieces > 0
+        assert pulse.cpu_s > 0
         assert await workers.all(AttachMaster(1)) == [RankState(in_step=True, master_state=None)]
         workers.master = 1
         path, state = workers.run_dir / "state" / "v1", {"version": 1, "of": "the master"}
@@ -355,7 +359,7 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         cursor = (await workers.all(PollBuffer(0, LIMIT_S)))[0].cursor
         await workers.all(PollBuffer(cursor, 0.0))
 
-        assert await workers.all(IsStepRunning()) == [StepRunning(False)]
+        assert not (await workers.all(AskPulse()))[0].in_step
         assert await workers.all(AttachMaster(2)) == [RankState(in_step=False, master_state=state)]
         with pytest.raises(RemoteError, match="master 1 asks for a step, which master 2 has followed"):
             await workers.begin([], 1, 1)

@@ -67,13 +67,17 @@ async def running_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
 class RunningTimeout:
     """Like `asyncio.timeout`, but counts only seconds in which this process ran.
 
+    Args:
+        paused: seconds in which it returns True do not count either; it is called once a second.
+
     Raises:
         TimeoutError: from its block, after `limit_s` such seconds.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self._left_s = max(0.0, limit_s)
+    def __init__(self, limit_s: float, paused: Callable[[], bool] = lambda: False) -> None:
+        self._left_s, self._paused = max(0.0, limit_s), paused
         self._timeout = asyncio.timeout(None)
+        self._slice: asyncio.TimerHandle | None = None
 
     def expired(self) -> bool:
         """True if this timeout ended its block."""
@@ -87,7 +91,8 @@ class RunningTimeout:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._slice.cancel()
+        if self._slice is not None:
+            self._slice.cancel()
         await self._timeout.__aexit__(kind, error, trace)
 
     def _next_slice(self) -> None:
@@ -96,5 +101,6 @@ class RunningTimeout:
             self._timeout.reschedule(loop.time())
             return
         slice_s = min(self._left_s, SLICE_S)
-        self._left_s -= slice_s
+        if not self._paused():
+            self._left_s -= slice_s
         self._slice = loop.call_later(slice_s, self._next_slice)

@@ -97,7 +97,7 @@ class Batches:
             began, before = time.monotonic(), self._buffer.received
             more = self._collector.changed(missing)
             waiting = more if lent else _at_most(more, LEND_LOOK_S)
-            await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers")
+            await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers", rollouts=True)
             self._turns.waited(self._buffer.received - before, time.monotonic() - began)
 
     async def _nothing_would_expire(self, version: int) -> None:
@@ -108,10 +108,9 @@ class Batches:
         def asked() -> Coroutine[Any, Any, Sequence[str]]:
             return self._manager.wait_expiring(version, 0.0 if self._turns.training else hold_s)
 
-        while running := await self._stall.wait(asked(), version, what):
+        while running := await self._stall.wait(asked(), version, what, rollouts=True):
             self._turns.give()
             _log.info("step %d is held for %d rollouts that would expire", version, len(running))
-            self._stall.progressed()  # each ends within `rollout.rollout_timeout_s`: the stall limit is on silence
         await self._refreshed(version)
 
     async def _refreshed(self, version: int) -> None:

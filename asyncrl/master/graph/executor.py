@@ -19,6 +19,7 @@ Only metadata is exchanged: names and keys go out, statistics come back.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -26,18 +27,14 @@ from typing import Any
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.runtime.process.worker import CannotContinue
+from asyncrl.master.peers.rank_clients import while_ranks_work
 from asyncrl.trainer.messages import MoveColumns, RunCall
 
 Stats = dict[str, Any]
 
 
 class ExecutionError(RuntimeError):
-    """A call failed or was late; the message names the call, its role and the worker."""
-
-
-class LateCall(ExecutionError, CannotContinue):
-    """A call was not answered in time."""
+    """A call failed; the message names the call, its role and the worker."""
 
 
 class Executor:
@@ -47,7 +44,7 @@ class Executor:
         graph: a validated graph.
         placement: for every role, the workers that host it.
         workers: the ModelWorkers by index.
-        timeout_s: limit of one call, including the wait for other calls.
+        limit_s: longest silence of the ranks (`while_ranks_work`).
         moves: the result of `column_moves`; empty if all roles have one layout.
     """
 
@@ -56,14 +53,14 @@ class Executor:
         graph: Graph,
         placement: Mapping[str, Sequence[int]],
         workers: Sequence[RequestClient],
-        timeout_s: float,
+        limit_s: float,
         moves: Mapping[str, Sequence[MoveColumns]] | None = None,
     ) -> None:
         self._order = graph.order()
         self._before = graph.predecessors()
         self._placement = placement
         self._workers = workers
-        self._timeout_s = timeout_s
+        self._limit_s = limit_s
         self._moves = moves or dict.fromkeys(graph.names(), ())
 
     async def run(self, idle: Collection[str] = ()) -> Stats:
@@ -71,12 +68,22 @@ class Executor:
         of each. Those of a further policy are named `policy/<name>/...`.
 
         Raises:
-            ExecutionError: a call failed on a worker or exceeded the limit. Calls under way are cancelled.
+            ExecutionError: a call failed on a worker.
+            Stalled: the ranks do not compute.
+            In both cases calls under way are cancelled.
         """
+        running: dict[asyncio.Task[Stats], Call] = {}
+
+        def what() -> str:
+            return ", ".join(f"call {call.name!r} (role {call.role!r})" for call in running.values())
+
+        return await while_ranks_work(self._run_calls(idle, running), self._workers, self._limit_s, what)
+
+    async def _run_calls(self, idle: Collection[str], running: dict[asyncio.Task[Stats], Call]) -> Stats:
+        """Run the calls; `running` has those under way."""
         stats: Stats = {}
         done = {call.name for call in self._order if call.policy in idle}
         waiting = [call for call in self._order if call.policy not in idle]
-        running: dict[asyncio.Task[Stats], Call] = {}
         try:
             while waiting or running:
                 for call in [call for call in waiting if self._before[call.name] <= done]:
@@ -121,11 +128,7 @@ class Executor:
 
     async def _send(self, worker: int, request: Request[R]) -> R:
         try:
-            return await self._workers[worker].call(request, timeout_s=self._timeout_s)
-        except TimeoutError as error:
-            where = f"{_named(request)} on model_worker/{worker}"
-            late = f"{where} did not finish within {self._timeout_s:g} s (limit: system.stall_timeout_s)"
-            raise LateCall(f"{late}; look at what it does (py-spy dump), or raise the limit") from error
+            return await self._workers[worker].call(request, timeout_s=math.inf)
         except Exception as error:
             raise ExecutionError(f"{_named(request)} on model_worker/{worker} failed: {error}") from error
 

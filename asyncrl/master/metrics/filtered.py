@@ -31,18 +31,13 @@ class FilteredOut:
 
     Args:
         batch_size: number of groups of a step.
-        stall_s: `system.stall_timeout_s`.
     """
 
-    def __init__(self, batch_size: int, stall_s: float) -> None:
-        self._batch_size, self._stall_s = batch_size, stall_s
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
         self._version: int | None = None
         self._before: dict[str, int] = {}
         self._warned = False
-        self.found = ""
-        """A description of the groups dropped since the last step, as of the last check; empty if not nearly all
-        were.
-        """
 
     def take(self, version: int, kept: int, dropped: Mapping[str, int]) -> str | None:
         """Process the state of the run; return a warning, at most once between two steps.
@@ -53,21 +48,21 @@ class FilteredOut:
             dropped: number of groups dropped in the run, by reason, from all processes.
         """
         by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
-        self.found = ""
         if version != self._version:
             self._version, self._before, self._warned = version, by_filter, False
         counts = {reason: count - self._before.get(reason, 0) for reason, count in by_filter.items()}
         total = sum(counts.values())
         if total < LEAST_GROUPS or kept >= LEAST_KEPT * (kept + total):
             return None
-        warned, self._warned = self._warned, True
+        if self._warned:
+            return None
+        self._warned = True
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)
-        self.found = (
-            f"since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
-            f"{self._batch_size} that a step needs; {ADVICE}, or change rollout.filters"
+        return (
+            f"WARNING: since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
+            f"{self._batch_size} that a step needs; {ADVICE}, or change rollout.filters. The run goes on, without a "
+            f"step until there are enough"
         )
-        limit = f"without a step for {self._stall_s:g} s (system.stall_timeout_s) the run ends"
-        return None if warned else f"WARNING: {self.found}; {limit}"
 
 
 async def watch_filters(

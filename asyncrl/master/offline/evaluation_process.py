@@ -28,7 +28,7 @@ class EvaluationMaster(AsyncWorker):
         router = router_of_peers(self, self.config.rollout.workers)
         try:
             workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers, router)
-            await self.registered(names.gen_server_key(0), names.GENERATION_SERVER)  # eval.timeout_s begins then
+            await self.registered(names.gen_server_key(0), names.GENERATION_SERVER)
         except StopRequested:
             router.close()
             return
@@ -46,7 +46,7 @@ class EvaluationMaster(AsyncWorker):
             router.close()
 
     async def _evaluate(self, workers: list[RequestClient], each: EvaluationSet) -> dict[str, float | str]:
-        evaluating = evaluate(workers, each.name, VERSION, self.config.eval.timeout_s)
+        evaluating = evaluate(workers, each.name, VERSION, self.config.system.stall_timeout_s)
         try:
             result = await or_stop(evaluating, self.stop, math.inf)
         except StopRequested:

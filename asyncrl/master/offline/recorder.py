@@ -17,13 +17,16 @@ from typing import NoReturn
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.run_dir import SAMPLES_DIR
-from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import ReceivedRollout, RunReport
 from asyncrl.master.books.run_files import write_books
+from asyncrl.master.data.stall import RolloutSigns
 from asyncrl.master.peers.connections import NameBoard, introduce_each
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -88,7 +91,8 @@ class Recorder(AsyncWorker):
 
     async def _record(self, manager: ManagerClient, board: NameBoard, introducing: asyncio.Task[NoReturn]) -> None:
         wanted = self.config.total_train_steps * self.config.train_batch_size
-        clock = RunningClock()
+        clock, limit_s = RunningClock(), self.config.system.stall_timeout_s
+        signs = RolloutSigns((self.config.max_head_offpolicyness + 1) * self.config.train_batch_size)
         ticking = asyncio.create_task(clock.keep())
         progress_at = clock()
         try:
@@ -100,15 +104,22 @@ class Recorder(AsyncWorker):
                     await asyncio.to_thread(self._write, batch)
                     self.log.info("%d of %d rollouts kept", self._kept, wanted)
                     progress_at = clock()
-                elif board.producers_start():
+                elif board.producers_start() or await self._rollouts_live(manager, signs):
                     progress_at = clock()
-                elif clock() - progress_at > self.config.system.stall_timeout_s:
-                    raise RuntimeError(
-                        f"no rollout for {self.config.system.stall_timeout_s:g} s (system.stall_timeout_s): "
-                        f"{self._kept} of {wanted} are kept; {await manager.describe()}"
+                elif clock() - progress_at > limit_s:
+                    raise Stalled(
+                        f"no sign of life of a rollout for {limit_s:g} s (system.stall_timeout_s): {self._kept} of "
+                        f"{wanted} are kept; {await manager.describe()}{signs.describe()}"
                     )
         finally:
             ticking.cancel()
+
+    async def _rollouts_live(self, manager: ManagerClient, signs: RolloutSigns) -> bool:
+        try:
+            return signs.take(self._kept, await manager.status())
+        except (HttpError, ManagerGone) as error:
+            self.log.info("it is not known what the rollouts do: %s", error)
+            return False
 
     def _gather(self, most: int) -> list[Trajectory]:
         batch: list[Trajectory] = []

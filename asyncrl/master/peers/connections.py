@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter
@@ -14,16 +15,18 @@ from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
+from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
+from asyncrl.comm.waits.running_time import running_wait
 from asyncrl.manager.client import ManagerGone
-from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import AsyncWorker
 
-GRACE_S = 5.0
-"""Added to the limit of an evaluation, so that the evaluation's own limit ends it first."""
+ASK_S = 5.0
+"""Time between two questions, during an evaluation, whether a worker is there; at most a quarter of the limit."""
 LOOK_UP_S = 0.5
 """Time between two look-ups, during a call, of the worker's current process."""
 
@@ -40,7 +43,7 @@ _log = logging.getLogger(__name__)
 class Evaluates(Protocol):
     """A RolloutWorker, seen from the process that asks it for a share of an evaluation."""
 
-    async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
+    async def call(self, request: Request[R], *, timeout_s: float) -> R:
         """Make the call and return its reply."""
 
 
@@ -150,22 +153,20 @@ class NothingEvaluated(RuntimeError):
     """No prompt of a set was answered."""
 
 
-async def evaluate(workers: Sequence[Evaluates], name: str, version: int, timeout_s: float) -> EvaluationResult:
-    """Evaluate `version` on the whole set `name`; each RolloutWorker does a share.
+async def evaluate(workers: Sequence[Evaluates], name: str, version: int, limit_s: float) -> EvaluationResult:
+    """Evaluate `version` on the whole set `name`; each RolloutWorker does a share. It may take any time: each episode
+    has a limit of its own.
+
+    Args:
+        limit_s: longest silence of a worker, in seconds in which this process ran.
 
     Raises:
         NothingEvaluated: the agent answered not a single prompt of the set.
-        TimeoutError: it takes longer than `timeout_s`.
+        TimeoutError: a worker is silent.
         Exception: a worker failed.
     """
-    limit_s = timeout_s + GRACE_S
-    try:
-        async with asyncio.timeout(timeout_s):
-            replies = await asyncio.gather(
-                *(worker.call(Evaluate(name, version), timeout_s=limit_s) for worker in workers)
-            )
-    except TimeoutError as error:
-        raise TimeoutError(f"no result within eval.timeout_s={timeout_s:g} s") from error
+    request = Evaluate(name, version)
+    replies = await asyncio.gather(*(_share(worker, at, request, limit_s) for at, worker in enumerate(workers)))
     shares = [share for share in replies if share.answers]
     left_out = sum(share.left_out for share in replies)
     if not shares:
@@ -176,6 +177,23 @@ async def evaluate(workers: Sequence[Evaluates], name: str, version: int, timeou
         min_version=min(share.min_version for share in shares),
         max_version=max(share.max_version for share in shares),
     )
+
+
+async def _share(worker: Evaluates, number: int, request: Evaluate, limit_s: float) -> EvaluationResult:
+    """Return the worker's share of an evaluation."""
+    evaluating = asyncio.ensure_future(worker.call(request, timeout_s=math.inf))
+    try:
+        while True:
+            await running_wait(evaluating, limit_s=min(ASK_S, limit_s / 4))
+            if evaluating.done():
+                return evaluating.result()
+            await worker.call(StillThere(), timeout_s=limit_s)
+    except RequestTimeout as error:
+        raise TimeoutError(
+            f"RolloutWorker {number} showed no sign of life for {limit_s:g} s (system.stall_timeout_s)"
+        ) from error
+    finally:
+        await cancel(evaluating)
 
 
 async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:

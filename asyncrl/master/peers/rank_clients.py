@@ -1,20 +1,118 @@
-"""Calls of the MasterWorker to all ranks or to some, each with the time limit of a run without progress."""
+"""Calls of the MasterWorker to the ranks. They may take any time, as long as the ranks show signs of life.
+
+A rank's I/O thread answers questions even while the rank computes or waits in a collective. So a rank that does not
+answer is frozen, cut off, or held up by its own code. Ranks that answer are at work if one of them begins a micro-batch
+or reads or writes data; CPU time alone, or neither, is believed for some limits' time only: a deadlock or an endless
+loop looks like that.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.runtime.process.starting import LONGEST_STARTS
+from asyncrl.runtime.process.starting import BUSY_SHARE
+from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import CannotContinue
-from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadMemoryCheckpoint
+from asyncrl.trainer.messages import AskPulse, RankPulse
+
+_T = TypeVar("_T")
+
+ASK_S = 5.0
+"""Time between two questions for signs of life, at most a quarter of the limit. Most calls are answered before the
+first one."""
+IDLE_LIMITS = 5
+"""Limits of silence for which ranks may answer and do nothing: user code may wait for something outside."""
+BUSY_LIMITS = 15
+"""Limits of silence for which ranks may use CPU time without a micro-batch, or data read or written."""
 
 
 class Stalled(CannotContinue):
-    """No train step for too long; the message says which stage waits, for what, and which counter shows it."""
+    """No sign of life for too long; the message says which stage waits, for what, and which counter shows it."""
+
+
+async def while_ranks_work(
+    working: Coroutine[Any, Any, _T], workers: Sequence[RequestClient], limit_s: float, what: Callable[[], str]
+) -> _T:
+    """Await `working`, in which ranks compute or write, however long it takes while the ranks show signs of life.
+
+    Args:
+        workers: all ModelWorkers by index.
+        limit_s: longest silence, in seconds in which this process ran.
+        what: describes the work, for the message.
+
+    Raises:
+        Stalled: a rank is silent, or none of them makes progress.
+    """
+    task, watching = asyncio.ensure_future(working), asyncio.ensure_future(_standstill(workers, limit_s))
+    try:
+        await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Stalled(f"{what()} waits: {watching.result()}; its log, and py-spy dump, show where it is")
+    finally:
+        await cancel(task, watching)
+
+
+class Pulses:
+    """The answers of the ranks `workers` to questions for signs of life, by worker index.
+
+    Attributes:
+        seen: the newest answers.
+    """
+
+    def __init__(self, workers: Sequence[RequestClient]) -> None:
+        self.seen: dict[int, RankPulse] = {}
+        self._workers = workers
+        self._lost: set[int] = set()
+
+    async def ask(self, limit_s: float) -> str:
+        """Ask every rank; return the names of those that did not answer within `limit_s`, in which this process ran, or
+        whose connections broke and could not be made again; empty if all are there.
+        """
+        asked = (worker.call(AskPulse(), timeout_s=limit_s) for worker in self._workers)
+        answers = list(enumerate(await asyncio.gather(*asked, return_exceptions=True)))
+        silent = {index for index, answer in answers if isinstance(answer, RequestTimeout)}
+        lost_before, self._lost = self._lost, {index for index, answer in answers if isinstance(answer, PeerGone)}
+        silent |= self._lost & lost_before  # a broken connection is opened again; the caller gets the error too
+        self.seen = {index: answer for index, answer in answers if isinstance(answer, RankPulse)}
+        return ", ".join(f"model_worker/{rank}" for rank in sorted(silent))
+
+
+async def _standstill(workers: Sequence[RequestClient], limit_s: float) -> str:
+    """Wait until a rank is silent, or no rank makes progress; return a description."""
+    ask_s = min(ASK_S, limit_s / 4)
+    idle_s = busy_s = 0.0
+    pulses = Pulses(workers)
+    while True:
+        await asyncio.sleep(ask_s)
+        before = pulses.seen
+        if silent := await pulses.ask(limit_s):
+            return f"no sign of life from {silent} for {limit_s:g} s (system.stall_timeout_s)"
+        grown = [(now, before[index]) for index, now in pulses.seen.items() if index in before]
+        idle_s, busy_s = idle_s + ask_s, busy_s + ask_s
+        if any(now.pieces > then.pieces for now, then in grown):
+            idle_s = busy_s = 0.0
+        elif any(now.cpu_s - then.cpu_s > BUSY_SHARE * ask_s for now, then in grown):
+            idle_s = 0.0
+        counters = ", ".join(
+            f"model_worker/{index}: {each.pieces} pieces of work, {each.cpu_s:.0f} s of CPU time"
+            for index, each in pulses.seen.items()
+        )
+        if idle_s >= IDLE_LIMITS * limit_s:
+            return (
+                f"the ranks answer, but none has computed for {idle_s:g} s ({IDLE_LIMITS} times "
+                f"system.stall_timeout_s): they wait for each other, or for something outside ({counters})"
+            )
+        if busy_s >= BUSY_LIMITS * limit_s:
+            return (
+                f"the ranks use CPU time, but no micro-batch has begun and no data was read or written for "
+                f"{busy_s:g} s ({BUSY_LIMITS} times system.stall_timeout_s) ({counters})"
+            )
 
 
 class RankClients:
@@ -23,50 +121,27 @@ class RankClients:
     Args:
         workers: the ModelWorkers by index.
         publisher: index of the rank that publishes the actor, and commits checkpoints.
-        limit_s: time limit of a reply.
+        limit_s: longest silence (`while_ranks_work`).
         master: the incarnation of the calling master.
-        load_s: time limit of the reply to `load`.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[RequestClient],
-        publisher: int,
-        limit_s: float,
-        master: int = 0,
-        load_s: float = math.inf,
-    ) -> None:
+    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float, master: int = 0) -> None:
         self.master = master
-        self._workers, self._publisher, self._limit_s, self._load_s = workers, publisher, limit_s, load_s
+        self._workers, self._publisher, self._limit_s = workers, publisher, limit_s
 
     async def all(self, request: Request[R]) -> list[R]:
         """Make the call to every rank; return the replies by worker index.
 
         Raises:
-            Stalled: one did not answer in time.
+            Stalled: see `while_ranks_work`.
         """
         return await self.some(self._workers, request)
-
-    async def load(self, request: LoadCheckpoint | LoadMemoryCheckpoint) -> list[LoadedCheckpoint]:
-        """Have every rank restore a state, which may take long from a slow disk.
-
-        Raises:
-            Stalled: one did not answer in time.
-        """
-        limit_s = self._load_s
-        try:
-            return await asyncio.gather(*(worker.call(request, timeout_s=limit_s) for worker in self._workers))
-        except TimeoutError as error:
-            raise Stalled(
-                f"{request.verb}: {error} (limit: {LONGEST_STARTS} times system.start_timeout_s, or "
-                "system.stall_timeout_s)"
-            ) from error
 
     async def each(self, requests: Sequence[Request[R]]) -> list[R]:
         """Make a different call to each rank; calls and replies are by worker index.
 
         Raises:
-            Stalled: one did not answer in time.
+            Stalled: see `while_ranks_work`.
         """
         return await self._answers(list(zip(self._workers, requests, strict=True)))
 
@@ -74,7 +149,7 @@ class RankClients:
         """Make the call to `workers`; return the replies in the same order.
 
         Raises:
-            Stalled: one did not answer in time.
+            Stalled: see `while_ranks_work`.
         """
         return await self._answers([(worker, request) for worker in workers])
 
@@ -82,12 +157,12 @@ class RankClients:
         """Make the call to the rank that publishes the actor and commits checkpoints.
 
         Raises:
-            Stalled: it did not answer in time.
+            Stalled: see `while_ranks_work`.
         """
         return (await self.some([self._workers[self._publisher]], request))[0]
 
     async def _answers(self, calls: Sequence[tuple[RequestClient, Request[R]]]) -> list[R]:
-        try:
-            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker, request in calls))
-        except TimeoutError as error:
-            raise Stalled(f"{calls[0][1].verb}: {error} (limit: system.stall_timeout_s)") from error
+        async def answers() -> list[R]:
+            return await asyncio.gather(*(worker.call(request, timeout_s=math.inf) for worker, request in calls))
+
+        return await while_ranks_work(answers(), self._workers, self._limit_s, lambda: calls[0][1].verb)

@@ -36,7 +36,7 @@ from asyncrl.master.peers.rank_clients import RankClients, Stalled
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer, StepState
 from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
-from asyncrl.trainer.messages import AttachMaster, IsStepRunning, LoadCheckpoint
+from asyncrl.trainer.messages import AskPulse, AttachMaster, LoadCheckpoint
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ async def find(
     if state is not None:
         last = convert(state["step"], StepState, str_keys=True) if "step" in state else None
         return RecoveredState(state, announced, saved=False, last=last)
-    stored = (await ranks.load(LoadCheckpoint(str(checkpoints))))[0].master_state
+    stored = (await ranks.all(LoadCheckpoint(str(checkpoints))))[0].master_state
     state = stored or fresh
     return RecoveredState(state, state["version"], saved=stored is not None, last=None)
 
@@ -105,7 +105,7 @@ async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:
     """
     try:
         async with asyncio.timeout(TAKE_UP_LIMIT_S):
-            if any(rank.in_step for rank in await ranks.all(IsStepRunning())):
+            if any(rank.in_step for rank in await ranks.all(AskPulse())):
                 raise RestartTrainer("the ranks are in a step that has not ended")
             progress = await ranks.all(AttachMaster(ranks.master))
     except (TimeoutError, Stalled, PeerGone) as error:

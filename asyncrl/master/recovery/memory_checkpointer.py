@@ -109,7 +109,7 @@ class MemoryCheckpointer:
         if self._memory_checkpoint is None:
             return None
         try:
-            state = (await self._ranks.load(LoadMemoryCheckpoint()))[0].master_state
+            state = (await self._ranks.all(LoadMemoryCheckpoint()))[0].master_state
             version = 0 if state is None else state["version"]
             if version >= announced:
                 return state

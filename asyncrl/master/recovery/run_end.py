@@ -7,12 +7,11 @@ the run ends: `summary.json` if it ended well, else `books.json` as of the last 
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 
-from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.master.books.run_files import check_books, write_books, write_summary
 from asyncrl.master.parts import Parts
-from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.runtime.process.waiting import StopRequested, or_stop
 
 _log = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ class RunEnd:
 
     async def _last_evaluation(self) -> None:
         try:
-            limit_s = len(evaluation_sets(self._parts.config)) * (self._parts.config.eval.timeout_s + GRACE_S)
-            await or_stop(self._parts.announcer.evaluation_ended(), self._parts.stop, limit_s)
+            await or_stop(self._parts.announcer.evaluation_ended(), self._parts.stop, math.inf)
         except StopRequested:
             await self._parts.announcer.close()
 

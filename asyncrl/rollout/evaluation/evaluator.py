@@ -1,8 +1,9 @@
 """Evaluate a share of a named set with the user's agent on the running servers, outside the staleness count.
 
 Each answer is a separate episode, also if a prompt gets several (`n_samples`): it has its own reward and verdict, and
-rewards that compare a group see a group of one. A failed episode is retried. One that fails `ATTEMPTS` times ends the
-evaluation, because a mean over the other answers would be another measurement.
+rewards that compare a group see a group of one. A failed episode is retried. One that fails `ATTEMPTS` times, or that
+takes longer than `rollout.rollout_timeout_s`, ends the evaluation, because a mean over the other answers would be
+another measurement.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
+from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
@@ -126,7 +127,7 @@ class Evaluator:
                         samples, counted = await self._components.play_to_evaluate(name, prompt, policy)
                     return Answer(samples, meter.verdict, _of_policy(metrics_of(samples) | counted | meter.metrics()))
                 except Exception as error:
-                    if attempt == ATTEMPTS:
+                    if attempt == ATTEMPTS or isinstance(error, EpisodeTimeout):
                         raise
                     _log.warning("the episode of %s failed, to be tried again", prompt.prompt_id, exc_info=error)
         raise AssertionError("the last attempt returns or raises")

@@ -47,6 +47,8 @@ import itertools
 import logging
 import math
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -63,6 +65,7 @@ from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities
 from asyncrl.rollout.generation.partial_answers import OpenRequest, PartialAnswer
 from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
+from asyncrl.rollout.user_code_pool.timing import current_meter
 
 SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""
@@ -154,7 +157,7 @@ class RolloutClient:
         if request.sampling.stop and not self._servers.can.find_stops_of(request):
             most = min(most, STOP_CHUNK)
         work = OpenRequest(own_id, request, rollout_id, min_version, partials, most, most)
-        async with self._slots:
+        async with self._free_slot():
             try:
                 await self._complete(work, route)
             finally:
@@ -166,6 +169,16 @@ class RolloutClient:
         if request.policy:
             answers = (replace(answer, policy=request.policy) for answer in answers)
         return GenerationResult(request.request_id, tuple(answers))
+
+    @asynccontextmanager
+    async def _free_slot(self) -> AsyncIterator[None]:
+        """Hold a slot within this block. The wait for one is not the rollout's time: servers work on other requests."""
+        with current_meter().limited():
+            await self._slots.acquire()
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _complete(self, work: OpenRequest, route: Route | None) -> None:
         """Run rounds until every answer is complete; the first goes to `route` if given."""
@@ -179,7 +192,8 @@ class RolloutClient:
             server, route = route, None
             before, begun = work.tokens, now()
             try:
-                await self._round(work, attempt, server)
+                with current_meter().limited():  # by `request_timeout_s`
+                    await self._round(work, attempt, server)
             except HttpError as error:
                 failures += 1
                 if not _may_pass(error):

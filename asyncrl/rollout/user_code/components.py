@@ -111,7 +111,8 @@ class UserComponents:
 
     async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Played:
         """Play the episode of `prompt`, which is of the evaluation set `name`."""
-        return await self._casts_of_sets[name].play(prompt, policy)
+        tries = RetryLimits(limit_s=self._config.rollout.rollout_timeout_s)
+        return await self._casts_of_sets[name].play(prompt, policy, tries)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
         """Play the group of `prompt`, and the greedy baseline if the advantage needs it.

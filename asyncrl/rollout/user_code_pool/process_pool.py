@@ -291,13 +291,25 @@ class ProcessPool:
     async def limited(
         self, process: _Process, label: str, call: bytes, timeout_s: float, answer: Callback | None = None
     ) -> ChildReply:
-        """Return the reply to `call`, while enforcing the process's limits.
+        """Return the reply to `call`, while enforcing the process's limits. Time in which `answer` answers the process
+        does not count: what it calls has limits of its own.
 
         Raises:
             UserCodeError: the process died or exceeded a limit, or `answer` raised the error.
         """
-        asking = asyncio.create_task(process.ask(call, answer))
-        limit = RunningTimeout(timeout_s)
+        answering = 0
+
+        async def answered(*args: Any) -> Any:
+            nonlocal answering
+            assert answer is not None
+            answering += 1
+            try:
+                return await answer(*args)
+            finally:
+                answering -= 1
+
+        asking = asyncio.create_task(process.ask(call, None if answer is None else answered))
+        limit = RunningTimeout(timeout_s, paused=lambda: answering > 0)
         try:
             async with limit:
                 wait_s = WATCH_FROM_S

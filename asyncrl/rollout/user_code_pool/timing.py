@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,6 +58,27 @@ class Meter:
         self._failures = 0
         self._verdicts: dict[str, bool] = {}
         self._tools: list[Mapping[str, float]] = []
+        self._lock, self._limited, self._own_s, self._since = threading.Lock(), 0, 0.0, time.monotonic()
+
+    @property
+    def own_s(self) -> float:
+        """Seconds so far in which nothing ran that has a limit of its own."""
+        with self._lock:
+            return self._own_s + (0.0 if self._limited else time.monotonic() - self._since)
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Within this block something runs that has a limit of its own, so the time is not the rollout's."""
+        with self._lock:
+            if not self._limited:
+                self._own_s += time.monotonic() - self._since
+            self._limited += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limited -= 1
+                self._since = time.monotonic()
 
     def add_interval(self, activity: Activity, begin: float, end: float) -> None:
         """Record that `activity` ran from `begin` to `end`, in seconds of one clock."""
@@ -118,9 +140,12 @@ def current_meter() -> Meter:
 
 @contextlib.contextmanager
 def timed(activity: Activity) -> Iterator[None]:
-    """Count the time within this block as the rollout's `activity`."""
-    begun = time.monotonic()
+    """Count the time within this block as the rollout's `activity`. All activities have limits of their own, except
+    that a request may wait for a server (`Activity.generate`).
+    """
+    begun, meter = time.monotonic(), current_meter()
     try:
-        yield
+        with contextlib.nullcontext() if activity == Activity.generate else meter.limited():
+            yield
     finally:
-        current_meter().add_interval(activity, begun, time.monotonic())
+        meter.add_interval(activity, begun, time.monotonic())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -33,7 +34,7 @@ BEFORE_BEGIN = 5
 LONGEST_STARTS = 15
 MEASURE_S = 5.0
 """Interval over which work is measured: the kernel counts it in hundredths of a second."""
-_BUSY_SHARE = 0.02
+BUSY_SHARE = 0.02
 """Share of a core that counts as work. A process that waits uses a tenth of it: it renews leases and follows names."""
 _BYTES_PER_S = 64 << 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -110,7 +111,7 @@ class Effort:
         grown = [(done, before.get(pid, nothing)) for pid, done in self._done.items()]
         ticks = sum(now.ticks - then.ticks for now, then in grown)
         read = sum(now.bytes - then.bytes for now, then in grown)
-        return ticks > _BUSY_SHARE * _TICKS_PER_S * passed or read > _BYTES_PER_S * passed
+        return ticks > BUSY_SHARE * _TICKS_PER_S * passed or read > _BYTES_PER_S * passed
 
 
 def _work(pid: int) -> dict[int, _Work]:
@@ -124,11 +125,23 @@ def _work(pid: int) -> dict[int, _Work]:
         try:
             # After the name: state is field 3, major faults 12, user and system time 14 and 15 (proc_pid_stat(5)).
             fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            read = Path(f"/proc/{each}/io").read_text().split()[1]
+            read, _ = _read_and_written(each)
         except OSError:  # it has ended
             continue
-        done[each] = _Work(int(fields[11]) + int(fields[12]), int(read) + int(fields[9]) * _PAGE_BYTES)
+        done[each] = _Work(int(fields[11]) + int(fields[12]), read + int(fields[9]) * _PAGE_BYTES)
     return done
+
+
+def _read_and_written(pid: int | str) -> tuple[int, int]:
+    """Return the bytes that a process has read and written by system calls (proc_pid_io(5))."""
+    fields = Path(f"/proc/{pid}/io").read_text().split()
+    return int(fields[1]), int(fields[3])
+
+
+def io_bytes() -> int:
+    """Return the bytes that this process has read and written so far, faults on mapped files included."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return sum(_read_and_written("self")) + faults * _PAGE_BYTES
 
 
 class ReportedStatus:

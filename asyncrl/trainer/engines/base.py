@@ -72,7 +72,13 @@ ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Stats]]
 
 
 class TrainingEngine(ABC):
-    """One role's model on this rank."""
+    """One role's model on this rank.
+
+    Attributes:
+        pieces: number of micro-batches that this rank has begun for the role.
+    """
+
+    pieces: int = 0
 
     @property
     @abstractmethod

@@ -99,6 +99,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         """Count this rank's part of a forward pass over `micro_batch`, and of its backward pass if gradients are
         recorded.
         """
+        self.pieces += 1
         if self._flops is not None:
             work = ForwardPass(micro_batch.depths, len(micro_batch.targets_N))
             backward = self.trained and torch.is_grad_enabled()

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from asyncrl.comm.request_reply import Done
+from asyncrl.runtime.process.starting import io_bytes
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
+    AskPulse,
     CommitCheckpoint,
     Discard,
     FinishShare,
-    IsStepRunning,
     PollBuffer,
+    RankPulse,
     SendWeights,
-    StepRunning,
     WrittenShare,
 )
 from asyncrl.trainer.rank.queued_requests import QueuedRequests, checkpoint_path
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+
+PIECE_BYTES = 16 << 20
+"""Data that counts as a sign of life once it is read or written: far more than a process does that waits."""
 
 
 class ImmediateRequests:
@@ -50,7 +55,7 @@ class ImmediateRequests:
     def handlers(self) -> dict[type, Callable[[Any], Awaitable[Any]]]:
         """Return the coroutine that answers each kind of request."""
         return {
-            IsStepRunning: self.is_step_running,
+            AskPulse: self.pulse,
             PollBuffer: self._receiver.poll,
             Discard: self.discard,
             SendWeights: self.send_weights,
@@ -58,9 +63,10 @@ class ImmediateRequests:
             CommitCheckpoint: self.commit_checkpoint,
         }
 
-    async def is_step_running(self, request: IsStepRunning) -> StepRunning:
-        """Return whether the rank is within a step."""
-        return StepRunning(self._queued.progress.in_step)
+    async def pulse(self, request: AskPulse) -> RankPulse:
+        """Return the rank's signs of life."""
+        pieces = sum(engine.pieces for engine in self._rank.engines.values()) + io_bytes() // PIECE_BYTES
+        return RankPulse(self._queued.progress.in_step, pieces, time.process_time())
 
     async def discard(self, request: Discard) -> Done:
         """Forget rollouts that will not be trained."""

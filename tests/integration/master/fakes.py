@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done, Reply, Request
+from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
@@ -33,9 +34,10 @@ from asyncrl.master.train_loop import TrainLoop
 from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
+from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult, StillThere
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
+    AskPulse,
     AttachMaster,
     BeginStep,
     CallStats,
@@ -44,7 +46,6 @@ from asyncrl.trainer.messages import (
     EndedStep,
     EndStep,
     FinishShare,
-    IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
     LoadMemoryCheckpoint,
@@ -52,11 +53,11 @@ from asyncrl.trainer.messages import (
     PolledBuffer,
     Publish,
     PublishedWeights,
+    RankPulse,
     RankState,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
-    StepRunning,
     WrittenShare,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
@@ -107,6 +108,7 @@ class FakeWorkers:
     write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
     standing: dict[int, RankState] = field(default_factory=dict)
+    pulse: Callable[[int], RankPulse] | None = None
 
     def __post_init__(self) -> None:
         self.placed = self.placed or Placement(dict.fromkeys(("actor", "ref"), WorkerGrid(data=self.count)))
@@ -151,8 +153,10 @@ class FakeWorkers:
                     self.stored = json.loads(json.dumps(begun.master_state))
             case EndStep():
                 return EndedStep(memory_bytes=1000 + worker, flops_per_s=2e12 + 2e12 * worker, mfu=0.25 + 0.25 * worker)
-            case IsStepRunning():
-                return StepRunning(self.stands(worker).in_step)
+            case AskPulse():
+                if self.pulse is not None:
+                    return self.pulse(len(self.requests(AskPulse)))
+                return RankPulse(self.stands(worker).in_step)
             case AttachMaster():
                 self.received = {head: self._held(records) for head, records in self.received.items()}
                 return self.stands(worker)
@@ -243,6 +247,7 @@ class FakeManager:
     rests: list[int] = field(default_factory=list)
     others: int = 0
     wake_s: float = 0.0
+    seen: GateStatus = GateStatus()
 
     async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
         self.rests.append(turn)
@@ -300,7 +305,7 @@ class FakeManager:
         return GateBooks(self.submitted, self.trained, dict(self.dropped), 0, running)
 
     async def status(self) -> GateStatus:
-        return GateStatus(0.0, frozenset(self.versions_in_use), dict(self.dropped))
+        return replace(self.seen, versions_in_use=frozenset(self.versions_in_use), dropped=dict(self.dropped))
 
     async def describe(self) -> str:
         return f"gate: running 7; trained {self.trained}; servers: 0 updating"
@@ -315,8 +320,13 @@ class FakeRollouts:
     lengths: dict[int, int] = field(default_factory=dict)
     fail: Exception | None = None
     failing: tuple[str, ...] = ()
+    silent: bool = False
 
-    async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
+    async def call(self, request: Any, *, timeout_s: float) -> Any:
+        if isinstance(request, StillThere):
+            if self.silent:
+                raise RequestTimeout("no answer")
+            return Done()
         self.started.append(request.version)
         if self.finish is not None:
             await self.finish.wait()

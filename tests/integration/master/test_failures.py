@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,20 @@ import pytest
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Step, Trained
 from asyncrl.comm.http.calls import HttpRefused
+from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import RunReport
 from asyncrl.master.graph.executor import ExecutionError
+from asyncrl.master.peers import rank_clients
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.master.recovery.step_end import CompleteStep
 from asyncrl.trainer.messages import (
+    AskPulse,
     BeginStep,
     FinishShare,
     PollBuffer,
+    RankPulse,
     RunCall,
     SaveCheckpoint,
 )
@@ -108,11 +115,90 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
             await task
 
 
-async def test_a_stall_repeats_what_filters_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "seen",
+    [GateStatus(running=7), GateStatus(loading=True), GateStatus(running=1, dropped={"timeout": 3})],
+    ids=["rollouts within their limits", "a server that loads weights", "some rollouts lost"],
+)
+async def test_what_is_at_work_may_take_any_time(tmp_path: Path, seen: GateStatus) -> None:
+    """A wait of many limits: each rollout has a limit of its own, and so has a server's update."""
     run = Run(tmp_path, make_config())
-    run.loop.parts.stall.limit_s = 0.05
-    run.loop._filtered.found = "since step 0 filters dropped 900 groups"
-    with pytest.raises(Stalled, match=r"system\.stall_timeout_s.*; since step 0 filters dropped 900 groups$"):
+    run.loop.parts.stall.limit_s, asked = 0.04, itertools.count()
+
+    async def status() -> GateStatus:
+        next(asked)
+        return seen
+
+    run.manager.status = status  # type: ignore[method-assign]
+    async with running(run) as task:
+        await until(lambda: next(copy(asked)) > 40 or task.done())  # ten limits
+        assert not task.done()
+        seen = GateStatus()  # and then nothing
+        with pytest.raises(Stalled, match="no sign of life"):
+            await task
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (GateStatus(running=7, able=False), "no sign of life"),
+        (GateStatus(running=7, rebuilt=False), "no sign of life"),
+        (GateStatus(running=7, loading=True), "data head 0"),
+    ],
+    ids=["all servers in quarantine", "the manager knows nothing", "the rank that receives them is silent"],
+)
+async def test_rollouts_that_cannot_arrive_are_no_sign_of_life(tmp_path: Path, seen: GateStatus, why: str) -> None:
+    run = Run(tmp_path, make_config())
+    run.manager.seen, run.loop.parts.stall.limit_s = seen, 0.3
+    async with running(run) as task:
+        await until(lambda: run.manager.told is not None)
+        run.loop.parts.collector._heads[0].silent = "head" in why
+        with pytest.raises(Stalled, match=why):
+            await task
+
+
+async def test_rollouts_that_only_fail_are_no_sign_of_life_and_the_message_counts_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())  # 8 rollouts may be ahead
+    run.loop.parts.stall.limit_s, lost = 0.1, itertools.count()
+
+    async def status() -> GateStatus:
+        return GateStatus(running=7, dropped={"timeout": next(lost), "failed: reward": 2})
+
+    run.manager.status = status  # type: ignore[method-assign]
+    with pytest.raises(Stalled, match=r"since the last rollout that arrived, \d+ were lost \(\d+ timeout\)$"):
+        await run.loop.run()
+    assert next(lost) > 8
+
+
+async def test_a_step_may_take_any_time_while_its_ranks_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1, system__stall_timeout_s=0.04))
+    run.workers.train_gate, run.workers.pulse = asyncio.Event(), lambda asked: RankPulse(False, pieces=asked)
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: len(run.workers.requests(AskPulse)) > 5 * rank_clients.BUSY_LIMITS or task.done())
+        assert not task.done()
+        run.workers.train_gate.set()
+        await task
+
+
+@pytest.mark.parametrize(
+    ("pulse", "why"),
+    [
+        (lambda asked: RankPulse(False), "none has computed for 0.2 s"),
+        (lambda asked: RankPulse(False, cpu_s=9.0 * asked), "use CPU time, but no micro-batch"),
+        (None, "no sign of life from model_worker/0 for 0.04 s"),
+    ],
+    ids=["a deadlock", "an endless loop", "a frozen rank"],
+)
+async def test_ranks_that_stand_still_end_the_run_which_says_how(tmp_path: Path, pulse: Any, why: str) -> None:
+    run = Run(tmp_path, make_config(system__stall_timeout_s=0.04))
+    run.workers.train_gate, run.workers.pulse = asyncio.Event(), pulse
+    if pulse is None:
+        run.workers.on_train = lambda: run.workers.fail.update({AskPulse: RequestTimeout("no answer")})
+    await run.deliver(range(4))
+    with pytest.raises(Stalled, match=rf"call 'actor_train' \(role 'actor'\) waits: .*{why}"):
         await run.loop.run()
 
 

@@ -15,10 +15,10 @@ from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
+    AskPulse,
     AttachMaster,
     CollectWeights,
     FinishShare,
-    IsStepRunning,
     LoadCheckpoint,
     LoadMemoryCheckpoint,
     Publish,
@@ -208,14 +208,14 @@ async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stan
         case "after different steps":
             first.workers.standing[1] = RankState(in_step=False, master_state={"version": 1})
         case "one is gone":
-            first.workers.fail[IsStepRunning] = PeerGone("killed")
+            first.workers.fail[AskPulse] = PeerGone("killed")
     books = (tmp_path / "books.json").read_text()
     asked = len(first.workers.log)
 
     second = Run(tmp_path, first.config, follows=first)
     with pytest.raises(RestartTrainer):
         await second.loop.run()
-    assert {type(request) for _, request in second.workers.log[asked:]} <= {IsStepRunning, AttachMaster}
+    assert {type(request) for _, request in second.workers.log[asked:]} <= {AskPulse, AttachMaster}
     assert second.begun == 0
     assert (tmp_path / "books.json").read_text() == books
 

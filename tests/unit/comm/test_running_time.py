@@ -111,3 +111,24 @@ async def test_what_is_done_within_its_limit_is_left_alone_afterwards() -> None:
         async with limit:
             raise TimeoutError("of its own")
     assert not limit.expired()
+
+
+async def test_a_limit_of_no_time_is_over_at_once() -> None:
+    with pytest.raises(TimeoutError):
+        async with RunningTimeout(0.0):
+            await asyncio.Event().wait()
+
+
+async def test_time_in_which_a_limit_is_paused_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_time, "SLICE_S", 0.01)
+    looks = 0
+
+    def paused() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks < 20
+
+    with pytest.raises(TimeoutError):
+        async with RunningTimeout(0.03, paused):
+            await asyncio.Event().wait()
+    assert looks > 20

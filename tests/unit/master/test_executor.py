@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.master.graph.executor import ExecutionError, Executor, LateCall
+from asyncrl.master.graph.executor import ExecutionError, Executor
 from asyncrl.trainer.messages import CallStats, RunCall
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import RoleRanks
@@ -137,12 +137,6 @@ async def test_a_failure_names_call_role_and_worker_and_cancels_the_rest() -> No
         await executor.run()
     assert ("end", "right") not in workers.events
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_late_call_is_named_with_its_limit() -> None:
-    workers = Workers(2, fails={"right": TimeoutError()})
-    with pytest.raises(LateCall, match=r"'right'.*model_worker/1 did not finish within 7 s"):
-        await Executor(DIAMOND, {"actor": [0], "ref": [1]}, list(workers), 7.0).run()
 
 
 async def test_an_idle_policys_calls_are_left_out_and_statistics_of_others_are_named() -> None:

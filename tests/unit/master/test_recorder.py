@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import GateStatus
 from asyncrl.master.offline import recorder as module
 from asyncrl.master.offline.recorder import Recorder
 
@@ -22,6 +23,9 @@ class Manager:
 
     async def report_run(self, report: object) -> None:
         raise KeyError("a defect")
+
+    async def status(self) -> GateStatus:
+        return GateStatus()
 
     async def describe(self) -> str:
         return "nothing runs"

@@ -187,7 +187,7 @@ async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(
 
     versions: Callable[[], int] = iter([1, 2, 2, *[2] * 1000]).__next__
     watching = asyncio.create_task(
-        watch_filters(FilteredOut(2, 60.0), cast(Any, Statuses()), versions, lambda: 0, warnings.append)
+        watch_filters(FilteredOut(2), cast(Any, Statuses()), versions, lambda: 0, warnings.append)
     )
     async with asyncio.timeout(300):
         await all_seen.wait()

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
 from asyncrl.master import process
 from asyncrl.master.process import RanksUnresponsive, await_while_responsive
-from asyncrl.trainer.messages import IsStepRunning, StepRunning
+from asyncrl.trainer.messages import AskPulse, RankPulse
 
 
 class Rank:
@@ -22,14 +22,14 @@ class Rank:
         self.asked_often = asyncio.Event()
         self._answers = answers
 
-    async def call(self, request: IsStepRunning, *, timeout_s: float) -> StepRunning:
+    async def call(self, request: AskPulse, *, timeout_s: float) -> RankPulse:
         answer = self._answers[min(self.asked, len(self._answers) - 1)]
         self.asked += 1
         if self.asked == 5:
             self.asked_often.set()
         if answer is not None:
             raise answer
-        return StepRunning(True)
+        return RankPulse(True)
 
 
 SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from asyncrl.api import Completion, GenerationRequest, GenerationResult, SamplingParams, Trajectory
+from asyncrl.api import (
+    ChatClient,
+    Completion,
+    Environment,
+    EpisodeTimeout,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+)
+from asyncrl.api.agent import agent_of
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
+from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.generation.rollout_policy import RolloutPolicy
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Failures, RolloutSlots, TrajectorySender
+from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, metered, timed
 
 GRANTED = GrantedRollout("r", "p", 0, 0, 0, 0, 0)
 LOST = f"{LOST_EPISODES}env my.py:Game raised ValueError"
@@ -101,3 +116,45 @@ async def test_a_rollouts_first_own_request_goes_to_its_route_and_opponents_are_
     assert found["opponent/past/version"] == 5.0
     assert (found["opponent/past/oldest_version"], found["opponent/past/newest_version"]) == (4.0, 7.0)
     assert not any(name.startswith("opponent/judge") for name in found)
+
+
+async def test_a_rollouts_time_stands_still_while_something_works_that_has_a_limit_of_its_own() -> None:
+    """A server that decodes, an environment, a reward, a tool; an answer may take longer than `rollout_timeout_s`."""
+    with metered() as meter:
+        before = meter.own_s
+        with meter.limited(), timed(Activity.reward):
+            await asyncio.sleep(0.05)
+        elsewhere = meter.own_s - before
+        with timed(Activity.generate):  # which may also wait for a server
+            await asyncio.sleep(0.05)
+    assert elsewhere < 0.04
+    assert meter.own_s - before >= 0.05
+
+
+async def test_an_episode_is_ended_by_its_own_time_alone() -> None:
+    limits = RetryLimits(limit_s=0.1)
+
+    async def slow(prompt: Prompt, env: Environment, client: ChatClient) -> None:
+        with current_meter().limited():
+            await asyncio.sleep(0.3)
+
+    async def hanging(prompt: Prompt, env: Environment, client: ChatClient) -> None:
+        await slow(prompt, env, client)
+        await asyncio.Event().wait()
+
+    def client(policy: Any, prompt: Prompt) -> Any:
+        return SimpleNamespace(metrics={}, close=lambda: None)
+
+    async def close() -> None:
+        return
+
+    env = cast(Environment, SimpleNamespace(close=close))
+
+    async def play(run: Any) -> Any:
+        prompt = Prompt("e0-0", 0, {}, (1,), 1, SamplingParams())
+        with metered():
+            return await run_group(agent_of(run, {}), lambda: env, prompt, cast(Any, None), client, limits)
+
+    assert await play(slow) == ([], {})
+    with pytest.raises(EpisodeTimeout):
+        await play(hanging)

@@ -167,6 +167,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         pipeline.run(everything, finish_any)
 
     def _forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
+        self.pieces += 1
         with self.replaying(micro_batch):
             return self.stage(micro_batch, hidden, **outputs)
 
