@@ -28,7 +28,7 @@ from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.metrics.observed_figures import NO_FIGURES, find_figure
-from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.memory_checkpoint import prefix_of
 
 from .examples import examples
 from .further_cases import is_further
@@ -651,7 +651,7 @@ def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
             with contextlib.suppress(OSError):  # the process has ended
                 used |= {Path(line.split()[-1]) for line in maps.read_text().splitlines() if str(SHARED_MEMORY) in line}
         unused = set(SHARED_MEMORY.iterdir()) - before - used
-        return {path for path in unused if not path.is_dir() or path == MemoryCheckpoint(run_dir).folder}
+        return {path for path in unused if not path.is_dir() or path.name.startswith(prefix_of(run_dir))}
 
     left = now()
 

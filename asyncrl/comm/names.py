@@ -117,7 +117,8 @@ class TrialHolder(_Entry, frozen=True):
 
     `launch` is random; `pid` and `started` (kernel ticks since boot) identify its process for readers on the same
     `machine`; `since` is for display. `detached` is true if it has no terminal, and others may attach to it. `folder`
-    is where it was started: relative paths in the settings start there.
+    is where it was started: relative paths in the settings start there. `number` grows from launch to launch of the
+    trial.
     """
 
     launch: str
@@ -129,6 +130,7 @@ class TrialHolder(_Entry, frozen=True):
     run_dir: str
     detached: bool = False
     folder: str = ""
+    number: int = 0
 
 
 class WorkerAddress(_Entry, frozen=True):

@@ -15,7 +15,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 
 LOCK_FILE = "lock"
-"""Locked by the launcher as long as the run lasts; names the launch that holds, or last held, the folder."""
+"""Locked as long as the run lasts (`asyncrl.runtime.trials.claim`); names the launch that holds, or last held, it."""
+LAUNCHER_LOCK_FILE = "launcher.lock"
+"""Locked by the launcher alone."""
 LAUNCHER_LOG = "launcher.log"
 """Output of a detached run's launcher; the previous launch's output is beside it."""
 EXIT_FILE = "exit_code"

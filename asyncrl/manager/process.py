@@ -14,7 +14,6 @@ This module watches name resolution for generation servers and published weights
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 from pathlib import Path
 
@@ -84,7 +83,7 @@ class GserverManager(AsyncWorker):
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
             order=DataOrder(self._rows, config.seed, shuffle=config.dataset.shuffle),
-            number=time.time_ns() // 1_000_000,
+            number=spec.incarnation,
             first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,

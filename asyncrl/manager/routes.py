@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Collection
 
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
+from asyncrl.manager.rollouts.rollout_events import first_number
 from asyncrl.manager.router import Router, ServerView
 
 LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
@@ -25,6 +25,7 @@ class Routes:
         conversations: number of conversations that a router may remember.
         policies: names of the policies besides the run's own that agents may ask.
         trained: those of them that are trained.
+        manager: number of this manager among those of the launch.
 
     Attributes:
         changed: notified when servers have changed, so that a request that waited may be placed.
@@ -32,12 +33,18 @@ class Routes:
     """
 
     def __init__(
-        self, routing: str, conversations: int, policies: Collection[str] = (), trained: Collection[str] = ()
+        self,
+        routing: str,
+        conversations: int,
+        policies: Collection[str] = (),
+        trained: Collection[str] = (),
+        *,
+        manager: int = 0,
     ) -> None:
         self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
         self._ageless = {*policies} - {*trained}
         self.changed = Notifier()
-        self.losses = LostServers()
+        self.losses = LostServers(manager)
 
     def router_of(self, policy: str) -> Router:
         """Return the router of the servers of `policy`.
@@ -83,13 +90,16 @@ class Routes:
 class LostServers:
     """Servers that left service unexpectedly, numbered. Each worker asks for those after the last number that it knows.
 
+    Args:
+        manager: number of this manager among those of the launch.
+
     Attributes:
         seq: number of the last loss.
         changed: notified at each loss.
     """
 
-    def __init__(self) -> None:
-        self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
+    def __init__(self, manager: int) -> None:
+        self.seq = first_number(manager)
         """Number of the last loss."""
         self.changed = Notifier()
         self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending

@@ -56,7 +56,7 @@ class ManagerService:
         routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are dropped.
         order: data order of the prompts.
-        number: unique among the managers of the run.
+        number: grows from manager to manager of the launch.
         first: assumed size of a rollout's first request, so that admissions bring a server for it. None if servers are
             drained for updates: they would wait for requests that were not sent yet.
         pacing: limits how much of the gate's room is used now; None: no limit.
@@ -90,8 +90,8 @@ class ManagerService:
         self.begun = False
         """The state is rebuilt, and the gate open."""
         self.roll_call = RollCall(clock() + lease_s)
-        self.rollouts = RolloutState(batch_size, max_staleness, order)
-        self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained)
+        self.rollouts = RolloutState(batch_size, max_staleness, order, manager=number)
+        self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained, manager=number)
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
@@ -169,7 +169,7 @@ class ManagerService:
         call, gate = self.roll_call, self.gate
         if self.begun or not call.is_complete or call.run is None:
             return
-        rollouts = rebuild(gate.batch_size, gate.max_staleness, self.rollouts.order, call.run, call.reports)
+        rollouts = rebuild(self.rollouts, call.run, call.reports)
         curriculum = None if self._make_curriculum is None else self._make_curriculum(call.run.curriculum or ())
         if curriculum is not None:  # before the state changes: a user's own may fail
             for prompt_id, success in rollouts.measured.unrecorded:

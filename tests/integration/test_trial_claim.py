@@ -18,7 +18,6 @@ from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials import claim as claim_module
 from asyncrl.runtime.trials.claim import TrialClaim, read_holder
 from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError
@@ -29,8 +28,8 @@ KEY = names.model_version_key("actor")
 
 @pytest.fixture(params=["shared_folder", pytest.param("etcd3", marks=pytest.mark.etcd)])
 def configs(request: pytest.FixtureRequest, tmp_path: Path) -> list[ExperimentConfig]:
-    """One trial name under two `fileroot`s, which share names."""
-    made = [ExperimentConfig(fileroot=str(tmp_path / root)) for root in ("one", "two")]
+    """One trial name under three `fileroot`s, which share names."""
+    made = [ExperimentConfig(fileroot=str(tmp_path / root)) for root in ("one", "two", "three")]
     for config in made:
         config.experiment_name = tmp_path.name  # etcd lives longer than a test
         config.system.name_resolve_root = str(tmp_path / "shared")
@@ -52,18 +51,16 @@ def launcher_of(config: ExperimentConfig) -> Launcher:
 
 
 def dead_holder(config: ExperimentConfig) -> names.TrialHolder:
-    """Return the holder that a launcher, ended by now, wrote of itself."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        pass
+    """Return the holder that a launcher, ended by now, wrote of itself. This process has its id, and means nothing."""
     claim = TrialClaim.take(config)
     claim.release()
-    return structs.replace(claim.holder, launch="of the dead", pid=process.pid)
+    return claim.holder
 
 
 def test_a_second_run_of_the_name_is_refused_by_name_before_anything_is_deleted(
     configs: list[ExperimentConfig],
 ) -> None:
-    first, second = (launcher_of(config) for config in configs)
+    first, second, _ = (launcher_of(config) for config in configs)
     configs[1].resume = Resume.restart
     first.prepare()
     kept = second.run_dir / "metrics.jsonl"
@@ -89,27 +86,53 @@ def test_what_a_dead_launch_left_is_taken_over_at_once(configs: list[ExperimentC
         resolver.add(KEY, "v7")
         second = launcher_of(configs[1])
         second.prepare()
-        assert names.TrialHolder.decode(resolver.get(names.TRIAL_KEY)).pid == os.getpid()
+        assert names.TrialHolder.decode(resolver.get(names.TRIAL_KEY)).launch != dead.launch
         assert KEY not in resolver.get_subtree()
         second.release()
 
 
-@pytest.mark.parametrize("change", [{"machine": "another"}, {"pid": 1}])
-def test_only_the_very_process_counts_as_the_holder(
-    configs: list[ExperimentConfig], change: dict[str, str | int]
-) -> None:
-    """A holder on another machine may live; a living process with another start time only has the dead one's id."""
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"launch": "of another container"}])
+def test_a_holder_whose_lock_is_not_seen_here_may_live(configs: list[ExperimentConfig], change: dict[str, str]) -> None:
+    """It is on another machine, or the folder with the same path here is another."""
     dead = structs.replace(dead_holder(configs[0]), **change)
     with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
         resolver.add(names.TRIAL_KEY, dead.encode())
         second = launcher_of(configs[1])
-        if "machine" in change:
-            with pytest.raises(TrialError, match="free within 60 s"):
-                second.prepare()
-        else:
+        with pytest.raises(TrialError, match="free within 60 s"):
             second.prepare()
-        second.release()
         resolver.clear_subtree()
+
+
+def test_a_holder_lives_while_its_lock_is_held_whatever_its_process_id(configs: list[ExperimentConfig]) -> None:
+    """The ids of another container's processes mean nothing here, or other processes."""
+    first = TrialClaim.take(configs[0])
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    written = structs.replace(first.holder, pid=ended.pid, started=1)
+    os.ftruncate(first.lock, 0)
+    os.pwrite(first.lock, written.encode().encode(), 0)
+    with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
+        resolver.add(names.TRIAL_KEY, written.encode(), replace=True)
+        for config in configs:
+            with pytest.raises(TrialError, match="another run "):
+                TrialClaim.take(config)
+        first.release()
+        TrialClaim.take(configs[1]).release()
+        resolver.clear_subtree()
+
+
+def test_the_next_launch_waits_for_the_leading_process_of_a_killed_one_in_any_container(tmp_path: Path) -> None:
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    first = TrialClaim.take(config)
+    os.close(first._own)  # as the kernel does if the launcher is killed; the leading process keeps the other
+    noted: list[str] = []
+
+    def note(text: str) -> None:
+        noted.append(text)
+        os.close(first.lock)
+
+    TrialClaim.take(config, note).release()
+    assert "was killed, and is saving; waiting" in noted[0]
 
 
 def test_of_two_that_find_the_same_dead_claim_one_wins(
@@ -118,19 +141,19 @@ def test_of_two_that_find_the_same_dead_claim_one_wins(
     """The other comes between the look at the dead claim and its removal."""
     dead = dead_holder(configs[0])
     other: list[TrialClaim] = []
-    is_dead = claim_module._is_dead
+    is_dead = TrialClaim._is_dead
 
-    def overtaken(holder: names.TrialHolder) -> bool:
+    def overtaken(claim: TrialClaim, holder: names.TrialHolder) -> bool:
         if not other:
             other.append(None)  # type: ignore[arg-type]  # not again within the call below
             other[0] = TrialClaim.take(configs[1])
-        return is_dead(holder)
+        return is_dead(claim, holder)
 
     with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
         resolver.add(names.TRIAL_KEY, dead.encode())
-        monkeypatch.setattr(claim_module, "_is_dead", overtaken)
+        monkeypatch.setattr(TrialClaim, "_is_dead", overtaken)
         with pytest.raises(TrialError, match="another run of"):
-            TrialClaim.take(configs[0])
+            TrialClaim.take(configs[2])
         assert names.TrialHolder.decode(resolver.get(names.TRIAL_KEY)) == other[0].holder
         assert not other[0].is_lost()
         resolver.add(names.TRIAL_KEY, dead.encode(), replace=True)
@@ -142,7 +165,7 @@ def test_of_two_that_find_the_same_dead_claim_one_wins(
 def test_a_launch_that_stood_still_while_another_came_and_went_has_lost_its_names(
     configs: list[ExperimentConfig],
 ) -> None:
-    first, second = (Trial(config, print) for config in configs)
+    first, second, _ = (Trial(config, print) for config in configs)
     first.prepare()
     with open_resolver(configs[0], first.run_dir) as resolver:
         resolver.delete(names.TRIAL_KEY)  # its lease has run out

@@ -1,25 +1,36 @@
-"""An exclusive lock on an open file or folder. The kernel releases it when its holder ends."""
+"""Locks on open files, by which processes see who lives. The kernel releases a lock when its holder ends.
+
+A process id says nothing in another container, and a clock nothing on another host; a lock holds in both.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import time
+from pathlib import Path
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
 """Delays in seconds between two attempts, since flock has no time limit."""
+LOOK_LIMIT_S = 1.0
+"""Longest time, in s, for which `is_held` in another process may get in the way of taking a lock."""
 
 
-def take_lock(descriptor: int, limit_s: float = 0.0) -> bool:
+def take_lock(descriptor: int, limit_s: float = 0.0, *, shared: bool = False) -> bool:
     """Try for `limit_s` seconds to lock `descriptor`; return True if this process has the lock now.
+
+    Args:
+        shared: others may hold the lock too, if they share it.
 
     Raises:
         OSError: the file system has no locks.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_LOOK_S
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
@@ -27,3 +38,19 @@ def take_lock(descriptor: int, limit_s: float = 0.0) -> bool:
             return True
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+
+def is_held(file: Path) -> bool:
+    """True if a process on any host, in any container, holds an exclusive lock on `file`; False if there is no file.
+
+    Raises:
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not take_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)

@@ -2,6 +2,10 @@
 
 Names, locks and the run's keys are in folders of mode 0700. Another user who can open a lock can also hold it, and one
 who can write to a folder can forge entries.
+
+Folders such as /dev/shm are open to every user of the host. Nothing in them is read, written or removed before its
+open descriptor shows that it is this user's (`open_own_file`): a name may lead to a pipe that never answers, to
+/dev/zero, or to another user's files.
 """
 
 from __future__ import annotations
@@ -42,11 +46,41 @@ def open_private_file(path: Path, flags: int = os.O_RDWR) -> int:
     """Open the file `path`, created if it is missing, and return its descriptor. The file gets mode 0600.
 
     Raises:
+        NotPrivate: it is another user's, or no regular file.
         OSError: it is a symbolic link, or cannot be opened.
     """
-    descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    descriptor = open_own_file(path, flags | os.O_CREAT)
     os.fchmod(descriptor, FILE_MODE)
     return descriptor
+
+
+def open_own_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open the regular file `path` of this user, and return its descriptor. Never waits for another process.
+
+    Raises:
+        NotPrivate: it is another user's, or no regular file.
+        OSError: it is a symbolic link, or cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, FILE_MODE)
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise NotPrivate(f"{path} is no regular file of user {os.geteuid()}: remove it")
+
+
+def read_own_file(path: Path, limit_bytes: int) -> bytes:
+    """Return the content of the regular file `path` of this user.
+
+    Raises:
+        NotPrivate: it is another user's, no regular file, or longer than `limit_bytes`.
+        OSError: it is a symbolic link, or cannot be read.
+    """
+    with os.fdopen(open_own_file(path), "rb") as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise NotPrivate(f"{path} has more than {limit_bytes} bytes: remove it")
+    return content
 
 
 def check_owned(path: Path, status: os.stat_result | None = None) -> None:

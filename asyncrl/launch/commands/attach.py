@@ -19,13 +19,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.comm.files.file_lock import is_held
 from asyncrl.comm.files.private_files import make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOG, run_dir_of
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, run_dir_of
+from asyncrl.launch.refusal import refuse
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.supervisor import identity_of
-from asyncrl.runtime.trials.claim import detached_holder
+from asyncrl.runtime.trials.claim import detached_holder, is_here, read_holder
 from asyncrl.runtime.trials.resume import TrialError, changed_settings
 
 START_LIMIT_S = 600.0
@@ -37,17 +39,32 @@ _LOOK_S = 0.2
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """Run the command; return the exit code of the run, or `EXIT_CONFIG` if there is no run."""
+    """Run the command; return the exit code of the run, or that of a refusal if there is no run."""
     parser = argparse.ArgumentParser(
         prog=f"{program} attach", description="Show a run that was started with --detach; Ctrl-C ends it."
     )
     parser.add_argument("run", type=Path, help="folder of the run")
     run_dir = parser.parse_args(argv).run.expanduser().resolve()
-    code = attach(run_dir)
-    if code is None:
-        print(f"error: no detached run has {run_dir}", file=sys.stderr)
-        return EXIT_CONFIG
+    try:
+        code = attach(run_dir)
+        if code is None:
+            raise TrialError(f"{run_dir}: {_instead(run_dir)}")
+    except TrialError as error:
+        return refuse(error)
     return code
+
+
+def _instead(run_dir: Path) -> str:
+    """Say what `run_dir` is, since no detached run has it."""
+    holder = read_holder(run_dir)
+    if holder is None:
+        return "no run of this user has this folder; give <fileroot>/<experiment_name>/<trial_name>"
+    if is_held(run_dir / LAUNCHER_LOCK_FILE):
+        return (
+            f"pid {holder.pid} on {holder.host} runs there in its own terminal, so nothing attaches to it; `dashboard` "
+            "shows it, Ctrl-C in its terminal ends it"
+        )
+    return "no run is active there; the command that started it resumes it"
 
 
 def detach(command: Sequence[str], run_dir: Path) -> int:
@@ -85,10 +102,19 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
 
 
 def attach(run_dir: Path) -> int | None:
-    """Show the detached run in `run_dir` until it ends; return its exit code, None if there is no such run."""
+    """Show the detached run in `run_dir` until it ends; return its exit code, None if there is no such run.
+
+    Raises:
+        TrialError: it runs on another host or in another container.
+    """
     holder = detached_holder(run_dir)
     if holder is None:
         return None
+    if not is_here(holder):
+        raise TrialError(
+            f"{run_dir} is running as pid {holder.pid} on {holder.host}: on another host, or in another container, "
+            f"which this one cannot signal; attach there. Its output is in {run_dir / LAUNCHER_LOG}"
+        )
     launcher = os.pidfd_open(holder.pid)
     try:
         identity = identity_of(holder.pid)  # of the same process that the descriptor refers to
@@ -112,7 +138,7 @@ def attach_again(config: ExperimentConfig) -> int | None:
     """Show the trial's detached run until it ends; return its exit code, None if there is no such run.
 
     Raises:
-        TrialError: the run has other settings than `config`.
+        TrialError: the run has other settings than `config`, or `attach` refuses it.
     """
     run_dir = run_dir_of(config)
     if detached_holder(run_dir) is None:

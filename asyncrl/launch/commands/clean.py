@@ -9,21 +9,25 @@ Exit codes: 0 removed, or nothing to remove; 1 not confirmed; 2 the folder is no
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from asyncrl.comm.files.file_lock import LOOK_LIMIT_S, take_lock
+from asyncrl.comm.files.private_files import NotPrivate, open_private_file
 from asyncrl.config.run_dir import (
     ANNOUNCED_DIR,
     CHECKPOINTS_DIR,
     INBOXES_DIR,
+    LOCK_FILE,
     SPILLED_DIR,
     STAGED_DIR,
     WEIGHTS_DIR,
     versions_in,
 )
 from asyncrl.launch.refusal import refuse
-from asyncrl.observe.history import History, State
+from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 _MIB = 1 << 20
@@ -42,11 +46,22 @@ def main(argv: Sequence[str], program: str) -> int:
         history = History(args.run)
     except ValueError as error:
         return refuse(error)
-    if history.state is State.running:
-        return refuse(f"{history.folder} is running; end it first")
-    found = [history.folder] if args.all else list(superfluous(history.folder))
+    try:
+        lock = open_private_file(history.folder / LOCK_FILE)
+    except (OSError, NotPrivate) as error:
+        return refuse(error)
+    try:
+        if not take_lock(lock, LOOK_LIMIT_S):
+            return refuse(f"{history.folder} is running; end it first")
+        return _clean(history.folder, args)
+    finally:
+        os.close(lock)
+
+
+def _clean(folder: Path, args: argparse.Namespace) -> int:
+    found = [folder] if args.all else list(superfluous(folder))
     if not found:
-        print(f"{history.folder} has nothing that it does not need; --all removes the whole folder")
+        print(f"{folder} has nothing that it does not need; --all removes the whole folder")
         return EXIT_OK
     size = sum(map(_size, found)) / _MIB
     for path in found:

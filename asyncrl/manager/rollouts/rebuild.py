@@ -56,28 +56,27 @@ from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
 def rebuild(
-    batch_size: int,
-    max_staleness: int,
-    order: DataOrder,
+    empty: RolloutState,
     run: RunReport,
     workers: Iterable[HeldReport],
     now: Callable[[], float] = time.time,
 ) -> RolloutState:
-    """Rebuild the manager's state from the master's report of the `run` and the `workers`' reports of what they hold.
+    """Rebuild the manager's state, `empty` so far, from the master's report of the `run` and the `workers`' reports of
+    what they hold.
 
     1. Enter the ledger's facts: counters, used prompts, next attempts, ended rollouts.
     2. Enter as live all that any process has: rollouts open in the ledger, held by workers, or received by the ranks.
     3. Apply the known ends: from the ledger, the ranks, the master's next report, the workers.
     4. End what no process has. A prompt that is neither used nor live waits, by the definition of the queue.
     """
-    used = () if run.used is None else order.orders_of(UsedPrompts.from_json(run.used)).tolist()
+    used = () if run.used is None else empty.order.orders_of(UsedPrompts.from_json(run.used)).tolist()
     retries = {place: (attempt, failures) for place, attempt, failures in run.retries}
-    books = RolloutState(batch_size, max_staleness, order, used, retries, now)
+    gate = empty.gate
+    books = RolloutState(gate.batch_size, gate.max_staleness, empty.order, used, retries, now, manager=empty.manager)
     books.gate.resume(run.version, run.dropped, run.abandoned)
     lost = {admitted.rollout: _ticket(admitted) for admitted in run.lost}
     for outcome, rollouts in run.ended:

@@ -18,6 +18,11 @@ from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 T = TypeVar("T")
 
 
+def first_number(manager: int) -> int:
+    """Return the number above which the numbers of this manager begin: above all that its predecessors gave out."""
+    return manager << 40
+
+
 class NumberedLog(Generic[T]):
     """A queue with acknowledgement. Pure state, bounded by what arrives between two reports of the master.
 

@@ -16,7 +16,7 @@ from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
+from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents, first_number
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.manager.rollouts.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -36,6 +36,7 @@ class RolloutState:
         used: orders of the prompts that are trained or dropped for good.
         retries: by order, attempt and failures of waiting prompts whose next try is not the first.
         now: seconds since 1970.
+        manager: number of this manager among those of the launch.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class RolloutState:
         used: Iterable[int] = (),
         retries: Mapping[int, tuple[int, int]] | None = None,
         now: Callable[[], float] = time.time,
+        *,
+        manager: int = 0,
     ) -> None:
-        self.order = order
+        self.order, self.manager = order, manager
         self.gate = StalenessGate(batch_size, max_staleness)
         self.queue = PromptQueue(order.num_rows, used, retries)
-        self.measured = NumberedLog[tuple[str, float]](after=time.time_ns() // 1_000_000)  # above an earlier manager's
+        self.measured = NumberedLog[tuple[str, float]](after=first_number(manager))
         self.events = RolloutEvents(now=now)
         self.suspects = Suspects(self.gate.live.prompts_of)
         self.incarnations: dict[str, int] = {}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import socket
-import time
 from collections.abc import Mapping
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from asyncrl.comm import names
+from asyncrl.comm.files.file_lock import is_held
 from asyncrl.config.run_dir import (
     CONFIG_FILE,
     LEDGER_DIR,
@@ -30,8 +27,6 @@ from asyncrl.observe.history.process_history import Process, ProcessHistory
 
 Row = dict[str, Any]
 KEEP_STEPS = 100
-SILENT_S = 30.0
-"""A run on another host, whose lock is not visible, counts as running if a process wrote within this many seconds."""
 
 
 class State(StrEnum):
@@ -62,7 +57,11 @@ class History:
     def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS, keep_from: int | None = None) -> None:
         folder = folder.expanduser().resolve()
         self.folder = folder if folder.is_dir() else folder.parent
-        if not (self.folder / CONFIG_FILE).is_file():
+        try:
+            is_run = (self.folder / CONFIG_FILE).is_file()
+        except PermissionError as error:
+            raise ValueError(f"{folder} is another user's: only they can read the run's files") from error
+        if not is_run:
             raise ValueError(
                 f"{folder} is no run: it has no {CONFIG_FILE}; give the folder <fileroot>/<experiment>/<trial>"
             )
@@ -177,13 +176,7 @@ class History:
         return State.finished if self.summary.get("steps", 0) >= total else State.stopped
 
     def _is_held(self) -> bool:
-        """True if a launcher holds the trial: it has the lock here, or writes from another host."""
-        try:
-            inode = (self.folder / LOCK_FILE).stat().st_ino
-            holder = names.TrialHolder.decode((self.folder / LOCK_FILE).read_text())
-        except (OSError, msgspec.MsgspecError):
-            return False
-        if holder.host != socket.gethostname():
-            return time.time() - self.now < SILENT_S and self.summary is None
-        with open("/proc/locks", encoding="ascii") as locks:  # taking the lock could block a launcher
-            return any(f":{inode} " in line and "FLOCK" in line for line in locks)
+        """True if a launcher, or the leading process of a killed one, holds the trial: here or on another host."""
+        with contextlib.suppress(OSError):
+            return is_held(self.folder / LOCK_FILE)
+        return False

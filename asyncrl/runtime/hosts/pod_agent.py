@@ -9,7 +9,7 @@ their offsets. The exit code is returned as often as it is requested.
 
 The launcher finds this program by a file in the run's folder. Each start of this program, and each new secret of the
 run (another launch), begins a new *incarnation*, which does not know the processes of its predecessor. An older
-incarnation ends when it finds the file of a later one.
+incarnation ends when it finds the file of another one: the last one to start writes the file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -134,7 +134,7 @@ class _Process:
 
 class _Incarnation:
     def __init__(self, secret: RunSecret) -> None:
-        self.number = time.time_ns()
+        self.number = secrets.randbits(62)
         self._processes: dict[str, _Process] = {}
         self._starting = asyncio.Lock()
         http = secret.http()
@@ -208,10 +208,13 @@ async def serve(run_dir: Path, host: str, stop: asyncio.Event) -> None:
             await _pause(stop)
             continue
         incarnation = _Incarnation(secret)
-        url = await incarnation.open()
+        url, file = await incarnation.open(), agent_file(run_dir, host)
         try:
+            _publish(file, url, incarnation.number)
             while not stop.is_set() and _same(_secret(run_dir), secret):
-                if _publish(agent_file(run_dir, host), url, incarnation.number) > incarnation.number:
+                if (serving := _incarnation_in(file)) is None:
+                    _publish(file, url, incarnation.number)
+                elif serving != incarnation.number:
                     print("a later incarnation serves this host", flush=True)
                     return
                 await _pause(stop)
@@ -238,17 +241,18 @@ def _same(now: RunSecret | None, known: RunSecret) -> bool:
     return now is not None and now.token == known.token
 
 
-def _publish(file: Path, url: str, number: int) -> int:
-    """Write this incarnation's address to the file, unless a later one did. Return the number in the file."""
+def _incarnation_in(file: Path) -> int | None:
     with suppress(FileNotFoundError):
-        there = int(json.loads(file.read_text())["incarnation"])
-        if there >= number:
-            return there
+        return int(json.loads(file.read_text())["incarnation"])
+    return None
+
+
+def _publish(file: Path, url: str, number: int) -> None:
+    """Write this incarnation's address to the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{number}")
     aside.write_text(json.dumps({"url": url, "incarnation": number}))
     aside.replace(file)
-    return number
 
 
 async def _main(run_dir: Path, host: str) -> None:

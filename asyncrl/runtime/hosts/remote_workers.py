@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
-import time
 from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar
@@ -79,6 +79,7 @@ class RemoteBackend(LauncherBackend):
         self._local = open_backend("local", run_dir)
         self._remote: list[_RemoteWorker] = []
         self._beating: asyncio.Task[None] | None = None
+        self._starts = itertools.count(self.launch_number << 32)
 
     @abstractmethod
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
@@ -86,7 +87,7 @@ class RemoteBackend(LauncherBackend):
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
         """Return the environment of the process, which is added to that of the login on its host."""
-        place = f"{time.time_ns()} {plan.name} {self.run_dir}"
+        place = f"{next(self._starts)} {plan.name} {self.run_dir}"
         environment = carried_environment(plan) | self.mark | {supervisor.PLACE_VARIABLE: place}
         if self.deals_gpus and plan.resources.gpus:
             del environment["CUDA_VISIBLE_DEVICES"]

@@ -72,6 +72,8 @@ class LauncherBackend(ABC):
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         holder = read_holder(run_dir)
+        self.launch_number = 0 if holder is None else holder.number
+        """Grows from launch to launch of the trial."""
         self.mark = {} if holder is None else mark_of(holder.launch)
         """Environment by which the processes of this launch are known."""
 

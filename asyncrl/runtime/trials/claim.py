@@ -1,16 +1,19 @@
 """Give a trial to one launch at a time: its folder, and its names in name resolution, which other folders may share.
 
-A launcher holds two things while it lives, and takes both before it touches anything of an earlier launch:
+A launcher holds three things while it lives, and takes them before it touches anything of an earlier launch:
 
-- The lock on `<run_dir>/lock`, an advisory one that the kernel releases when its holder dies. The file names the
-  holder, also after its death.
+- The lock on `<run_dir>/launcher.lock`: it alone.
+- The lock on `<run_dir>/lock`, which the leading process keeps after a killed launcher until it has saved. The file
+  names the holder, also after its death.
 - If name resolution is shared (an etcd server, or `system.name_resolve_root`): the entry `run` of the trial, under a
-  lease. The same trial name under another `fileroot` has another lock but the same names.
+  lease. The same trial name under another `fileroot` has other locks but the same names.
+
+Locks are advisory ones of the kernel, which releases them when their holder dies. They tell who lives on any host and
+in any container that has the folder; a process id would tell it in one pid namespace only.
 
 A launch that finds the entry taken is refused, and its message names the holder. The claim of a dead launch is free
-once its lease has run out, or at once if the death can be seen from here. For that, a claim names its holder's process
-by id and start time, with the boot of the machine and the pid namespace in which these are valid. Exactly that claim is
-removed (compare and delete), and `add` has one winner. So only one of several launches gets the trial.
+once its lease has run out, or at once if the holder's folder is on this machine and nobody holds its lock. Exactly that
+claim is removed (compare and delete), and `add` has one winner. So only one of several launches gets the trial.
 """
 
 from __future__ import annotations
@@ -24,14 +27,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from asyncrl.comm import names
-from asyncrl.comm.files.file_lock import take_lock
-from asyncrl.comm.files.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
+from asyncrl.comm.files.file_lock import LOOK_LIMIT_S, is_held, take_lock
+from asyncrl.comm.files.private_files import (
+    NotPrivate,
+    check_tree,
+    make_private_folder,
+    open_private_file,
+    read_own_file,
+)
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import LOCK_FILE, run_dir_of
+from asyncrl.config.run_dir import LAUNCHER_LOCK_FILE, LOCK_FILE, run_dir_of
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld
@@ -43,17 +50,19 @@ SAVE_LIMIT_S = 120.0
 SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
 """Longest time, in s, that a launch that was killed may keep its lock."""
 _ATTEMPTS = 3
+_HOLDER_BYTES = 1 << 16
 
 
 class TrialClaim:
     """A launcher's claim on its trial; made by `take`."""
 
-    def __init__(self, holder: names.TrialHolder, lock: int, former: names.TrialHolder | None) -> None:
+    def __init__(self, holder: names.TrialHolder, lock: int, own: int, former: names.TrialHolder | None) -> None:
         self.holder = holder
         self.former = former
         """The last launch in this folder; None if the lock file names none."""
         self.lock = lock
         """Descriptor of the lock, which is held while any process has it open."""
+        self._own = own
         self._resolver: NameResolver | None = None
 
     @classmethod
@@ -75,16 +84,20 @@ class TrialClaim:
         try:
             make_private_folder(run_dir)
             check_tree(run_dir)
+            own = open_private_file(run_dir / LAUNCHER_LOCK_FILE)
             lock = open_private_file(run_dir / LOCK_FILE)
         except (NotPrivate, OSError) as error:
             raise TrialError(f"fileroot={config.fileroot!r}: {error}") from error
-        if not _locked(lock, run_dir, note):
+        if not _locked(own, lock, run_dir, note):
             os.close(lock)
+            os.close(own)
             raise TrialHeld(
                 f"trial_name={config.trial_name!r}: another run is using {run_dir}{_who(read_holder(run_dir))}; choose "
                 "another trial_name"
             )
-        claim = cls(_this_launch(run_dir, detached), lock, read_holder(run_dir))
+        former = read_holder(run_dir)
+        number = 1 if former is None else former.number + 1
+        claim = cls(_this_launch(run_dir, number, detached), lock, own, former)
         try:
             if shares_names(config):
                 claim._take_names(config, run_dir)
@@ -104,7 +117,7 @@ class TrialClaim:
                     self._resolver.add(names.TRIAL_KEY, self.holder.encode(), lease_s=LEASE_S)
                     return
                 other = self._holder_of_names(self._resolver)
-                if other is not None and not _is_dead(other):
+                if other is not None and not self._is_dead(other):
                     break
         except NameResolveError as error:
             raise TrialError(f"{where}: {error}") from error
@@ -123,9 +136,18 @@ class TrialClaim:
             return None
         except ValueError as error:
             raise TrialError(f"the claim in name resolution is damaged: {error}; delete it") from error
-        if _is_dead(holder):
+        if self._is_dead(holder):
             resolver.delete_value(names.TRIAL_KEY, value)
         return holder
+
+    def _is_dead(self, holder: names.TrialHolder) -> bool:
+        """True if the holder of the names is known to have ended."""
+        if self.former is not None and holder.launch == self.former.launch:
+            return True  # this launch has its lock now
+        there = read_holder(Path(holder.run_dir))
+        if not _on_this_machine(holder) or there is None or there.launch != holder.launch:
+            return False  # another host's or container's folder may have the same path
+        return not is_held(Path(holder.run_dir) / LOCK_FILE)
 
     def announce(self, resolver: NameResolver) -> None:
         """Register this launch as the owner of the trial's names. From now on the claim is put back if it is deleted,
@@ -156,16 +178,17 @@ class TrialClaim:
             with contextlib.suppress(NameResolveError):  # its lease runs out
                 self._resolver.close()
         os.close(self.lock)
+        os.close(self._own)
 
 
-def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
-    """Take the lock, after waiting for a killed launch on this machine; return True if this process has it."""
-    if take_lock(lock):
-        return True
-    holder = read_holder(run_dir)
-    if holder is None or not _is_dead(holder):
+def _locked(own: int, lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
+    """Take both locks, after waiting for a killed launch to save; return True if this process has them."""
+    if not take_lock(own, LOOK_LIMIT_S):
         return False
-    note(f"an earlier launch, pid {holder.pid}, was killed, and is saving; waiting for up to {SAVING_LIMIT_S:g} s")
+    if take_lock(lock, LOOK_LIMIT_S):
+        return True
+    who = _who(read_holder(run_dir))
+    note(f"an earlier launch{who} was killed, and is saving; waiting for up to {SAVING_LIMIT_S:g} s")
     return take_lock(lock, SAVING_LIMIT_S)
 
 
@@ -177,20 +200,18 @@ def shares_names(config: ExperimentConfig) -> bool:
 def read_holder(run_dir: Path) -> names.TrialHolder | None:
     """Return the launch that holds, or last held, the folder; None if the lock file names none."""
     try:
-        check_owned(run_dir / LOCK_FILE)
-        return names.TrialHolder.decode((run_dir / LOCK_FILE).read_text())
+        return names.TrialHolder.decode(read_own_file(run_dir / LOCK_FILE, _HOLDER_BYTES).decode())
     except (OSError, ValueError, NotPrivate):
         return None
 
 
 def detached_holder(run_dir: Path) -> names.TrialHolder | None:
-    """Return the launch on this machine that runs in `run_dir` without a terminal, if any."""
+    """Return the launch that runs in `run_dir` without a terminal, if any, on any host and in any container."""
     holder = read_holder(run_dir)
-    runs = holder is not None and holder.detached and is_here(holder) and not _is_dead(holder)
-    return holder if runs else None
+    return holder if holder is not None and holder.detached and is_held(run_dir / LAUNCHER_LOCK_FILE) else None
 
 
-def _this_launch(run_dir: Path, detached: bool) -> names.TrialHolder:
+def _this_launch(run_dir: Path, number: int, detached: bool) -> names.TrialHolder:
     identity = identity_of(os.getpid())
     return names.TrialHolder(
         launch=secrets.token_hex(16),
@@ -202,6 +223,7 @@ def _this_launch(run_dir: Path, detached: bool) -> names.TrialHolder:
         run_dir=str(run_dir),
         detached=detached,
         folder=os.getcwd(),
+        number=number,
     )
 
 
@@ -215,21 +237,12 @@ def _machine() -> str:
 
 
 def is_here(holder: names.TrialHolder) -> bool:
-    """True if the holder runs, or ran, where this process can see it."""
+    """True if the holder's process id, while it lives, means the same process here."""
     return bool(holder.machine) and holder.machine == _machine()
 
 
-def _is_dead(holder: names.TrialHolder) -> bool:
-    """True if the holder is known to have ended."""
-    if not is_here(holder):
-        return False
-    identity = identity_of(holder.pid)
-    if identity is None or identity.started != holder.started:
-        return True
-    try:
-        return bool(psutil.Process(holder.pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+def _on_this_machine(holder: names.TrialHolder) -> bool:
+    return bool(holder.machine) and holder.machine.partition("/")[0] == _machine().partition("/")[0]
 
 
 def _who(holder: names.TrialHolder | None) -> str:

@@ -19,11 +19,14 @@ If ranks run on other hosts than the launcher, each of their hosts has its own f
 (`trainer/rank/host_folders.py`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
 the ranks if the trainer can resume. It cannot if such a host is lost.
 
-    <run folder>/memory_checkpoint says which folders in memory are of this launch; without it nothing resumes
+    <run folder>/memory_checkpoint   the launch that the folders in memory belong to; without it nothing resumes
     <run folder>/inboxes/<head>/
 
-A killed launcher leaves its folder. The next launch on this host removes folders whose launcher is gone. On another
-host, ranks remove their folder when they stop, and those of ended launches when they start.
+`/dev/shm` may be that of several containers, with other process ids, other hosts' names and the same paths. So a
+folder has a name of its own for every launch, and whoever uses it holds the lock on its file `lock`: the launcher for
+its life, on other hosts the ranks, together. A killed launcher leaves its folder. The next launch there removes the
+folders whose lock is free. The ranks' folders are free for a moment while all ranks are restarted; they stay as long
+as the run's folder names their launch.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -43,34 +46,31 @@ import msgspec
 
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.leftovers import remove_leftover
+from asyncrl.comm.files.private_files import NotPrivate, open_private_file, read_own_file
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
 from asyncrl.runtime.process.remarks import remark
-from asyncrl.runtime.supervisor import identity_of
 
 _log = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")
-_PREFIX = "asyncrl-"
 _STATE = "state"
 _INVALID = "invalid"
-_OWNER = "owner"
-_REMOVAL_LIMIT_S = 60.0
+_LOCK = "lock"
+_LAUNCH = "launch"
+_LOCK_LIMIT_S = 60.0
+_LAUNCH_BYTES = 1 << 14
 MOST_OF_A_STEP = 0.1
 """Part of a step that its copy should take at most."""
 
 
-class _Owner(msgspec.Struct, frozen=True):
-    """Owner of a folder: the launch that wrote `launch` into `run_dir`, and the process `pid` on this host that removes
-    the folder, if any does.
-    """
+class _Launch(msgspec.Struct, frozen=True):
+    """Written by ranks: their folder is used again while the folder `run_dir` names this launch."""
 
     run_dir: str
     launch: str
-    pid: int = 0
-    started: int = 0
 
 
 def uses_memory_checkpoint(config: ExperimentConfig) -> bool:
@@ -107,14 +107,16 @@ class MemoryCheckpoint:
     """
 
     def __init__(self, run_dir: Path, host: str = "") -> None:
-        self._run_dir, self._mark = run_dir, run_dir / MEMORY_CHECKPOINT_FILE
+        self._run_dir, self._mark, self._host = run_dir, run_dir / MEMORY_CHECKPOINT_FILE, host
+        self._held: int | None = None
         self.spread = bool(host)
         """True if every host of ranks has its own folder."""
-        # A folder of another launch of the same run may be left on any host but the launcher's.
-        whose = f"{run_dir} {host} {_launch_of(run_dir)}" if host else str(run_dir)
-        name = f"{_PREFIX}{os.getuid()}-{hashlib.sha256(whose.encode()).hexdigest()[:24]}"
+        self.folder = self._folder_of(_launch_of(run_dir))
+
+    def _folder_of(self, launch: str) -> Path:
+        whose = hashlib.sha256(f"{launch} {self._host}".encode()).hexdigest()[:16]
         in_memory = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
-        self.folder = _MEMORY / name if in_memory else run_dir / f"memory-{name}"
+        return (_MEMORY if in_memory else self._run_dir) / f"{prefix_of(self._run_dir)}{whose}"
 
     @classmethod
     def of_rank(cls, config: ExperimentConfig, run_dir: Path) -> Self:
@@ -144,23 +146,25 @@ class MemoryCheckpoint:
         """Create an empty folder and invalidate those of other hosts. Called by the launcher.
 
         Raises:
-            OSError: the folder cannot be created, or it belongs to another user.
+            OSError: the folder cannot be created.
         """
         self.remove()
-        _remove_orphans()
-        launch = secrets.token_hex(8)
+        launch = secrets.token_hex(16)
         retry_write_blocking(lambda: self._mark.write_text(launch), f"{self._mark}", _log)
-        self._make(_Owner(str(self._run_dir), launch, *_identity(os.getpid())))
+        self.folder = self._folder_of(launch)
+        self._make()
 
     def join(self) -> None:
         """Create the folder of this host, unless the launcher creates it. Called by ranks.
 
         Raises:
-            OSError: the folder cannot be created, or it belongs to another user.
+            OSError: the folder cannot be created.
         """
         if self.spread:
-            _remove_orphans()
-            self._make(_Owner(str(self._run_dir), _launch_of(self._run_dir)))
+            _remove_orphans(self.folder.parent)
+            self._make()
+            launch = _Launch(str(self._run_dir), _launch_of(self._run_dir))
+            (self.folder / _LAUNCH).write_bytes(msgspec.json.encode(launch))
             make = partial((self._run_dir / INBOXES_DIR).mkdir, mode=0o700, exist_ok=True)
             retry_write_blocking(make, f"{self._run_dir / INBOXES_DIR}", _log)
 
@@ -168,17 +172,16 @@ class MemoryCheckpoint:
         """Remove this host's folder, unless the launcher removes it. Called by ranks, once the run is over."""
         if self.spread:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._release()
 
     def remove(self) -> None:
-        """Remove the folder and its content. Called by the launcher."""
-        if self.folder.is_symlink():
-            raise OSError(f"{self.folder} is a link that another user made; remove it")
+        """Remove the folder and its content, and those that killed launches left. Called by the launcher."""
         remove_leftover(self._mark, _log)
-        with _to_remove(self.folder, _REMOVAL_LIMIT_S) as is_there:
-            if is_there:
-                shutil.rmtree(self.folder)
+        if self._held is not None:
+            remove_leftover(self.folder, _log)
+            self._release()
         remove_leftover(self._run_dir / INBOXES_DIR, _log)
-        _remove_orphans()  # of other addresses of this host
+        _remove_orphans(self.folder.parent)
 
     def warn_of_end(self, reason: str) -> None:
         """Show on the terminal that no step is kept any more, for `reason`; once, however many ranks find out."""
@@ -206,73 +209,91 @@ class MemoryCheckpoint:
             return False
         return (self.version or 0) >= announced
 
-    def _make(self, owner: _Owner) -> None:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
-            raise OSError(f"{self.folder} belongs to another user; remove it")
-        (self.folder / _OWNER).write_bytes(msgspec.json.encode(owner))
+    def _make(self) -> None:
+        """Create the folder if it is missing, and hold its lock.
+
+        Another launch may find the new folder before its lock is held, and remove it: then it is made again.
+        """
+        while self._held is None:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            lock = _open_lock(self.folder)
+            if lock is None:
+                continue
+            if not take_lock(lock, _LOCK_LIMIT_S, shared=self.spread):
+                os.close(lock)
+                raise OSError(f"{self.folder / _LOCK} was not free for {_LOCK_LIMIT_S:g} s")
+            if _is_at(self.folder / _LOCK, lock):
+                self._held = lock
+            else:
+                os.close(lock)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
-def _remove_orphans() -> None:
-    """Remove this user's folders in memory whose launch is over: its launcher on this host is gone, or the run's folder
-    names another launch.
-    """
-    for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
-        with contextlib.suppress(OSError), _to_remove(folder, 0.0) as is_there:  # the lock's holder removes it
-            if is_there and _is_over(folder):
+def prefix_of(run_dir: Path) -> str:
+    """Return the beginning of the names of the folders of all launches of the run in `run_dir`."""
+    return f"{_own_prefix()}{hashlib.sha256(bytes(run_dir)).hexdigest()[:12]}-"
+
+
+def _own_prefix() -> str:
+    return f"asyncrl-{os.geteuid()}-"
+
+
+def _remove_orphans(memory: Path) -> None:
+    """Remove this user's folders in `memory` whose launch is over: nobody holds the lock, and nobody will again."""
+    for folder in memory.glob(f"{_own_prefix()}*"):
+        try:
+            lock = _open_lock(folder)
+        except (OSError, NotPrivate):  # another user's, or made by hand
+            continue
+        if lock is None:
+            continue
+        try:
+            if take_lock(lock) and _is_at(folder / _LOCK, lock) and not _may_resume(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
-def _is_over(folder: Path) -> bool:
-    try:
-        owner = decode_json((folder / _OWNER).read_bytes(), _Owner)
-    except (OSError, msgspec.DecodeError):  # it is just being made, or is another folder
-        return False
-    if owner.pid:
-        return _identity(owner.pid) != (owner.pid, owner.started)
-    launch = _launch_of(owner.run_dir)
-    return launch != owner.launch or not launch
-
-
-@contextlib.contextmanager
-def _to_remove(folder: Path, limit_s: float) -> Iterator[bool]:
-    """Lock `folder` for removal; yield True if it still exists.
-
-    The lock prevents a race between launches. Two of them may find the same orphaned folder while its run creates it
-    again; without the lock, the slower one would delete the new folder.
+def _open_lock(folder: Path) -> int | None:
+    """Open the lock of this user's `folder`; None if the folder has just been removed.
 
     Raises:
-        OSError: another process did not finish removing it within `limit_s`, or it belongs to another user.
+        OSError: the folder is another user's, or no folder.
     """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        if not take_lock(descriptor, limit_s):
-            raise OSError(f"{folder} is being removed by another process, which was not done within {limit_s:g} s")
-        yield _is_at(folder, descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(FileNotFoundError):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise OSError(f"{folder} belongs to another user; remove it")
+        return open_private_file(folder / _LOCK)
+    return None
 
 
-def _is_at(folder: Path, descriptor: int) -> bool:
+def _is_at(file: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), folder.stat())
+        return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:
         return False
+
+
+def _may_resume(folder: Path) -> bool:
+    """True if ranks that are restarted would use the folder of their host again."""
+    try:
+        left = decode_json(read_own_file(folder / _LAUNCH, _LAUNCH_BYTES), _Launch)
+    except (OSError, NotPrivate, msgspec.DecodeError):  # a launcher's: it holds the lock while it lives
+        return False
+    try:
+        return bool(left.launch) and left.launch == _launch_of(left.run_dir)
+    except OSError:  # the run's disk does not answer now
+        return True
 
 
 def _launch_of(run_dir: str | Path) -> str:
     """Return the launch that the run belongs to; empty if no process may resume from its folders."""
     try:
-        return (Path(run_dir) / MEMORY_CHECKPOINT_FILE).read_text()
-    except FileNotFoundError:
+        return read_own_file(Path(run_dir) / MEMORY_CHECKPOINT_FILE, _LAUNCH_BYTES).decode()
+    except (FileNotFoundError, NotADirectoryError, PermissionError, NotPrivate):
         return ""
-
-
-def _identity(pid: int) -> tuple[int, int]:
-    """Return an identity of the process that a later process with the same pid does not have."""
-    identity = identity_of(pid)
-    return pid, 0 if identity is None else identity.started

@@ -27,6 +27,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import (
     BOOKS_FILE,
     EXIT_FILE,
+    LAUNCHER_LOCK_FILE,
     LAUNCHER_LOG,
     LOCK_FILE,
     MEETING_PREFIX,
@@ -81,7 +82,7 @@ class Trial:
         self._claim = TrialClaim.take(self.config, self._note, detached=self._detached)
         try:
             self._end_leftovers(self._claim)
-            kept = (LOCK_FILE, LAUNCHER_LOG, f"{LAUNCHER_LOG}.1")
+            kept = (LOCK_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, f"{LAUNCHER_LOG}.1")
             self._apply_resume([item for item in self.run_dir.iterdir() if item.name not in kept])
             self._forget_processes()
             (self.run_dir / SECRET_FILE).unlink(missing_ok=True)

@@ -7,7 +7,7 @@ port. Gloo carries tensors on the CPU (small collectives, trajectories), NCCL te
 from __future__ import annotations
 
 import os
-import time
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -65,7 +65,7 @@ def training_world(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # no connections are made after the groups exist
     if worker == 0:
-        meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
+        meeting = run_dir / f"{MEETING_PREFIX}{secrets.token_hex(16)}"
         resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.lease_s, replace=True)
     else:
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))

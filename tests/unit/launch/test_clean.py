@@ -17,7 +17,7 @@ from asyncrl.launch.__main__ import main
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "mine" / "trial0"
     files = [
-        "config.yaml", "metrics.jsonl", "ledger/000001.jsonl",
+        "config.yaml", "lock", "metrics.jsonl", "ledger/000001.jsonl",
         *(f"checkpoints/v{version}/state.json" for version in (5, 10)),
         *(f"weights/actor/v{version}/model.safetensors" for version in (8, 9, 10)),
         "spilled/0/x", "staged/host/y",
@@ -36,6 +36,7 @@ KEPT = [
     "checkpoints/v10/state.json",
     "config.yaml",
     "ledger/000001.jsonl",
+    "lock",
     "metrics.jsonl",
     "weights/actor/v10/model.safetensors",
 ]

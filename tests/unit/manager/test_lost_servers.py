@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -25,3 +29,23 @@ async def test_every_one_of_512_servers_that_are_lost_at_once_is_told() -> None:
     for number in range(10_000):
         service.routes.server_lost(f"http://once/{number}")
     assert len(service.routes.losses) == 4 * 512
+
+
+async def test_a_later_manager_numbers_above_all_of_an_earlier_one_though_its_host_has_another_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def service(number: int, now: int) -> ManagerService:
+        monkeypatch.setattr(time, "time_ns", lambda: now)
+        order = DataOrder(1, 0)
+        return ManagerService(
+            batch_size=1, max_staleness=0, routing="least_requests", lease_s=1e9, order=order, number=number
+        )
+
+    first, second = service(3, 1 << 60), service(4, 1 << 50)
+    for number in range(100):
+        first.routes.server_lost(f"http://{number}")
+    before = (await first.lost_servers(m.LostServersRequest(worker="w0", manager=3, after=-1))).seq
+    second.routes.server_lost("http://later")
+    lost = await second.lost_servers(m.LostServersRequest(worker="w0", manager=4, after=before))
+    assert lost.urls == ["http://later"]
+    assert second.rollouts.measured.last_seq > first.rollouts.measured.last_seq + 100

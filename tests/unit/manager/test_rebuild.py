@@ -40,7 +40,7 @@ def rebuilt(schedule: Schedule) -> RolloutState:
     trainer = schedule.trainer
     run = run_report(schedule.ledger.recorded, trainer.buffer, Curriculum(0.0, 1.0, 1), trainer.due, trainer.version)
     reports = [m.HeldReport(each.name, each.incarnation, each.held.all()) for each in schedule.workers]
-    books = rebuild(schedule.batch, schedule.eta, ORDER, run, reports)
+    books = rebuild(RolloutState(schedule.batch, schedule.eta, ORDER), run, reports)
     books.gate.advance(schedule.service.gate.version)
     return books
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, R
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.trials import memory_checkpoint as memory_checkpoint_module
 from asyncrl.runtime.trials import run_processes
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.open_resolver import open_resolver
@@ -135,6 +137,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
             setattr(getattr(config, group), name, False if value == "false" else value)
         config.system.restarts_per_process = restarts
         run_dir_of(config).mkdir(parents=True)
+        (tmp_path / "memory").mkdir()
+        monkeypatch.setattr(memory_checkpoint_module, "_MEMORY", tmp_path / "memory")  # this launcher claims no trial
         memory_checkpoint = MemoryCheckpoint(run_dir_of(config))
         memory_checkpoint.begin()
         stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
@@ -512,7 +516,7 @@ def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
             worker.end(0)
             return
         if missing == "the folder":
-            MemoryCheckpoint(run_dir_of(config)).remove()
+            shutil.rmtree(MemoryCheckpoint(run_dir_of(config)).folder)
         else:
             with open_resolver(config, run_dir_of(config)) as resolver:
                 resolver.add(names.model_version_key(names.ACTOR), names.PublishedVersion(1, "there").encode())

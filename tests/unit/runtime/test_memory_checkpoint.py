@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,67 +69,98 @@ def test_the_folder_is_of_one_run_and_private(memory_checkpoint: MemoryCheckpoin
     assert MemoryCheckpoint(tmp_path / "other").folder != memory_checkpoint.folder
 
 
-def test_a_link_in_its_place_is_refused(memory_checkpoint: MemoryCheckpoint, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    memory_checkpoint.folder.symlink_to(tmp_path / "elsewhere")
-    try:
-        with pytest.raises(OSError, match="a link that another user made"):
-            memory_checkpoint.begin()
-    finally:
-        memory_checkpoint.folder.unlink()
-
-
 def test_a_folder_whose_launcher_was_killed_is_removed_by_the_next_one(
     memory_checkpoint: MemoryCheckpoint, tmp_path: Path
 ) -> None:
-    (tmp_path / "other").mkdir()
-    other = MemoryCheckpoint(tmp_path / "other")
-    other.begin()
+    """Not that of one that lives, which may have another process id and the same folder in another container."""
+    first = MemoryCheckpoint(tmp_path)
+    first.begin()
     try:
         memory_checkpoint.begin()
-        assert other.folder.exists(), "this process lives"
-        owner = json.loads((other.folder / "owner").read_text())
-        (other.folder / "owner").write_text(json.dumps(owner | {"pid": 1, "started": 7}))  # another had this id
+        assert first.folder != memory_checkpoint.folder
+        assert first.folder.exists(), "its launcher holds the lock"
+        first._release()  # as the kernel does
         memory_checkpoint.begin()
-        assert not other.folder.exists()
+        assert not first.folder.exists()
     finally:
-        other.remove()
+        first.remove()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes process-id namespaces everywhere")
+def test_a_launch_in_another_container_removes_nothing_of_one_that_lives(
+    memory_checkpoint: MemoryCheckpoint, tmp_path: Path
+) -> None:
+    memory_checkpoint.begin()
+    other = "from pathlib import Path; from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint as M; "
+    other += f"there = M(Path({str(tmp_path)!r})); there.begin(); assert there.folder.exists(); there.remove()"
+    unshared = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", other]
+    if subprocess.run([*unshared[:4], "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this container may not make namespaces")
+    subprocess.run(unshared, check=True)
+    assert memory_checkpoint.folder.exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "link", "file", "lock", "launch"])
+def test_what_a_stranger_left_in_shared_memory_is_neither_read_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Everybody may make a folder there with the name of one of this user's."""
+    monkeypatch.setattr(module, "_MEMORY", tmp_path)
+    planted, elsewhere = tmp_path / f"asyncrl-{os.geteuid()}-ffffffffffff-ffffffffffffffff", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    if kind == "link":
+        planted.symlink_to(elsewhere)
+    elif kind == "file":
+        planted.touch()
+    else:
+        planted.mkdir()
+        for name in ("owner", "lock", "launch") if kind in ("fifo", "zero") else (kind,):
+            os.symlink("/dev/zero", planted / name) if kind == "zero" else os.mkfifo(planted / name)
+        if kind in ("fifo", "zero"):
+            lstat = Path.lstat
+            monkeypatch.setattr(Path, "lstat", lambda path: _of_a_stranger(lstat(path), path == planted))
+    finder = threading.Thread(target=module._remove_orphans, args=(tmp_path,), daemon=True)
+    finder.start()
+    finder.join(10.0)
+    assert not finder.is_alive()
+    assert (elsewhere / "kept").exists()
+    assert planted.exists() or kind == "launch", "only what is a folder of this user with a free lock"
+
+
+def _of_a_stranger(status: os.stat_result, is_theirs: bool) -> os.stat_result:
+    values = list(status)
+    values[4] += is_theirs
+    return os.stat_result(values)
 
 
 def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_checkpoint: MemoryCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The finder is slow: between its look and what it does about it the run is launched again."""
-    monkeypatch.setattr(module, "_MEMORY", tmp_path)  # where nobody else looks
-    memory_checkpoint = MemoryCheckpoint(tmp_path)
-    memory_checkpoint.begin()
-    owner = memory_checkpoint.folder / "owner"
-    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"pid": 1, "started": 7}))
-    found, may_go_on, is_mine = threading.Event(), threading.Event(), threading.local()
-    identity = module._identity
+    """The finder takes the lock of a new folder before its launcher does."""
+    take, launch = module.take_lock, threading.get_ident()
+    found, removed = threading.Event(), threading.Event()
 
-    def slow(pid: int) -> tuple[int, int]:
-        if pid == 1 and getattr(is_mine, "slow", False):
+    def slow(descriptor: int, limit_s: float = 0.0, *, shared: bool = False) -> bool:
+        if threading.get_ident() == launch and not removed.is_set():
             found.set()
-            assert may_go_on.wait(60.0)
-        return identity(pid)
+            assert removed.wait(60.0)
+        return take(descriptor, limit_s, shared=shared)
 
     def find() -> None:
-        is_mine.slow = True
-        module._remove_orphans()
+        assert found.wait(60.0)
+        module._remove_orphans(memory_checkpoint.folder.parent)
+        removed.set()
 
-    monkeypatch.setattr(module, "_identity", slow)
-    finder, launch = threading.Thread(target=find), threading.Thread(target=memory_checkpoint.begin)
+    finder = threading.Thread(target=find)
     finder.start()
-    assert found.wait(60.0)
-    launch.start()
-    launch.join(0.5)  # it may wait for the finder, and need not
-    may_go_on.set()
+    monkeypatch.setattr(module, "take_lock", slow)
+    memory_checkpoint.begin()
     finder.join(60.0)
-    launch.join(60.0)
-    assert owner.is_file()
-    assert json.loads(owner.read_text())["pid"] != 1
+    monkeypatch.undo()
     assert memory_checkpoint.can_go_on(0)
+    module._remove_orphans(memory_checkpoint.folder.parent)
+    assert memory_checkpoint.can_go_on(0), "the lock is that of the folder made again"
 
 
 @pytest.fixture
@@ -158,10 +191,13 @@ def test_what_an_earlier_launch_left_on_another_host_is_not_this_ones(
     """The launcher cannot remove it from there: it begins anew under another name, and the next removes it."""
     (elsewhere.state_root / "v7").mkdir(parents=True)
     elsewhere.inbox(0).mkdir()
-    owner = json.loads((elsewhere.folder / "owner").read_text())
+    elsewhere._release()  # its ranks have died
+    (tmp_path / "another").mkdir()
+    another = MemoryCheckpoint(tmp_path / "another", "10.0.0.2")
+    another.join()
+    another.leave()
+    assert elsewhere.folder.exists(), "its ranks may be restarted"
     memory_checkpoint.begin()
-    elsewhere.folder.mkdir(exist_ok=True)  # the launcher has seen it, as this is its host too: another's it would not
-    (elsewhere.folder / "owner").write_text(json.dumps(owner))
     successor = MemoryCheckpoint(tmp_path, "10.0.0.2")
     assert successor.folder != elsewhere.folder
     successor.join()

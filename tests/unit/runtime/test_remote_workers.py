@@ -6,16 +6,18 @@ import asyncio
 import fcntl
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import write_run_config
+from asyncrl.config.run_dir import read_run_config, run_dir_of, write_run_config
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.hosts.remote_workers import RemoteBackend
 from asyncrl.runtime.launchers import local
 from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
+from asyncrl.runtime.trials.claim import TrialClaim
 from asyncrl.runtime.trials.resume import TrialError
 
 PLAN = WorkerPlan("toy", 0, host=Host(name="box2"))
@@ -74,3 +76,21 @@ async def test_an_order_that_no_host_takes_fails_by_its_size_and_leaves_no_pipe(
     with pytest.raises(TrialError, match=r"toy/0: settings and environment have 3\d{5} bytes, and another host takes"):
         await backend.start(PLAN)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_later_launchs_processes_have_higher_numbers_though_its_host_has_another_clock(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A supervisor kills the earlier process of its place, and refuses an order that comes after a later one."""
+    config = read_run_config(tmp_path)
+    config.fileroot = str(tmp_path / "root")
+    numbers = []
+    for now in (1 << 61, 1 << 60):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        claim = TrialClaim.take(config)
+        write_run_config(config, run_dir_of(config))
+        here = Backend(run_dir_of(config))
+        numbers += [int(here.environment(PLAN)[supervisor.PLACE_VARIABLE].partition(" ")[0]) for _ in range(2)]
+        here.close()
+        claim.release()
+    assert numbers == sorted(set(numbers))
