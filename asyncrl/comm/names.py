@@ -277,3 +277,8 @@ def index_of(key: str) -> int:
     if not last.isdecimal():
         raise ValueError(f"name {key!r} ends in {last!r}, expected an index, as in 'workers/actor/0'")
     return int(last)
+
+
+def url_host(host: str) -> str:
+    """Return `host` as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncrl.comm.names import url_host
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import SocketSecurity
 
@@ -78,7 +79,8 @@ def bind(
     _configure(socket, send_high_water=replies_high_water, receive_high_water=requests_high_water)
     socket.maxmsgsize = max_frame_bytes
     gate = PeerGate(context, socket, security)
-    socket.bind(f"tcp://{host}:*")
+    socket.ipv6 = ":" in host
+    socket.bind(f"tcp://{url_host(host)}:*")
     endpoint: Any = socket.last_endpoint
     return socket, endpoint.rstrip(b"\0").decode(), gate
 
@@ -246,6 +248,7 @@ class PeerLink:
         self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), loop, self._observe)
         self._main = LoopSocket(socket, loop, self._serve)
         try:
+            socket.ipv6 = "[" in self.address
             socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()

@@ -28,6 +28,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,23 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    try:
+        return _main(sys.argv[1:] if argv is None else list(argv))
+    except RuntimeError as error:
+        if traceback.extract_tb(error.__traceback__)[-1].name != "expanduser":
+            raise
+        return refuse(
+            f"'~' stands for no folder: HOME is not set, and user {os.getuid()} has no home in the password file; set "
+            "HOME to a folder of this user, or give whole paths (fileroot=/...)"
+        )
+
+
+def _main(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:  # `python -m` adds the current folder; import paths must work alike in `asyncrl`
         sys.path.insert(0, os.getcwd())
     from asyncrl.config.describe import experiment_help, fitted, list_experiments, program, resolved_yaml
     from asyncrl.config.setting import ConfigError
 
-    argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in COMMANDS:
         command = importlib.import_module(f"asyncrl.launch.commands.{argv[0]}")
         return int(command.main(argv[1:], program()))

@@ -37,6 +37,7 @@ from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.no_proxy import bypass_proxy
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
@@ -227,7 +228,9 @@ def _users_lines(error: BaseException) -> list[str]:
 def main() -> int:
     """The command; returns the exit code."""
     folder = Path(sys.argv[1])
-    asyncio.run(rehearse(read_run_config(folder))).write(folder)
+    config = read_run_config(folder)
+    bypass_proxy(config)
+    asyncio.run(rehearse(config)).write(folder)
     return 0
 
 

@@ -617,6 +617,8 @@ except NameResolveError as error:
     print("explained")
 else:
     print("loaded")
+import os
+assert "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION" not in os.environ, "what this process starts has its own protobuf"
 """
     environment = {key: value for key, value in os.environ.items() if key != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
     output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -644,3 +646,25 @@ class _owner_process:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def test_followed_names_that_do_not_change_are_looked_at_twice_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            if len(waits) == 60:
+                resolver._create("servers/1", "there", None, replace=False)
+            if len(waits) == 70:
+                self.set()
+            return self.is_set()
+
+    resolver = FileResolver(tmp_path / "names")
+    monkeypatch.setattr(resolver, "_closing", Closing())
+    resolver._follow(Subtree("servers"))
+    assert waits[1] < 0.12
+    assert waits[58] == 0.5
+    assert waits[60] == pytest.approx(0.1), "what has changed may soon change again"

@@ -44,11 +44,11 @@ def make_pusher(*addresses: str, security: SocketSecurity | None = None, **setti
 class Puller(TrajectoryPuller):
     """A puller whose consumer keeps what it accepts, once `open` is set."""
 
-    def __init__(self, security: SocketSecurity | None = None, **settings: int) -> None:
+    def __init__(self, security: SocketSecurity | None = None, host: str = HOST, **settings: int) -> None:
         self.accepted: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
         self.open = threading.Event()
         self.open.set()
-        super().__init__(HOST, security, on_message=self._keep, **settings)
+        super().__init__(host, security, on_message=self._keep, **settings)
 
     def _keep(self, trajectory: Trajectory) -> None:
         assert self.open.wait(PATIENCE_S)
@@ -83,8 +83,11 @@ def endpoint(socket: zmq.Socket[bytes]) -> str:
 
 @pytest.mark.parametrize("security", [None, SECRET.sockets()], ids=["plain", "curve"])
 @pytest.mark.parametrize("tokens", [5, 200_000], ids=["small", "large"])
-async def test_a_trajectory_arrives_whole_and_is_acknowledged(security: SocketSecurity | None, tokens: int) -> None:
-    with closing(Puller(security)) as puller:
+@pytest.mark.parametrize("host", [HOST, "::1"])
+async def test_a_trajectory_arrives_whole_and_is_acknowledged(
+    security: SocketSecurity | None, tokens: int, host: str
+) -> None:
+    with closing(Puller(security, host)) as puller:
         pusher = make_pusher(puller.endpoint, security=security)
         sent = make_trajectory(1, tokens)
         await pusher.push(sent, PATIENCE_S)

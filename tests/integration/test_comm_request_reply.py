@@ -112,10 +112,11 @@ async def serve(server: RequestServer, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("security", [None, SECURITY], ids=["plain", "curve"])
-async def test_calls_carry_their_types_both_ways(security: SocketSecurity | None) -> None:
+@pytest.mark.parametrize("host", [HOST, "::1"])
+async def test_calls_carry_their_types_both_ways(security: SocketSecurity | None, host: str) -> None:
     items = (Item("small", (1, 2)), Item("large", tuple(range(100_000))))
     extra = {"step": 3, "ids": ["a", None], "mean": np.float64(0.5)}
-    with closing(RequestServer(HOST, security, immediate={Echo: echo})) as server:
+    with closing(RequestServer(host, security, immediate={Echo: echo})) as server:
         async with connected(server, security) as client:
             reply = await client.call(Echo(items, extra), timeout_s=PATIENCE_S)
     assert reply == Echoed(items, extra)

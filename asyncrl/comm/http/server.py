@@ -25,6 +25,7 @@ from aiohttp import web
 from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from asyncrl.comm.names import url_host
 from asyncrl.comm.security.peer_gate import SourceLog
 
 HANDSHAKE_LIMIT_S: Final = 10.0
@@ -106,8 +107,8 @@ class HttpServer:
         self._server = await asyncio.get_running_loop().create_server(  # aiohttp's TCPSite allows a handshake a minute
             answering, host, port, ssl=self._tls, ssl_handshake_timeout=handshake_s, ssl_shutdown_timeout=goodbye_s
         )
-        scheme, shown = "http" if self._tls is None else "https", f"[{host}]" if ":" in host else host
-        return f"{scheme}://{shown}:{self._server.sockets[0].getsockname()[1]}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{url_host(host)}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Stop listening; held calls end."""

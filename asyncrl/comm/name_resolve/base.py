@@ -61,7 +61,8 @@ _LAST_RENEWAL_S = 0.5
 """Longest wait, in s, for a running renewal when the process is about to end."""
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.05
-FOLLOW_POLL_S = 0.1
+FOLLOW_POLL_S, FOLLOW_IDLE_POLL_S = 0.1, 0.5
+"""Time in s between two looks at followed names: just after a change, and later."""
 """Interval, in s, between polls of a back end that reports no changes by itself."""
 _SETTLED_S = 5.0
 """A subscription that breaks after this time, in s, counts as successful until then."""

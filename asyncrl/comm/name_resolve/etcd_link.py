@@ -36,6 +36,7 @@ from asyncrl.comm.name_resolve.subtree import GRACE_S
 __all__ = ["EtcdLink", "LeaseGone", "Stubs", "etcdrpc", "grpc"]
 
 _IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+_is_chosen = _IMPLEMENTATION in os.environ
 os.environ.setdefault(_IMPLEMENTATION, "python")
 try:
     import grpc  # type: ignore[import-untyped]
@@ -46,6 +47,9 @@ except TypeError as error:  # of protobuf's, about descriptors
         f"{os.environ[_IMPLEMENTATION]}): something imported protobuf before name resolution did, or chose another "
         f"implementation; set {_IMPLEMENTATION}=python where the command is started"
     ) from error
+finally:
+    if not _is_chosen:  # it is read once, and what this process starts has protobufs of its own
+        del os.environ[_IMPLEMENTATION]
 
 CALL_LIMIT_S = 4.0
 """Time limit of one call in seconds. If the first member hangs, a second one can still save a lease of 10 s, which is
@@ -66,6 +70,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_LIMIT_S * 1000)),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),  # addresses of the run's processes are no proxy's business
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel to the member gets the old one's broken connection
 )
 _REFUSALS = {

@@ -10,7 +10,8 @@ A lease is the file's modification time plus the seconds written in it. Its owne
 a descriptor whose content it has checked. So an owner that was stalled can only touch its own file. "Now" is the file
 system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
 
-To follow entries, `_Scan` opens the directory ten times a second and checks its modification time. Entries appear,
+To follow entries, `_Scan` opens the directory and checks its modification time: ten times a second while entries
+change, twice a second later. Entries appear,
 change and disappear by renaming and unlinking, which change that time; renewals do not. The entries are read again only
 if the time has changed, and a single entry only if its lease would have run out. inotify would not report the changes
 of other hosts; opening the directory makes NFS ask the server (close-to-open consistency).
@@ -34,7 +35,7 @@ import msgspec
 
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder, open_private_file
-from asyncrl.comm.name_resolve.base import FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
+from asyncrl.comm.name_resolve.base import FOLLOW_IDLE_POLL_S, FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
     NameResolveError,
@@ -48,6 +49,8 @@ _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
 _LOCK_TIMEOUT_S = 30.0
 _SLOW_LOOK_S = 1.0
+_SLOWER = 1.05
+"""Growth of the pause from look to look while nothing changes: the longest comes after eight seconds."""
 _RACY_S = 2.0
 """Time in s within which a second change may have the same modification time, since file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -108,17 +111,17 @@ class FileResolver(NameResolver):
 
     def _follow(self, subtree: Subtree) -> None:
         scan = _Scan(self._dir, subtree.root, self._clock)
-        looked = time.monotonic()
+        looked, pause_s, known = time.monotonic(), FOLLOW_POLL_S, dict[str, str]()
         while not self._closing.is_set():
             with self._translated():
                 found = scan.look()
             before, looked = looked, time.monotonic()
-            if (
-                looked > before + FOLLOW_POLL_S + _SLOW_LOOK_S
-            ):  # the file system or the machine was paused, for owners too
+            if looked > before + pause_s + _SLOW_LOOK_S:  # the file system or the machine was paused, for owners too
                 subtree.trouble()
             self._found(subtree, found)
-            self._closing.wait(FOLLOW_POLL_S)
+            pause_s = FOLLOW_POLL_S if found != known else min(_SLOWER * pause_s, FOLLOW_IDLE_POLL_S)
+            known = found
+            self._closing.wait(pause_s)
 
     def _remove(self, name: str, only_own: bool = False) -> bool:
         with self._translated(), self._locked():

@@ -26,7 +26,7 @@ from asyncrl.comm.sockets import MESSAGES_PER_TURN, RECONNECT_MS, Context, Frame
 DESCRIPTORS_PER_CONNECTION = 1
 _REPLIES_HIGH_WATER = 1000  # in libzmq's own buffer per connection
 _EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
-_ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
+_ENDPOINT = re.compile(r"tcp://([\d.]+|\[[\da-f:.]+\]):\d+")
 """Form of a bound socket's endpoint, and of the address that the monitor reports. Host names do not match."""
 
 
@@ -144,6 +144,7 @@ class CallRouter:
         name = self._names[connection] = b"%d" % self._made
         self._by_name[name] = connection
         self._main.socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+        self._main.socket.ipv6 = "[" in connection.address
         self._main.socket.connect(connection.address)
         self._main.recheck()
 

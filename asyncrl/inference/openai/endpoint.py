@@ -23,6 +23,7 @@ from aiohttp import web
 
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
+from asyncrl.comm.names import url_host
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.api_call import Api
 from asyncrl.inference.openai.api_errors import HEADERS, ApiError
@@ -98,7 +99,7 @@ class Endpoint:
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
         host, port = self._runner.addresses[0][:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._url = f"http://{url_host(host)}:{port}"
 
     def _forget(self, session_id: str) -> None:
         del self._sessions[session_id]

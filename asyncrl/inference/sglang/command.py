@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.comm.names import url_host
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
@@ -137,7 +138,7 @@ def build_command(
         flags["enable_precise_embedding_interpolation"] = True  # else some paths place patches differently
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
     if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
-        flags["dist_init_addr"] = f"{config.system.host}:{ports.rendezvous}"
+        flags["dist_init_addr"] = f"{url_host(config.system.host)}:{ports.rendezvous}"
     argv = [generation.sglang.python or sys.executable, "-m", "sglang.launch_server"]
     if secrets_file is not None:
         argv += ["--config", str(secrets_file)]
@@ -150,7 +151,7 @@ def build_command(
         env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     env |= user_env
     scheme = "http" if secrets_file is None else "https"
-    return ServerCommand(tuple(argv), env, f"{scheme}://{config.system.host}:{ports.http}")
+    return ServerCommand(tuple(argv), env, f"{scheme}://{url_host(config.system.host)}:{ports.http}")
 
 
 def _served_context(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:

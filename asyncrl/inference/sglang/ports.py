@@ -81,8 +81,9 @@ def _claim(base: int) -> socket.socket | None:
 
 
 def _is_free(host: str, port: int) -> bool:
-    for address in {host, "0.0.0.0"}:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family, everywhere = (socket.AF_INET6, "::") if ":" in host else (socket.AF_INET, "0.0.0.0")
+    for address in {host, everywhere}:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((address, port))
             except OSError:

@@ -83,5 +83,5 @@ def _run(config: ExperimentConfig, console: Console) -> int:
 
 
 def _short(path: Path) -> str:
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -48,6 +49,13 @@ START_LIMIT_S = 120.0
 """Time limit, in s, for a process to start, and for it to import the user's module."""
 PRINTED_LIMIT = 64 << 10
 """Bytes that one process may print into the worker's log; the rest is read and thrown away."""
+_CHILD = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    f"runpy.run_module({child.__name__!r}, run_name='__main__', alter_sys=True)"
+)
+"""Program of a process: it imports from where this one does. As PYTHONPATH that would be inherited by what user code
+starts, also where it runs another Python, to which the packages of this one are of no use.
+"""
 _TAIL = 400
 _CANNOT_TRAVEL = "was given what cannot travel"
 
@@ -256,12 +264,11 @@ class ProcessPool:
         """Start a process, and wait until it is ready for calls."""
         pipe = asyncio.subprocess.PIPE
         made = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", child.__name__, str(self._limits.memory_bytes)),
+            *(sys.executable, "-c", _CHILD, json.dumps(list(filter(None, sys.path))), str(self._limits.memory_bytes)),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         process = _Process(made)
         self._all.add(process)

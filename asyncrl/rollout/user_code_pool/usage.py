@@ -12,6 +12,8 @@ from asyncrl.rollout.user_code_pool.process_limits import Usage
 
 _ROUNDS = 50
 """Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
+_CHILDREN = "/proc/thread-self/children"
+"""The kernel's list of a thread's children; some kernels have none."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -24,8 +26,18 @@ class _Process:
 
 
 def usage(pid: int) -> Usage:
-    """Return the resources that `pid` and its descendants use."""
-    tree = _tree(pid)
+    """Return the resources that `pid` and its descendants use. Only their own folders in /proc are read."""
+    tree, left = ([], [pid]) if os.path.exists(_CHILDREN) else (_tree(pid), [])
+    while left:
+        number = left.pop()
+        process = _process(number)
+        if process is None:
+            continue
+        tree.append(process)
+        with contextlib.suppress(OSError):  # it has ended in the meantime
+            for thread in os.listdir(f"/proc/{number}/task"):
+                with open(f"/proc/{number}/task/{thread}/children", "rb") as file:
+                    left += map(int, file.read().split())
     return Usage(len(tree), sum(process.resident_bytes for process in tree))
 
 
@@ -56,15 +68,22 @@ def _tree(root: int) -> list[_Process]:
 
 
 def _processes() -> Iterator[_Process]:
-    """Yield every running process. Zombies are left out, because they use no resources and cannot be killed."""
+    """Yield every running process. Zombies are left out, because they use no resources and cannot be killed.
+
+    To kill a tree, all processes of the machine are read: a process whose sibling ends just then may be missing in the
+    kernel's list of children.
+    """
     for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-        except OSError:  # it has ended in the meantime
-            continue
-        state, parent, group, *rest = stat[stat.rindex(b")") + 2 :].split()
-        if state != b"Z":
-            yield _Process(int(name), int(parent), int(group), int(rest[18]) * _PAGE)
+        if name.isdigit() and (process := _process(int(name))) is not None:
+            yield process
+
+
+def _process(pid: int) -> _Process | None:
+    """Return the process with this id; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    state, parent, group, *rest = stat[stat.rindex(b")") + 2 :].split()
+    return None if state == b"Z" else _Process(pid, int(parent), int(group), int(rest[18]) * _PAGE)

@@ -52,7 +52,7 @@ class HostFindings(NamedTuple):
 def bind_error(address: str) -> str:
     """Return the error of binding to `address` on this host; empty if a process can."""
     try:
-        with socket.socket() as listening:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listening:
             listening.bind((address, 0))
     except OSError as error:
         return error.strerror or str(error)

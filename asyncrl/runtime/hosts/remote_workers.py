@@ -49,10 +49,12 @@ _OF_THE_LOGIN = frozenset(
     {
         *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
         *("PATH", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"),
+        # of an installation there, as PATH is: libraries and interpreters of this host may not exist, or not fit
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "_CE_CONDA", "_CE_M"),
         *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", HOST_VARIABLE),
     }
 )
-_OF_THE_LOGIN_PREFIXES = ("SLURM", "SSH_", "XDG_", "TMUX", "SRUN_", "PMI")
+_OF_THE_LOGIN_PREFIXES = ("SLURM", "SSH_", "XDG_", "TMUX", "SRUN_", "PMI", "CONDA_")
 
 
 def carried_environment(plan: WorkerPlan) -> dict[str, str]:

@@ -113,24 +113,39 @@ def gpu_details() -> dict[str, Gpu]:
 
 
 def interface_of(host: str) -> str:
-    """Return the network interface that has `host`, the `system.host` of a run: an IPv4 address or a name of one.
+    """Return the network interface that has `host`, the `system.host` of a run: an IP address or a name of an IPv4 one.
 
     Raises:
         ValueError: no interface of this machine has it; the message names the addresses that they have.
     """
     entries = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
-    interfaces = {entry.address: name for name, entry in entries if entry.family == socket.AF_INET}
-    known = ", ".join(f"{address} ({name})" for address, name in sorted(interfaces.items()))
+    interfaces = {
+        ipaddress.ip_address(entry.address.partition("%")[0]): name
+        for name, entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    usable = [(address, name) for address, name in interfaces.items() if not address.is_link_local]
+    if not usable:
+        raise ValueError(
+            f"system.host={host!r}: no network interface of this machine has an address, not even the loopback; bring "
+            "it up, for example with `ip link set lo up`"
+        )
+    known = ", ".join(f"{address} ({name})" for address, name in sorted(usable, key=lambda each: str(each[0])))
     try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        raise ValueError(f"system.host={host!r}: not an IPv4 address, nor a name of one; use one of {known}") from None
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            address = ipaddress.ip_address(socket.gethostbyname(host))
+        except OSError:
+            raise ValueError(
+                f"system.host={host!r}: neither an IP address nor a name of an IPv4 one; use one of {known}"
+            ) from None
     if address in interfaces:
         return interfaces[address]
-    parsed, loopback = ipaddress.IPv4Address(address), interfaces.get("127.0.0.1")
-    if parsed.is_loopback and loopback is not None:  # the interface has the whole of 127.0.0.0/8
+    loopback = interfaces.get(ipaddress.ip_address("127.0.0.1"))
+    if address.version == 4 and address.is_loopback and loopback is not None:  # the interface has 127.0.0.0/8
         return loopback
-    if parsed.is_unspecified:
+    if address.is_unspecified:
         why = "it stands for every interface, so no process could be told where to reach another"
     else:
         why = "no interface of this machine has that address"

@@ -40,6 +40,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable
 from asyncrl.comm.request_reply import RemoteError
 from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.config.no_proxy import bypass_proxy
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
@@ -145,6 +146,7 @@ class Worker(ABC):
         self.spec = spec
         self.config = read_run_config(spec.run_dir)
         self.config.system.host = spec.host or self.config.system.host
+        bypass_proxy(self.config)
         self.log = logging.getLogger(f"asyncrl.{spec.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         self.resolver.fences = {names.incarnation_key(spec.kind, spec.index): str(spec.incarnation)}

@@ -523,3 +523,20 @@ def test_a_warm_up_that_outlasts_the_run_is_warned_of(
     with pytest.raises(Started):
         main([*command(here, tiny_model, tmp_path), "optimizer.warmup_steps=100000"])
     assert "optimizer.warmup_steps=100000: the run has 400 optimizer steps" in capsys.readouterr().err
+
+
+def test_without_a_home_a_path_below_it_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container with an arbitrary user id."""
+
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for arguments in (["async_ppo"], ["doctor", "~/run"], ["async_ppo", "fileroot=/tmp", "model.path=~/model"]):
+        assert main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "HOME is not set" in line
+        assert "set HOME to a folder of this user, or give whole paths" in line

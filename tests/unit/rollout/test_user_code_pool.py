@@ -25,6 +25,7 @@ from asyncrl.rollout.user_code_pool.process_pool import _Process
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, Code, UserCodeRunner
 from asyncrl.rollout.user_code_pool.running_calls import QUIET_S, RunningCalls, SlowCalls
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
+from asyncrl.rollout.user_code_pool.usage import usage
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, failed_label
 
 LIMIT_S = 300.0
@@ -37,6 +38,10 @@ import time
 
 def fine(data, completion, *, scale=1.0):
     return len(completion) * scale
+
+
+def environment(data, completion):
+    return [os.environ.get("PYTHONPATH"), [path for path in sys.path if path]]
 
 
 def pid(data, completion):
@@ -179,6 +184,32 @@ async def test_output_that_the_full_disk_refuses_does_not_block_the_process_that
         os.close(full)
         with contextlib.suppress(ProcessLookupError):
             made.kill()
+
+
+async def test_a_process_imports_from_where_the_worker_does_and_passes_that_on_to_no_other_python(
+    runner: UserCodeRunner, hostile: Callable[..., Code], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's site-packages as PYTHONPATH would break any other Python that the code runs."""
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert await ask(runner, hostile("environment")) == ["/mine", sys.path]
+
+
+def test_the_use_of_a_process_is_measured_without_a_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while usage(process.pid).processes < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        whole = psutil.Process(process.pid)
+        (below,) = whole.children()
+        listed: list[str] = []
+        listdir = os.listdir
+        monkeypatch.setattr(os, "listdir", lambda folder: [listed.append(folder), listdir(folder)][1])
+        used = usage(process.pid)
+        assert sorted(listed) == sorted(f"/proc/{pid}/task" for pid in (process.pid, below.pid))
+        resident = whole.memory_info().rss + below.memory_info().rss
+        assert used.resident_bytes == pytest.approx(resident, rel=0.2)
 
 
 async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_process_is_renewed(

@@ -62,7 +62,8 @@ def _interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_interfaces")
 @pytest.mark.parametrize(
-    ("host", "interface"), [("127.0.0.1", "lo"), ("127.0.0.9", "lo"), ("localhost", "lo"), ("192.0.2.7", "eth0")]
+    ("host", "interface"),
+    [("127.0.0.1", "lo"), ("127.0.0.9", "lo"), ("localhost", "lo"), ("192.0.2.7", "eth0"), ("::1", "lo")],
 )
 def test_an_address_of_this_machine_is_at_its_interface(host: str, interface: str) -> None:
     assert interface_of(host) == interface
@@ -74,8 +75,8 @@ def test_an_address_of_this_machine_is_at_its_interface(host: str, interface: st
     [
         ("192.0.2.8", "no interface of this machine"),
         ("0.0.0.0", "stands for every interface"),
-        ("::1", "not an IPv4 address"),
-        ("no host at all", "not an IPv4 address"),
+        ("::2", "no interface of this machine"),
+        ("no host at all", "neither an IP address nor a name of an IPv4 one"),
     ],
 )
 def test_a_host_of_no_interface_is_refused_with_those_there_are_before_anything_starts(host: str, why: str) -> None:
@@ -86,7 +87,13 @@ def test_a_host_of_no_interface_is_refused_with_those_there_are_before_anything_
     message = str(caught.value)
     assert f"system.host={host!r}" in message
     assert why in message
-    assert "127.0.0.1 (lo), 192.0.2.7 (eth0)" in message
+    assert "127.0.0.1 (lo), 192.0.2.7 (eth0), ::1 (lo)" in message
+
+
+def test_a_machine_without_any_address_is_told_what_to_bring_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware.psutil, "net_if_addrs", dict)
+    with pytest.raises(ValueError, match=r"no network interface of this machine has an address.*ip link set lo up"):
+        interface_of("127.0.0.1")
 
 
 @pytest.fixture

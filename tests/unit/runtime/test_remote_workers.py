@@ -94,3 +94,13 @@ def test_a_later_launchs_processes_have_higher_numbers_though_its_host_has_anoth
         here.close()
         claim.release()
     assert numbers == sorted(set(numbers))
+
+
+def test_what_describes_this_hosts_installation_stays_here(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PATH does; libraries and interpreters of this host may be missing there, or fit nothing there."""
+    here = {"LD_LIBRARY_PATH": "/opt/here", "VIRTUAL_ENV": "/venv", "CONDA_PREFIX": "/conda", "CONDA_SHLVL": "1"}
+    for name, value in {**here, "MY_KEY": "1", "PYTHONPATH": "/mine"}.items():
+        monkeypatch.setenv(name, value)
+    carried = backend.environment(PLAN)
+    assert not carried.keys() & here.keys()
+    assert (carried["MY_KEY"], carried["PYTHONPATH"]) == ("1", "/mine")
