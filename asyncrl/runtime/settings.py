@@ -49,7 +49,7 @@ class HostConfig:
     )
     address: str = setting(
         "",
-        "IPv4 address, or a name of it, at which the other hosts reach it. ray: that of the node to use; empty: any "
+        "IP address, or a name of an IPv4 one, at which the other hosts reach it. ray: that of the node to use; empty: any "
         "node with its cpus and gpus free. kubernetes: leave it empty",
     )
     runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACEABLE)}", factory=list)
