@@ -49,8 +49,8 @@ class HostConfig:
     )
     address: str = setting(
         "",
-        "IP address, or a name of an IPv4 one, at which the other hosts reach it. ray: that of the node to use; empty: any "
-        "node with its cpus and gpus free. kubernetes: leave it empty",
+        "IP address, or a name of an IPv4 one, at which the other hosts reach it. ray: that of the node to use; empty: "
+        "any node with its cpus and gpus free. kubernetes: leave it empty",
     )
     runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACEABLE)}", factory=list)
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
