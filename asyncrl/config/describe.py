@@ -11,9 +11,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from omegaconf import OmegaConf
 
 from asyncrl.config.load import Config, experiment_folders, known_experiments
+from asyncrl.config.secrets import without_secrets
 from asyncrl.config.setting import SettingInfo, setting_info
 
 USAGE = """\
@@ -94,8 +96,8 @@ def experiment_help(name: str, config: Config) -> str:
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the resolved config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """Return the resolved config as YAML; secrets are hidden."""
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(msgspec.to_builtins(config))))
 
 
 def _group_lines(group: Any, prefix: str, title: str) -> list[str]:
@@ -112,6 +114,7 @@ def _group_lines(group: Any, prefix: str, title: str) -> list[str]:
 
 
 def _setting_lines(path: str, kind: Any, value: Any, info: SettingInfo) -> list[str]:
+    value = without_secrets(value, path)
     shown = "null" if value is None else repr(str(value)) if isinstance(value, str) else str(value)
     notes = [_type_name(kind)]
     if info.unit:

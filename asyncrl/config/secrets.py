@@ -58,7 +58,7 @@ _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/@\"']+(?:@[^\s/@\"']+)*)@
 _BEARER = re.compile(r"(?i)\b(bearer|negotiate)\s+[^\s\"',;]+")
 _BASIC = re.compile(r"(?i)\b(basic)\s+([A-Za-z0-9+/]+=*)")
 _ASSIGNED = re.compile(
-    r"(?P<name>(?<![\w.-])-{0,2}[A-Za-z][\w.-]*)(?P<sign>=|[\"']\s*:\s*|:\s+|(?<=[A-Za-z]):(?=\S))"
+    r"(?P<name>(?<![\w.-])-{0,2}[A-Za-z][\w.-]*)(?P<sign>=|[\"']\s*:\s*|:\s*)"
     r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s&;,\"'}\])]+)"
 )
 _FLAG = re.compile(r"(?P<name>(?<!\S)--?[A-Za-z][\w-]*)(?P<sign>\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s-]\S*)")
@@ -112,7 +112,12 @@ def hide(text: str) -> str:
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
     text = _BASIC.sub(lambda found: f"{found[1]} {HIDDEN}" if _is_login(found[2]) else found[0], text)
     for pattern in (_ASSIGNED, _FLAG):
-        text = pattern.sub(_hide_assigned, text)
+        place = 0
+        while (found := pattern.search(text, place)) is not None:
+            place = found.end("sign")  # within a value there may be another: url=https://host?token=...
+            if _is_assigned(found):
+                text = f"{text[:place]}{HIDDEN}{text[found.end() :]}"
+                place += len(HIDDEN)
     return text
 
 
@@ -136,9 +141,11 @@ def _is_login(text: str) -> bool:
         return False
 
 
-def _hide_assigned(found: re.Match[str]) -> str:
-    name, sign, value = found["name"], found["sign"], found["value"]
-    import_path = sign == ":" and "-" not in name  # `code.py:token` names code; `X-Api-Key:...` is a header
-    if HIDDEN.startswith(value.lstrip("\"'")[:7]) or import_path or not is_secret(name):
-        return found[0]
-    return f"{name}{sign}{HIDDEN}"
+def _is_assigned(found: re.Match[str]) -> bool:
+    """Return True if a secret name is followed by its value, in a command, an address, a mapping or a header."""
+    name, sign = found["name"], found["sign"]
+    if sign.startswith(":"):  # not in a sentence or an import path
+        before = found.string[: found.start()].rstrip()[-1:]
+        if not ("-" in name or (before in ("", "{", ",", "[", "(") and sign != ":")):
+            return False
+    return not found["value"].lstrip("\"'").startswith(HIDDEN[:7]) and is_secret(name)

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.secrets import hide
 from asyncrl.config.suggestions import did_you_mean
 
 _KEY = "asyncrl.setting"
@@ -22,7 +23,13 @@ MOST_SEED = 2**31 - 1
 
 
 class ConfigError(ValueError):
-    """A setting is invalid. The message names the setting, the value and the fix. No process has started."""
+    """A setting is invalid. The message names the setting, the value and the fix. No process has started.
+
+    Secrets in the message are hidden: it goes to terminals, notebooks and logs.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(hide(message))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,16 @@ import shutil
 import sys
 import textwrap
 
+from asyncrl.config.secrets import hide
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
 def refuse(message: object) -> int:
     """Print each line of `message` as an error; return the exit code.
 
-    On a terminal, lines are wrapped between words. Otherwise each error is one line.
+    Secrets are hidden. On a terminal, lines are wrapped between words. Otherwise each error is one line.
     """
-    for line in str(message).splitlines():
+    for line in hide(str(message)).splitlines():
         text = f"error: {line}"
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns

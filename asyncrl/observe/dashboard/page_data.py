@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
+from asyncrl.config.secrets import without_secrets
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.server_load import policy_of_server
 from asyncrl.observe.history import History
@@ -45,7 +46,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "step": max(history.steps, default=0),
         "total": history.setting("total_train_steps", 0),
         "eta": settings.max_head_offpolicyness if settings else 0,
-        "config": _flat(history.config),
+        "config": _flat(without_secrets(history.config)),
         "series": _series(history),
         "meanings": _meanings(history),
         "ages": _ages(history),
