@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from omegaconf import OmegaConf
 
 from asyncrl.config.load import Config, experiment_folders, known_experiments
 from asyncrl.config.secrets import without_secrets
 from asyncrl.config.setting import SettingInfo, setting_info
+from asyncrl.config.values import to_yaml
 
 USAGE = """\
 {program} <experiment> [setting=value ...] [options]
@@ -97,7 +97,7 @@ def experiment_help(name: str, config: Config) -> str:
 
 def resolved_yaml(config: Config) -> str:
     """Return the resolved config as YAML; secrets are hidden."""
-    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(msgspec.to_builtins(config))))
+    return to_yaml(without_secrets(msgspec.to_builtins(config)))
 
 
 def _group_lines(group: Any, prefix: str, title: str) -> list[str]:

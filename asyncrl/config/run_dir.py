@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml  # type: ignore[import-untyped]  # OmegaConf writes the file with it
-from omegaconf import OmegaConf
+import yaml  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.values import to_yaml
 
 LOCK_FILE = "lock"
 """Locked as long as the run lasts (`asyncrl.runtime.trials.claim`); names the launch that holds, or last held, it."""
@@ -88,8 +88,11 @@ def versions_in(root: Path) -> list[int]:
 
 
 def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:
-    """Write the resolved config where `read_run_config` finds it."""
-    OmegaConf.save(OmegaConf.create(msgspec.to_builtins(config)), run_dir / CONFIG_FILE)
+    """Write the resolved config, secrets included, where `read_run_config` finds it and no other user can read it."""
+    file = run_dir / CONFIG_FILE
+    file.touch(0o600)
+    file.chmod(0o600)
+    file.write_text(to_yaml(msgspec.to_builtins(config)), encoding="utf-8")
 
 
 def read_run_config(run_dir: Path) -> ExperimentConfig:

@@ -63,6 +63,20 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Puts every text in quotes of which a loader of YAML, also one of other rules, would make something else."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+        first: yaml.SafeDumper.yaml_implicit_resolvers.get(first, []) + _Loader.yaml_implicit_resolvers.get(first, [])
+        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+    }
+
+
+def to_yaml(settings: Any) -> str:
+    """Return plain data as YAML."""
+    return str(yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
 def read_file(file: Path) -> Any:
     """Return the content of a YAML file as mappings, lists, texts and `Plain`; `HERE` in a text is the file's folder.
 

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import psutil
-from omegaconf import OmegaConf
 
-from asyncrl.config.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config
+from asyncrl.config.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config, read_settings
+from asyncrl.config.values import to_yaml
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -131,9 +131,8 @@ class RemoteBackend(LauncherBackend):
     def _own_folder(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
         """Return the run's folder on the disk of the host, and the files to write into it."""
         folder = plan.host.run_dir or str(self.run_dir)
-        settings = OmegaConf.load(self.run_dir / CONFIG_FILE)
-        OmegaConf.update(settings, "fileroot", str(Path(folder).parents[1]))
-        files = {CONFIG_FILE: OmegaConf.to_yaml(settings)}
+        settings = read_settings(self.run_dir) | {"fileroot": str(Path(folder).parents[1])}
+        files = {CONFIG_FILE: to_yaml(settings)}
         if self.config.system.encrypt:
             files[SECRET_FILE] = (self.run_dir / SECRET_FILE).read_text()
         return folder, files

@@ -394,7 +394,7 @@ def test_config_survives_the_way_through_the_run_folder(tmp_path: Path) -> None:
     config.optimizer.lr, config.experiment_name, config.reward.args = (
         1e-7,
         "007: a '${name}'",
-        {"1e3": None, "no": "no"},
+        {"1e3": None, "no": "no", "a": ["${", "1e3", "007", "12:30", "2026-11-28", "1_0", "~", "", "=", " x\n"]},
     )
     write_run_config(config, tmp_path)
     assert read_run_config(tmp_path) == config
