@@ -590,7 +590,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of data order and sampling")
     parser.add_argument("--staleness", type=int, default=0, help="generate with the weights of this many versions ago")
     args = parser.parse_args()
-    folder = args.model or ensure_base_model(load_supervised("sft"))
+    folder = args.model or ensure_base_model(load_supervised("arithmetic_base"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
     config = ReferenceConfig(seed=args.seed, staleness=args.staleness)
     trainer = ReferenceTrainer(config, model, tokenizer, ArithmeticDataset(seed=args.seed), arithmetic_reward)

@@ -40,9 +40,10 @@ from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 from asyncrl.trainer.supervised.supervised_loop import SFTPhase, phases_of
 
-ADAMW = SFTConfig(optimizer=SupervisedOptimizer.adamw, adamw_lr=3e-3)
+MUON = load_supervised("arithmetic_base")
+ADAMW = replace(MUON, optimizer=SupervisedOptimizer.adamw, adamw_lr=3e-3)
 """The best rate found for AdamW alone."""
-SHIPPED = ("sft", "tool_calculator_base")
+SHIPPED = ("arithmetic_base", "tool_calculator_base")
 """Built-in experiments that make a base model."""
 FIRST_STEPS = 10
 """Steps whose losses are kept beside a model that comes with the package; a test takes them again."""
@@ -65,7 +66,7 @@ class Result:
 
 def measure(settings: SFTConfig, seed: int, threads: int, shrink: int, folder: Path) -> Result:
     """Make one base model and evaluate it."""
-    phases = [SFTPhase(phase.dataset, max(1, phase.steps // shrink)) for phase in phases_of(load_supervised("sft"))]
+    phases = [SFTPhase(phase.dataset, max(1, phase.steps // shrink)) for phase in phases_of(MUON)]
     losses: list[float] = []
     begin = time.perf_counter()
     path = make_base_model(
@@ -104,7 +105,7 @@ def write_shipped(experiment: str, made: Path) -> Path:
         "made_with": {"torch": torch.__version__, "transformers": transformers.__version__},
         "first_losses": [round(loss, 4) for loss in losses[:FIRST_STEPS]],
         "final_loss": round(losses[-1], 4),
-        "greedy_accuracy": round(greedy_accuracy(made, PROBLEMS), 4) if experiment == "sft" else None,
+        "greedy_accuracy": round(greedy_accuracy(made, PROBLEMS), 4) if experiment == "arithmetic_base" else None,
     }
     for former in shipped.parent.glob(f"{config.experiment_name}-*"):
         shutil.rmtree(former)
@@ -144,7 +145,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
-            for settings in (SFTConfig(), ADAMW):
+            for settings in (MUON, ADAMW):
                 result = measure(settings, seed, args.threads, shrink, Path(folder))
                 results.append(asdict(result))
                 print(

@@ -34,8 +34,8 @@ from asyncrl.trainer.supervised.supervised_loop import phases_of
 TEACHER = experiments_dir() / "base_models" / "distill_teacher"
 TEACHER_STEPS = 1500
 RUNS = {
-    "teacher": ("the teacher", "async_distill", "sft"),
-    "rewards": ("rewards", "async_ppo", "sft"),
+    "teacher": ("the teacher", "async_distill", "arithmetic_base"),
+    "rewards": ("rewards", "async_ppo", "arithmetic_base"),
     "hint": ("itself with a hint", "self_distill", "self_distill_base"),
 }
 """By name: a description of what it learns from, the experiment, and that of its base."""
@@ -44,7 +44,7 @@ Curve = list[tuple[int, float]]
 
 def make_teacher() -> None:
     """Train the teacher and write it to the package."""
-    config = load_supervised("sft")
+    config = load_supervised("arithmetic_base")
     careful = replace(phases_of(config)[0], steps=TEACHER_STEPS)
     with tempfile.TemporaryDirectory() as folder:
         made = make_base_model(config, Path(folder) / "model", phases=[careful])

@@ -120,7 +120,7 @@ class Case:
     steps: int = 14
     disturbed: Callable[[Path], contextlib.AbstractContextManager[None]] | None = None
     experiment: str = "async_ppo"
-    base: str = "sft"
+    base: str = "arithmetic_base"
     first: str = ""
 
 

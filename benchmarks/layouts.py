@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("settings", nargs="*", metavar="setting=value")
     args = parser.parse_intermixed_args()
-    model = ensure_base_model(load_supervised("sft"))
+    model = ensure_base_model(load_supervised("arithmetic_base"))
     print(f"{'layout':<40} {'before':>7} {'after':>7}")
     for name in args.only:
         with tempfile.TemporaryDirectory() as root:

@@ -79,7 +79,7 @@ def main() -> None:
         costs = step_costs(Path(root), args.steps)
         step_s = args.step_s
         if step_s is None:
-            model = ensure_base_model(load_supervised("sft"))
+            model = ensure_base_model(load_supervised("arithmetic_base"))
             step_s = overlap.run(4, "interrupt", 30, Path(root), [f"model.path={model}"]).step
     cost = statistics.median(costs)
     p95 = statistics.quantiles(costs, n=20)[-1]

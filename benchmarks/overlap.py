@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     steps, count = (20, 1) if args.quick else (args.steps, args.rounds)
-    overrides = [f"model.path={ensure_base_model(load_supervised('sft'))}", *args.overrides]
+    overrides = [f"model.path={ensure_base_model(load_supervised('arithmetic_base'))}", *args.overrides]
     if args.observing:
         print(observing(steps, args.eta, args.modes[0], overrides))
         return

@@ -311,7 +311,11 @@ def main() -> None:
             for hidden, layers in (SIZES[:1] if options.quick else SIZES)
         ]
         shapes = SHAPES[:1] if options.quick else SHAPES
-        demos = [] if options.quick else [(steps, ensure_base_model(load_supervised("sft"))) for steps in (0, 20)]
+        demos = (
+            []
+            if options.quick
+            else [(steps, ensure_base_model(load_supervised("arithmetic_base"))) for steps in (0, 20)]
+        )
         trained = [(f"demo after {steps} steps", base, demo(base, steps)) for steps, base in demos]
         for part in parts:
             print(HEADINGS[part], flush=True)

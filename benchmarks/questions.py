@@ -289,7 +289,7 @@ def recorded(name: str, run: Run, root: Path) -> dict[str, object]:
     settings = [each for each in COMMON if each.partition("=")[0] not in own]
     settings += [each.format(code=code) for each in run.settings]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, f"fileroot={root}", f"trial_name={name}"]
-    command += [f"model.path={ensure_base_model(load_supervised('sft'))}", f"total_train_steps={run.steps}"]
+    command += [f"model.path={ensure_base_model(load_supervised('arithmetic_base'))}", f"total_train_steps={run.steps}"]
     with (root / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:

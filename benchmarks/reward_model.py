@@ -85,7 +85,7 @@ def make(out: Path) -> None:
     Raises:
         SystemExit: training failed.
     """
-    base = ensure_base_model(load_supervised("sft"))
+    base = ensure_base_model(load_supervised("arithmetic_base"))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "pairs.jsonl"
         rows = kept_policies.recorded(out / "pairs.json", lambda: pairs(base))
@@ -119,7 +119,7 @@ def measure(seed: int, steps: int, every: int, out: Path) -> list[Point]:
     Raises:
         SystemExit: the run failed.
     """
-    base, trial = ensure_base_model(load_supervised("sft")), f"seed{seed}"
+    base, trial = ensure_base_model(load_supervised("arithmetic_base")), f"seed{seed}"
     settings = [f"fileroot={out}", f"trial_name={trial}", "resume=restart", f"seed={seed}", f"model.path={base}"]
     settings += [f"total_train_steps={steps}", "samples.every=4", *kept_policies.settings(every, steps)]
     done = subprocess.run([sys.executable, "-m", "asyncrl.launch", EXPERIMENT, *settings], check=False)

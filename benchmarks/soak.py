@@ -211,7 +211,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as root:
         run_dir = Path(root) / "soak" / "soak"
-        model = ensure_base_model(load_supervised("sft"))
+        model = ensure_base_model(load_supervised("arithmetic_base"))
         command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", f"model.path={model}", f"fileroot={root}"]
         command += [*SETTINGS, *args.overrides]
         series, killed, code = soak(run_dir, command, args.minutes, args.kill_every, args.sample_every, args.seed)

@@ -357,7 +357,7 @@ def main() -> None:
             parser.error("the reference loop has a constant learning rate: add -- optimizer.schedule=constant")
         if other := [setting for setting in args.overrides if not setting.startswith(EXACT_SETTINGS)]:
             parser.error(f"{other[0]}: the reference loop takes {', '.join(EXACT_SETTINGS)} only")
-    model = args.model.expanduser().resolve() if args.model else ensure_base_model(load_supervised("sft"))
+    model = args.model.expanduser().resolve() if args.model else ensure_base_model(load_supervised("arithmetic_base"))
     wanted = [
         Key(model.name, way, eta, seed, steps, tuple(args.overrides))
         for way, eta, seed in itertools.product(ways, etas, seeds)

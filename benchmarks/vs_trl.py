@@ -185,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     steps, own_steps, seeds = (8, 8, options.seeds[:1]) if options.quick else (STEPS, options.own_steps, options.seeds)
     options.out.mkdir(parents=True, exist_ok=True)
-    python, model = trl_python(options.out), ensure_base_model(load_supervised("sft"))
+    python, model = trl_python(options.out), ensure_base_model(load_supervised("arithmetic_base"))
     slow, out = options.slow_reward, options.out
     runs: dict[str, list[Outcome]] = {name: [] for name in ("asyncrl", "TRL") if options.only in (None, name)}
     for seed in seeds:

@@ -122,7 +122,7 @@ class ModelConfig:
     path: Optional[str] = setting(
         None, "Hugging Face model folder; null: the base made by `model.base_experiment`, cached", fixed=True
     )
-    base_experiment: str = setting("sft", "experiment that makes the base model where `model.path` is null")
+    base_experiment: str = setting("arithmetic_base", "experiment that makes the base model where `model.path` is null")
     dtype: Dtype = setting(
         Dtype.auto,
         "type in which the training ranks compute; auto: bfloat16 on GPUs, float32 on CPUs; what is trained has "

@@ -56,7 +56,7 @@ class Measurements:
 
     def measure(self, steps: int) -> None:
         """Add a round; on a machine that does nothing else some four minutes of 40 steps."""
-        model_path = ensure_base_model(load_supervised("sft"))
+        model_path = ensure_base_model(load_supervised("arithmetic_base"))
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "runs"
             root.mkdir()

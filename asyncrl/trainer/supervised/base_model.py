@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from asyncrl.config.load import experiments_dir
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.display import wrapped
+from asyncrl.plugins.datasets.rows.readers import files_of, is_data_path
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
@@ -83,6 +85,9 @@ def _name(config: SFTConfig) -> str:
     decisive = {key: value for key, value in asdict(config).items() if key not in NOT_IN_DIGEST}
     if (tokenizer := decisive["model"].pop("tokenizer")) is not None:  # the content of the folder counts, not its path
         decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
+    if (data := Path(config.dataset.path).expanduser()).exists() and is_data_path(config.dataset.path):
+        files = files_of(data, config.dataset.args.get("files", ""))
+        decisive["rows"] = [_sum(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     if decisive["model"]["lora"]["rank"] == 0:
         del decisive["model"]["lora"]
     if decisive["loss"]["name"] == CROSS_ENTROPY:
@@ -93,6 +98,13 @@ def _name(config: SFTConfig) -> str:
         del decisive["trainer"]
     digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{config.experiment_name}-{digest}"
+
+
+@cache
+def _sum(file: Path, size: int, changed_ns: int) -> str:
+    """Return the digest of the content of `file`, which has this size and time of its last change."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
 def _content(folder: Path) -> dict[str, str]:

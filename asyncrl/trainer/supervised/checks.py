@@ -9,17 +9,17 @@ from typing import Any
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
+from asyncrl.runtime.process.hardware import count_gpus
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems
 from asyncrl.trainer.parallel.placement import layout_of
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, REWARD_LOSS, loss_kind
-from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, MUON_LR, SFTConfig, SupervisedOptimizer
 
 
 def check(config: SFTConfig) -> Iterator[str]:
@@ -100,8 +100,6 @@ def _engine(config: SFTConfig) -> Iterator[str]:
     """Yield an error message for each problem of the settings of optimizer, adapters and layout."""
     lora, parallel = config.model.lora, config.trainer.parallel
     if config.optimizer == SupervisedOptimizer.muon:
-        if config.model.path is not None and placeholder_in(config.model.path) is not None:
-            yield f"model.path={config.model.path!r}: it takes pictures, which optimizer=muon does not train; use adamw"
         given: dict[str, Any] = {
             "model.lora.rank": lora.rank,
             "trainer.gradient_checkpointing": config.trainer.gradient_checkpointing,
@@ -116,8 +114,19 @@ def _engine(config: SFTConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if ranks > 1 and config.device != Device.cpu:
-        yield f"trainer.parallel={parallel!r}: {ranks} ranks train on CPUs only, device=cpu; on a GPU use d1"
+    gpus = count_gpus()
+    if ranks > gpus and (config.device == Device.cuda or (config.device == Device.auto and gpus)):
+        yield (
+            f"trainer.parallel={parallel!r}: {ranks} ranks want a GPU each and this machine shows {gpus}; use a layout "
+            "of that many ranks, or device=cpu"
+        )
+    if config.optimizer == SupervisedOptimizer.adamw and config.lr != MUON_LR:
+        yield f"lr={config.lr:g}: it is Muon's rate, and optimizer=adamw has another; set adamw_lr={config.lr:g}"
+    if config.optimizer == SupervisedOptimizer.muon and config.model.path is not None:
+        yield (
+            f"model.path={config.model.path!r}: optimizer=muon trains models from scratch, at rates that ruin a "
+            "pretrained one; use optimizer=adamw, with adamw_lr=1e-5 or another rate for fine-tuning"
+        )
     if lora.publish != LoraPublish.auto:
         yield f"model.lora.publish={str(lora.publish)!r}: no servers load the result, which is merged; leave it out"
     yield from lora_problems(lora, config.model.path)

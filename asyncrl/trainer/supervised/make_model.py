@@ -139,8 +139,9 @@ def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total
         if config.model.path is None and not initial.is_dir():
             model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
             save_model(model, tokenizer, initial, {})
-    with joined(config, run_dir, rank, total) as world:
-        learner = EngineLearner(initial, run_dir, config, total, world, choose_device("device", config.device))
+    device = choose_device("device", config.device)
+    with joined(config, run_dir, rank, total, device) as world:
+        learner = EngineLearner(initial, run_dir, config, total, world, device)
         save = partial(learner.finish, total, out_dir)
         yield _Run(learner, save, run_dir / METRICS_FILE if rank == 0 else None)
     if rank == 0 and not config.checkpoint.interval:

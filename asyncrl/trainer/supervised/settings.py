@@ -33,6 +33,10 @@ CROSS_ENTROPY = "cross_entropy"
 """The loss on demonstrations; other losses are on judged answers, of a kind of `asyncrl.algorithms.registry`."""
 
 
+MUON_LR = 7e-3
+"""Default of `lr`: a check tells it from a rate that was meant for AdamW."""
+
+
 class SupervisedOptimizer(StrEnum):
     """Choice of optimizers."""
 
@@ -117,7 +121,9 @@ class SFTTrainerConfig:
     """The ranks, with optimizer=adamw."""
 
     parallel: str = setting(
-        "d1", "parallel layout as of an RL run's trainer.parallel, for example d2t2p2; more than one rank on CPUs only"
+        "d1",
+        "parallel layout as of an RL run's trainer.parallel, for example d2t2p2; all ranks are on this machine, on a "
+        "GPU each or on its CPUs",
     )
     gradient_checkpointing: bool = setting(
         False, "recompute each layer's activations in the backward pass: less memory, a third more work"
@@ -141,7 +147,7 @@ class SFTConfig:
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
     fileroot: str = setting(DEFAULT_FILEROOT, "folder of models, checkpoints, logs and metrics")
     seed: int = setting(1, "seed of data order and initialisation", minimum=0, maximum=MOST_SEED)
-    device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda if there is a GPU")
+    device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda if there is a GPU")
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "rows per step: demonstrations, pairs or labelled answers", unit="rows", minimum=1)
     loss: ChoiceConfig = setting(
@@ -150,14 +156,19 @@ class SFTConfig:
         factory=lambda: ChoiceConfig(CROSS_ENTROPY),
     )
     optimizer: SupervisedOptimizer = setting(
-        SupervisedOptimizer.muon,
-        "muon: matrices by Muon, the rest by AdamW, whole and padded, in one process; adamw: all, by the engines of RL "
-        "training: packed, in layouts, with adapters and checkpoints",
+        SupervisedOptimizer.adamw,
+        "adamw: all weights, by the engines of RL training: packed, in layouts, with adapters and checkpoints; muon: "
+        "matrices by Muon, the rest by AdamW, whole and padded, in one process, for small models from scratch",
     )
-    lr: float = setting(7e-3, "peak learning rate of Muon", minimum=0.0)
-    adamw_lr: float = setting(2e-2, "peak learning rate of AdamW", minimum=0.0)
+    lr: float = setting(MUON_LR, "peak learning rate of Muon, with optimizer=muon", minimum=0.0)
+    adamw_lr: float = setting(
+        1e-5,
+        "peak learning rate of AdamW; the default suits a pretrained model whose weights are all trained; adapters "
+        "take about ten times as much, a model from scratch about a thousand times",
+        minimum=0.0,
+    )
     min_lr_share: float = setting(0.1, "end of the cosine schedule, as a share of the peak", minimum=0.0, maximum=1.0)
-    warmup_steps: int = setting(50, "linear warm-up", unit="steps", minimum=0)
+    warmup_steps: int = setting(10, "linear warm-up", unit="steps", minimum=0)
     max_grad_norm: float = setting(1.0, "limit of the gradient's global norm, by clipping; 0: none", minimum=0.0)
     tokens_per_micro_batch: int = setting(
         2048, "token budget of one forward and backward pass", unit="tokens", minimum=1

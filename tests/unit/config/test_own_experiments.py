@@ -57,7 +57,7 @@ def test_here_is_the_folder_of_the_file_that_says_it(own: Path) -> None:
 
 def test_built_in_experiments_run_as_they_are_and_make_base_models_beside_a_users_own(own: Path) -> None:
     assert load("async_ppo", own) == load_experiment("async_ppo", [])
-    assert load_supervised("sft", own) == load_supervised("sft")
+    assert load_supervised("arithmetic_base", own) == load_supervised("arithmetic_base")
 
 
 def test_a_users_experiment_wins_over_a_built_in_one_of_its_name(own: Path) -> None:

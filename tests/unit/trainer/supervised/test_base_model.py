@@ -30,7 +30,13 @@ from asyncrl.trainer.supervised.base_model import (
     shipped_dir,
 )
 from asyncrl.trainer.supervised.make_model import make_base_model
-from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig, SFTPhaseConfig
+from asyncrl.trainer.supervised.settings import (
+    DEFAULT_FILEROOT,
+    SFTConfig,
+    SFTDatasetConfig,
+    SFTPhaseConfig,
+    SupervisedOptimizer,
+)
 from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 
 pytestmark = pytest.mark.slow
@@ -42,12 +48,14 @@ def made_from_what_is_imported(monkeypatch: pytest.MonkeyPatch, warm_python: str
     monkeypatch.setattr(base_model, "sys", SimpleNamespace(executable=warm_python))
 
 
-SHIPPED = ("sft", "tool_calculator_base")
+SHIPPED = ("arithmetic_base", "tool_calculator_base")
 TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def recipe(root: Path, steps: int = 2) -> SFTConfig:
-    config = SFTConfig(fileroot=str(root), batch_size=2, phases=[SFTPhaseConfig(steps=steps)])
+    config = SFTConfig(
+        optimizer=SupervisedOptimizer.muon, fileroot=str(root), batch_size=2, phases=[SFTPhaseConfig(steps=steps)]
+    )
     config.model.architecture = TINY | {"num_key_value_heads": 2, "intermediate_size": 32}
     return config
 
@@ -183,10 +191,20 @@ def test_the_recipe_begins_as_it_did_when_the_packages_model_was_made(experiment
 
 def test_the_demos_base_model_is_right_as_often_as_its_record_says() -> None:
     """A base that is never right, or always, leaves RL nothing to select."""
-    folder, problems = shipped_dir(load_supervised("sft")), 256
+    folder, problems = shipped_dir(load_supervised("arithmetic_base")), 256
     dataset = ArithmeticDataset(split="held_out", num_rows=problems)
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = ReferenceTrainer(ReferenceConfig(), model, load_tokenizer(folder), dataset, arithmetic_reward)
     accuracy = trainer.greedy_accuracy(dataset)
     assert 0.3 < accuracy < 0.5
-    assert accuracy == pytest.approx(shipped_record("sft")["greedy_accuracy"], abs=0.06)
+    assert accuracy == pytest.approx(shipped_record("arithmetic_base")["greedy_accuracy"], abs=0.06)
+
+
+def test_changed_rows_of_a_file_are_another_model(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    config = SFTConfig(fileroot=str(tmp_path), dataset=SFTDatasetConfig(str(rows)))
+    before = base_model_dir(config)
+    assert base_model_dir(config) == before
+    rows.write_text('{"prompt": "1+1=", "completion": "3"}\n')
+    assert base_model_dir(config) != before

@@ -20,6 +20,7 @@ from asyncrl.plugins.datasets.supervised.demonstration_rows import LazyRows, by_
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, DemonstrationFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
+from asyncrl.trainer.supervised import checks, start_ranks
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.muon import MuonLearner
@@ -43,7 +44,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-FAST = {"batch_size": 8, "warmup_steps": 2}
+FAST = {"batch_size": 8, "warmup_steps": 2, "optimizer": SupervisedOptimizer.muon, "adamw_lr": 2e-2}
 
 
 def make(
@@ -126,7 +127,7 @@ def test_the_cut_into_micro_batches_does_not_change_the_loss_or_the_gradient_ste
 def test_muon_without_a_bound_on_the_gradient_learns_and_stops_at_one_that_is_not_finite(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "start"))
     before = model.model.norm.weight.detach().clone()
-    learner = MuonLearner(model, SFTConfig(warmup_steps=0, max_grad_norm=0.0), 2)
+    learner = MuonLearner(model, SFTConfig(warmup_steps=0, max_grad_norm=0.0, adamw_lr=2e-2), 2)
     batch = [Demonstration([1, 2, 3], [False, True, True])]
     learner.learn(batch)
     assert not torch.equal(model.model.norm.weight, before)
@@ -182,6 +183,7 @@ def test_demonstrations_end_with_the_end_token_and_visit_every_row_once_an_epoch
         assert all(item.loss_mask[prompt:])
 
 
+MUON = {"optimizer": SupervisedOptimizer.muon}
 ENGINE = {"optimizer": SupervisedOptimizer.adamw, "adamw_lr": 1e-2}
 
 
@@ -286,9 +288,17 @@ def test_the_held_out_loss_by_the_engine_is_muons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"checkpoint": SFTCheckpointConfig(interval=5)}, "checkpoint.interval=5: optimizer=muon"),
-        ({"trainer": SFTTrainerConfig(parallel="d2")}, "trainer.parallel=d2: optimizer=muon"),
-        ({"model": SFTModelConfig(architecture=TINY, lora=LoraConfig(rank=2))}, "model.lora.rank=2: optimizer=muon"),
+        ({**MUON, "checkpoint": SFTCheckpointConfig(interval=5)}, "checkpoint.interval=5: optimizer=muon"),
+        ({**MUON, "trainer": SFTTrainerConfig(parallel="d2")}, "trainer.parallel=d2: optimizer=muon"),
+        (
+            {**MUON, "model": SFTModelConfig(architecture=TINY, lora=LoraConfig(rank=2))},
+            "model.lora.rank=2: optimizer=muon",
+        ),
+        (
+            {**MUON, "model": SFTModelConfig(path="/a/model")},
+            "at rates that ruin a pretrained one; use optimizer=adamw",
+        ),
+        ({"lr": 1e-4}, "lr=0.0001: it is Muon's rate, and optimizer=adamw has another; set adamw_lr=0.0001"),
         (
             {"model": SFTModelConfig(architecture=TINY, lora=LoraConfig(rank=2, publish=LoraPublish.merged))},
             "model.lora.publish='merged': no servers load the result",
@@ -296,9 +306,48 @@ def test_the_held_out_loss_by_the_engine_is_muons(tmp_path: Path) -> None:
         ({**ENGINE, "trainer": SFTTrainerConfig(parallel="x2")}, "trainer.parallel='x2'"),
         (
             {**ENGINE, "trainer": SFTTrainerConfig(parallel="d2"), "device": Device.cuda},
-            "trainer.parallel='d2': 2 ranks",
+            "trainer.parallel='d2': 2 ranks want a GPU each and this machine shows 1",
+        ),
+        (
+            {**ENGINE, "trainer": SFTTrainerConfig(parallel="d2")},
+            "this machine shows 1; use a layout of that many ranks",
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "count_gpus", lambda: 1)
     assert any(said in message for message in check(SFTConfig(**settings)))
+
+
+def test_the_defaults_lower_the_loss_of_a_pretrained_model_a_little_and_do_not_ruin_it(tmp_path: Path) -> None:
+    defaults = SFTConfig()
+    names = ("optimizer", "lr", "adamw_lr", "warmup_steps", "max_grad_norm", "min_lr_share")
+    base = make(tmp_path / "base", steps=60, optimizer=SupervisedOptimizer.adamw, adamw_lr=2e-2)
+    phases = [SFTPhase(ArithmeticDataset(num_rows=8), 30)]  # all in each batch: the losses are of the same rows
+    given = {name: getattr(defaults, name) for name in names}
+    losses = losses_of(make(tmp_path / "tuned", phases=phases, path=str(base), **given))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+def test_ranks_on_gpus_see_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_ranks, "visible_gpus", lambda: ("4", "GPU-a", "7"))
+    started: list[str | None] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            started.append(env.get("CUDA_VISIBLE_DEVICES"))
+
+        def wait(self, limit_s: float = 0.0) -> None: ...
+
+        def kill(self) -> None: ...
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(start_ranks.subprocess, "Popen", Process)
+    for device in (Device.auto, Device.cpu):
+        config = SFTConfig(device=device, trainer=SFTTrainerConfig(parallel="d3"))
+        with start_ranks.other_ranks(config, ["config", "out"], tmp_path / "run"):
+            pass
+    assert started == ["GPU-a", "7", None, None]  # this process sees all, and takes the first
