@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from asyncrl.api.chat import ToolSchema
@@ -27,77 +27,152 @@ class ToolSchemaError(ValueError):
     """A function's signature cannot be described to a model. The message names the function and the fix."""
 
 
-def wrong_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
-    """Return the reason why `arguments` do not fit the tool `schema`, as text for the model; None if they fit.
+class Checker:
+    """Checks values against a JSON schema, by the package jsonschema. `pattern` is left out: matching one may take for
+    ever. An integer is written without a decimal point. References are resolved within the schema; nothing is fetched.
 
-    Names and required arguments are checked, and of JSON schema `type`, `enum`, `const`, `anyOf`, `items`,
-    `properties`.
+    Args:
+        schema: the schema of a tool's parameters.
     """
-    parameters = schema["function"].get("parameters") or {}
-    return _wrong_object(parameters, arguments, "")
 
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        from jsonschema import Draft202012Validator, validators
+        from referencing import Registry
 
-def _wrong_object(schema: Mapping[str, Any], value: Mapping[str, Any], where: str) -> str | None:
-    properties = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if name not in value:
-            return f"missing argument {where + name!r}"
-    for name, given in value.items():
-        if name in properties:
-            wrong = _wrong_value(properties[name], given, where + name)
-        elif schema.get("additionalProperties", True) is False:
-            wrong = f"unknown argument {where + name!r}; it takes: {', '.join(properties) or 'none'}"
-        else:
-            wrong = None
-        if wrong is not None:
-            return wrong
-    return None
+        found: Any = validators.validator_for(schema, default=Draft202012Validator)
+        self._validator: Any = _bounded(found)(schema, registry=Registry())
 
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The schema."""
+        schema: Mapping[str, Any] = self._validator.schema
+        return schema
 
-_OF_JSON: Mapping[str, Callable[[Any], bool]] = {
-    "string": lambda value: isinstance(value, str),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "boolean": lambda value: isinstance(value, bool),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, Mapping),
-    "null": lambda value: value is None,
-}
+    def of_argument(self, name: str) -> Checker | None:
+        """Return the checker of the argument `name`; None if the schema does not describe the argument."""
+        described = self._validator.schema
+        while isinstance(described, Mapping) and isinstance(reference := described.get("$ref"), str):
+            try:
+                described = self._validator._resolver.lookup(reference).contents
+            except _broken():
+                return None
+            if reference == described.get("$ref"):
+                return None
+        properties = described.get("properties") if isinstance(described, Mapping) else None
+        of_it = properties.get(name) if isinstance(properties, Mapping) else None
+        if not isinstance(of_it, Mapping):
+            return None
+        checker = Checker.__new__(Checker)
+        checker._validator = self._validator.evolve(schema=of_it)
+        return checker
 
+    def takes(self, value: Any) -> bool:
+        """True if `value` fits the schema; False also if the schema is not a JSON schema."""
+        try:
+            return bool(self._validator.is_valid(value))
+        except _broken():
+            return False
 
-def _wrong_value(schema: Any, value: Any, where: str) -> str | None:
-    if not isinstance(schema, Mapping):
+    def unusable(self) -> str | None:
+        """Return why this is not a JSON schema that can be checked; None if it is."""
+        from jsonschema import SchemaError
+
+        try:
+            self._validator.check_schema(self._validator.schema)
+            for reference in _references(self._validator.schema):
+                self._validator._resolver.lookup(reference)
+        except SchemaError as error:
+            return f"{'.'.join(map(str, error.absolute_path)) or 'the schema'}: {_cut(error.message)}"
+        except _broken() as error:
+            return f"{type(error).__name__}: {_cut(str(error))}"
         return None
-    if "anyOf" in schema:
-        reasons = [_wrong_value(option, value, where) for option in schema["anyOf"]]
-        return None if None in reasons else _expected(schema, value, where)
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds or []
-    if kinds and not any(_OF_JSON.get(kind, _anything)(value) for kind in kinds):
-        return _expected(schema, value, where)
-    choices = [schema["const"]] if "const" in schema else schema.get("enum", [value])
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        return f"argument {where!r} is {_short(value)}; choose one of {json.dumps(choices)}"
-    if isinstance(value, list) and "items" in schema:
-        wrong = (_wrong_value(schema["items"], item, f"{where}[{number}]") for number, item in enumerate(value))
-        return next(filter(None, wrong), None)
-    if isinstance(value, Mapping) and "properties" in schema:
-        return _wrong_object(schema, value, f"{where}.")
-    return None
+
+    def wrong(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return the reason why `arguments` do not fit the schema, as text for the model; None if they fit."""
+        from jsonschema.exceptions import best_match
+
+        try:
+            error = best_match(self._validator.iter_errors(dict(arguments)))
+        except _broken() as broken:
+            return f"the tool's schema cannot be checked ({type(broken).__name__}: {_cut(str(broken))})"
+        if error is None:
+            return None
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)[1:]
+        inner = f"{where}." if where else ""
+        if error.validator == "required":
+            missing = next(name for name in error.validator_value if name not in error.instance)
+            return f"missing argument {inner + missing!r}"
+        if error.validator == "additionalProperties" and error.validator_value is False:
+            known = error.schema.get("properties", {})
+            unknown = next(name for name in error.instance if name not in known)
+            return f"unknown argument {inner + unknown!r}; it takes: {', '.join(known) or 'none'}"
+        given = f"argument {where!r} is {_short(error.instance)}"
+        if error.validator == "type":
+            kinds = error.validator_value
+            return f"{given}, expected {kinds if isinstance(kinds, str) else ' or '.join(kinds)}"
+        if error.validator in ("enum", "const"):
+            choices = error.validator_value if error.validator == "enum" else [error.validator_value]
+            return f"{given}; choose one of {json.dumps(choices)}"
+        if error.validator in ("anyOf", "oneOf"):
+            options = [
+                option.get("type", "anything") for option in error.validator_value if isinstance(option, Mapping)
+            ]
+            names = [name for option in options for name in ([option] if isinstance(option, str) else option)]
+            return f"{given}, expected {' or '.join(names)}"
+        return f"{given}: {_cut(error.message)}"
 
 
-def _anything(_: Any) -> bool:
-    return True
+def wrong_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
+    """Return the reason why `arguments` do not fit the tool `schema`, as text for the model; None if they fit."""
+    return Checker(schema["function"].get("parameters") or {}).wrong(arguments)
 
 
-def _expected(schema: Mapping[str, Any], value: Any, where: str) -> str:
-    options = [option.get("type", "anything") for option in schema.get("anyOf", [schema])]
-    names = [name for option in options for name in ([option] if isinstance(option, str) else option)]
-    return f"argument {where!r} is {_short(value)}, expected {' or '.join(names)}"
+@functools.cache
+def _bounded(base: Any) -> Any:
+    """Return the validator `base` without regular expressions, and with integers that are written as such."""
+    from jsonschema import Draft4Validator, validators
+
+    kinds = base.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: Draft4Validator.TYPE_CHECKER.is_type(value, "integer")
+    )
+    return validators.extend(base, {"pattern": None, "patternProperties": None}, type_checker=kinds)
+
+
+@functools.cache
+def _broken() -> tuple[type[Exception], ...]:
+    """Return the errors of a schema that is not a JSON schema, or refers to something that is not there."""
+    from jsonschema.exceptions import UndefinedTypeCheck, UnknownType
+    from referencing.exceptions import Unresolvable
+
+    return (
+        UnknownType,
+        UndefinedTypeCheck,
+        Unresolvable,
+        RecursionError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+    )
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Yield the references of a schema."""
+    if isinstance(schema, Mapping):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        for part in schema.values():
+            yield from _references(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    return _cut(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 

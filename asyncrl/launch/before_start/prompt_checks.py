@@ -47,7 +47,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     if messages := list(not_found_elsewhere(config)):
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
-    check_format(config, prompt_format.chat.source_with_tools if prompt_format.chat else None)
+    check_format(config, prompt_format.chat)
     due = [each for each in evaluation_sets(config) if each.interval]
     sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
     if not of_evaluation_alone:

@@ -36,8 +36,8 @@ class ChatConfig:
 
     parser: str = setting(
         AUTO,
-        "format of tool calls and reasoning in answers: hermes, llama3, json, xml, none; auto: that of the chat "
-        "template",
+        "format of tool calls in answers, as in the table of docs/tools.md; auto: the one that reads the calls that "
+        "the chat template writes",
     )
     reasoning: Reasoning = setting(
         Reasoning.keep,

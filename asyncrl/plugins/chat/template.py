@@ -102,16 +102,17 @@ class ChatFormat:
     Args:
         prompts: the prompts' template and tokenizer.
         reader: reads answers to conversations that offer tools.
+        unread: why it does not read this template's calls, so that no conversation may offer tools; None if it does.
 
     Raises:
         ValueError: `prompts` has no chat template.
     """
 
-    def __init__(self, prompts: PromptFormat, reader: Parser) -> None:
+    def __init__(self, prompts: PromptFormat, reader: Parser, *, unread: str | None = None) -> None:
         if prompts.chat is None:
             raise ValueError("there is no chat template; set dataset.chat_template to a Jinja file")
         self._prompts, self._template = prompts, prompts.chat
-        self.parser, self._without_calls = reader, parser("none")
+        self.parser, self._without_calls, self._unread = reader, parser("none"), unread
         self.tokenizer = prompts.tokenizer
         self._control_ids = frozenset(self.tokenizer.control_tokens.values())
         # There may be separate templates with and without tools; both are tried.
@@ -141,8 +142,13 @@ class ChatFormat:
         """Return token ids and pictures of a whole conversation, up to where the assistant's answer begins.
 
         Raises:
-            ChatError: the messages are not a conversation, or the template refuses them.
+            ChatError: the messages are not a conversation, the template refuses them, or calls of `tools` would not be
+                read.
         """
+        if tools and self._unread is not None:
+            raise ChatError(
+                f"the conversation offers tools, and rollout.chat.parser={self.parser.name}: {self._unread}"
+            )
         if (wrong := wrong_messages(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         try:

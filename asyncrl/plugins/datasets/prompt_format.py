@@ -33,7 +33,7 @@ from asyncrl.plugins.datasets.templates.picture_parts import (
     with_content,
     without_pictures,
 )
-from asyncrl.plugins.datasets.templates.template_process import TemplateLimit
+from asyncrl.plugins.datasets.templates.sandbox import TemplateLimit
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
 

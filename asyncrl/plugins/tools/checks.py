@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from asyncrl.api.tool_schema import TOOL_NAME
@@ -86,13 +87,15 @@ def _server(group: str, server: McpServerConfig) -> Iterator[str]:
     if server.command:
         if server.command != PYTHON and shutil.which(server.command) is None:
             yield f"{group}.command={server.command!r}: no such program; is it installed and on PATH?"
+        if server.cwd and not Path(server.cwd).is_dir():
+            yield f"{group}.cwd={server.cwd!r}: no such folder"
         if server.headers:
             yield f"{group}.headers: a program that is started has none; leave them out, or give a url"
     else:
         address = urlsplit(server.url)
         if address.scheme not in ("http", "https") or not address.hostname:
             yield f"{group}.url={server.url!r}: no HTTP address; write http://host:port/mcp"
-        unused: Sequence[str] = [name for name in ("args", "env") if getattr(server, name)]
+        unused: Sequence[str] = [name for name in ("args", "env", "cwd") if getattr(server, name)]
         for name in unused:
             yield f"{group}.{name}: is for a program that is started; leave it out, or give a command"
     if server.prefix and not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", server.prefix):

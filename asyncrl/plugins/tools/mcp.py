@@ -1,24 +1,30 @@
-"""Tools of an MCP server (Model Context Protocol), over stdio or streamable HTTP, by the official `mcp` package (extra
-`mcp`).
+"""Tools of an MCP server (Model Context Protocol), over stdio, streamable HTTP or SSE, by the official `mcp` package
+(extra `mcp`).
 
 One task owns a connection from start to end, as the package requires. Callers of a tool only pass their call to this
 task. All samples of a worker share the connection. Life of a connection:
 
-    starting -> open -> broken (a call found it closed) -> starting -> ... -> closed
+    starting -> open -> broken (a call found it closed or hung) -> starting -> ... -> closed
 
-A server that died is restarted, at once and then after growing pauses. The call that found it dead is not repeated,
+A server that died is restarted, and so is one that leaves both a call and the ping after it without an answer. It is
+restarted at once, and after growing pauses as long as no call succeeds. The call that found it dead is not repeated,
 because the server may already have done it. Other calls wait for the new server, within their own time limit.
+
+The model reads text, embedded text resources and the URIs of links, and sees images. Of audio and other binary
+resources it reads that they are there. The offered tools are those that the server lists when the worker starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.api.picture import Picture, PictureError
@@ -26,7 +32,11 @@ from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Pauses in s before a restart that follows a failed start: the first one, doubled each time up to the longest."""
+"""Pauses in s before a restart that follows a failed start, or a start after which no call succeeded: the first one,
+doubled each time up to the longest.
+"""
+PING_LIMIT_S = 5.0
+"""Longest time, in s, that a server has to answer a ping after it left a call without an answer."""
 
 _STDERR_BYTES, _STDERR_LINES = 4096, 3
 
@@ -51,7 +61,9 @@ class McpServer:
         self._stderr = _Stderr()
         self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._broken = asyncio.Event()
-        self._closing = False
+        self._closing = asyncio.Event()
+        self._served = False
+        """True if a call succeeded since the last start."""
         self.starts = 0
         """Number of starts."""
         self._owner = asyncio.create_task(self._own())
@@ -92,27 +104,48 @@ class McpServer:
             async with RunningTimeout(self.config.timeout_s):
                 result = await client.call_tool(name, dict(arguments))
         except TimeoutError:
+            if not await self._answers(client):
+                self._give_up(broken)
+                raise McpError(
+                    f"it did not answer within {self.config.timeout_s:g} s, nor a ping after that; it is started again"
+                ) from None
             raise McpError(f"it did not answer within {self.config.timeout_s:g} s") from None
         except Exception as error:
             if _is_closed(error):
-                broken.set()
+                self._give_up(broken)
             raise McpError(_told(error)) from error
-        pictures, texts = [], []
-        for item in result.content:
-            try:
-                if item.type == "image":
-                    pictures.append(Picture.from_base64(item.data))
-                    continue
-            except PictureError as error:
-                texts.append(f"[image: {error}]")
-                continue
-            texts.append(_text_of(item))
-        text = "\n".join(texts)
+        self._served = True
+        seen = [_seen(item) for item in result.content]
+        pictures = tuple(part for part in seen if isinstance(part, Picture))
+        text = "\n".join(part for part in seen if isinstance(part, str))
+        if not seen and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         return ToolResult(
-            f"Error: {text}" if result.is_error else text,
-            is_error=bool(result.is_error),
-            pictures=tuple(pictures),
+            f"Error: {text}" if result.is_error else text, is_error=bool(result.is_error), pictures=pictures
         )
+
+    def _give_up(self, broken: asyncio.Event) -> None:
+        """Have the connection that `broken` belongs to replaced; calls wait for the next one from now on."""
+        if broken is self._broken and self._opened.done():
+            self._opened = asyncio.get_running_loop().create_future()
+        broken.set()
+
+    async def _answers(self, client: Any) -> bool:
+        """True if the server answers a ping, if only by an error."""
+        from mcp import MCPError
+
+        try:
+            async with RunningTimeout(min(PING_LIMIT_S, self.config.timeout_s)):
+                await client.session.send_ping()
+        except TimeoutError:
+            return False
+        except MCPError as error:
+            return not _is_closed(error)
+        except Exception as error:
+            if _is_closed(error):
+                return False
+            raise McpError(_told(error)) from error
+        return True
 
     async def close(self, limit_s: float) -> None:
         """End the connection, and the program that was started for it.
@@ -121,7 +154,7 @@ class McpServer:
         latest. Half of the time is for the connection's own end, the other half for that of its task once it is
         cancelled.
         """
-        self._closing = True
+        self._closing.set()
         self._broken.set()
         done, _ = await asyncio.wait({self._owner}, timeout=limit_s / 2)
         if not done:
@@ -140,29 +173,33 @@ class McpServer:
     async def _own(self) -> None:
         """Hold one connection after the other until `close`."""
         pause_s = FIRST_PAUSE_S
-        while not self._closing:
+        while not self._closing.is_set():
             self._broken = asyncio.Event()
             try:
                 async with AsyncExitStack() as stack:
                     async with asyncio.timeout(self.config.start_timeout_s):
                         client = await self._connect(stack)
                     self.starts += 1
+                    self._served = False
                     self._opened.set_result(client)
-                    pause_s = FIRST_PAUSE_S
-                    if self._closing:
+                    if self._closing.is_set():
                         break
                     await self._broken.wait()
-                    self._opened = asyncio.get_running_loop().create_future()
+                    self._give_up(self._broken)
+                if self._served:
+                    pause_s = FIRST_PAUSE_S
+                elif not self._closing.is_set():
+                    await self._paused(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except Exception as error:  # the package raises groups of any errors of its transports
-                if self._closing:
+                if self._closing.is_set():
                     break
-                if self._opened.done():
-                    self._opened = asyncio.get_running_loop().create_future()
-                elif not self.starts:
+                if not self.starts:
                     self._opened.set_exception(
                         McpError(f"mcp server {self.config.name!r} did not start: {_told(error)}{self._stderr.said()}")
                     )
                     return
+                self._give_up(self._broken)
                 why = _told(error) + self._stderr.said()
                 _log.warning("mcp server %s: %s; another start in %g s", self.config.name, why, pause_s)
                 await self._paused(pause_s)
@@ -171,13 +208,14 @@ class McpServer:
     async def _paused(self, pause_s: float) -> None:
         try:
             async with asyncio.timeout(pause_s):
-                await self._broken.wait()
+                await self._closing.wait()
         except TimeoutError:
             return
 
     async def _client(self, stack: AsyncExitStack) -> Any:
         """Return a client whose session is open, ended by `stack`."""
         from mcp import Client, StdioServerParameters
+        from mcp.client.sse import sse_client
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
@@ -185,8 +223,12 @@ class McpServer:
         config = self.config
         if config.command:
             command = sys.executable if config.command == PYTHON else config.command
-            parameters = StdioServerParameters(command=command, args=list(config.args), env=dict(config.env))
+            parameters = StdioServerParameters(
+                command=command, args=list(config.args), env=dict(config.env), cwd=config.cwd or None
+            )
             transport: Any = stdio_client(parameters, errlog=stack.enter_context(self._stderr.opened()))
+        elif urlsplit(config.url).path.rstrip("/").endswith("/sse"):
+            transport = sse_client(config.url, headers=dict(config.headers))
         else:
             http = await stack.enter_async_context(create_mcp_http_client(headers=dict(config.headers)))
             transport = streamable_http_client(config.url, http_client=http)
@@ -275,6 +317,28 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def _text_of(item: Any) -> str:
+def _seen(item: Any) -> str | Picture:
+    """Return what the model sees of a part of a result."""
+    if item.type == "image":
+        return _picture(item.data, "image")
+    if item.type == "audio":
+        return f"[audio of the type {item.mime_type}, which is not shown]"
+    if item.type == "resource_link":
+        about = "".join(f" {part}" for part in (item.mime_type, item.description) if part)
+        return f"[{item.title or item.name}: {item.uri}{about}]"
+    if item.type == "resource":
+        resource = item.resource
+        if isinstance(text := getattr(resource, "text", None), str):
+            return text
+        if (kind := resource.mime_type or "an unknown type").startswith("image/"):
+            return _picture(resource.blob, resource.uri)
+        return f"[{resource.uri}: data of {kind}, which is not shown]"
     text = getattr(item, "text", None)
-    return text if isinstance(text, str) else f"[{item.type}]"
+    return text if isinstance(text, str) else f"[{item.type}, which is not shown]"
+
+
+def _picture(data: str, name: Any) -> str | Picture:
+    try:
+        return Picture.from_base64(data)
+    except PictureError as error:
+        return f"[{name}: {error}]"

@@ -43,7 +43,10 @@ class McpServerConfig:
     env: dict[str, str] = setting(
         help="environment variables of the program, in addition to a few harmless ones of the worker", factory=dict
     )
-    url: str = setting("", "address of a server that speaks streamable HTTP; give this or command")
+    cwd: str = setting("", "folder in which the program runs; empty: that of the worker")
+    url: str = setting(
+        "", "address of a server that speaks streamable HTTP, or SSE if its path ends with /sse; give this or command"
+    )
     headers: dict[str, str] = setting(
         help="HTTP headers of requests to url, for example {Authorization: ...}", factory=dict
     )

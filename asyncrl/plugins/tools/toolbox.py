@@ -26,10 +26,12 @@ from typing import Any, Protocol, Self
 from asyncrl.api import Tool, ToolCall, ToolResult, ToolSchema
 from asyncrl.api.picture import Picture
 from asyncrl.api.tool import as_result
-from asyncrl.api.tool_schema import wrong_arguments
+from asyncrl.api.tool_schema import Checker, wrong_arguments
 
 MAX_ARGUMENT_CHARS = 200_000
 """Limit on the arguments of a call, as JSON in UTF-8, in bytes."""
+_CHECKED_AT_ONCE = 8_000
+"""Size of arguments, in bytes, up to which they are checked on the event loop."""
 SAID_EVERY_S = 10.0
 """Least seconds between two log lines about failures of one tool."""
 UNKNOWN = "unknown"
@@ -161,15 +163,20 @@ class Toolbox:
         """Add a tool.
 
         Raises:
-            ValueError: its name is taken.
+            ValueError: its name is taken, or its parameters are not described by a JSON schema.
         """
         name = hosted.tool.name
+        schema = hosted.tool.schema()
         if name in self.tools:
             raise ValueError(
                 f"{hosted.label} and {self.tools[name].label} are both called {name!r}; give one another name"
             )
+        if (why := Checker(schema["function"].get("parameters") or {}).unusable()) is not None:
+            raise ValueError(
+                f"{hosted.label}: its parameters are not a JSON schema ({why}); mend it, or leave the tool out"
+            )
         self.tools[name] = hosted
-        self._schemas[name] = hosted.tool.schema()
+        self._schemas[name] = schema
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
@@ -300,7 +307,12 @@ class ToolSession:
             raise ToolFailure(f"the arguments cannot be written as JSON in UTF-8 ({type(error).__name__})") from None
         if size > MAX_ARGUMENT_CHARS:
             raise ToolFailure(f"the arguments have {size} bytes; {MAX_ARGUMENT_CHARS} are the most")
-        if (wrong := wrong_arguments(self._toolbox.schema_of(hosted.tool.name), call.arguments)) is not None:
+        schema = self._toolbox.schema_of(hosted.tool.name)
+        if size <= _CHECKED_AT_ONCE:
+            wrong = wrong_arguments(schema, call.arguments)
+        else:
+            wrong = await asyncio.to_thread(wrong_arguments, schema, call.arguments)
+        if wrong is not None:
             raise ToolFailure(wrong)
         try:
             await self._create(hosted)

@@ -61,7 +61,7 @@ class UserComponents:
             config.rollout.user_code,
             *(EpisodeProcesses(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
         )
-        check_format(config, form.chat.source_with_tools if form.chat else None)
+        check_format(config, form.chat)
         self.tools = RunTools(config.tools, config.mcp, self.runner)
         toolbox = self.tools.toolbox
         self.prompts = Prompts(

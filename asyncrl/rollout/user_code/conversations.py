@@ -11,7 +11,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.plugins.chat.client import ChatPolicy
-from asyncrl.plugins.chat.parsers import choose, parser
+from asyncrl.plugins.chat.parsers import parser, readers, why_unread
 from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
@@ -43,9 +43,10 @@ def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFor
     if prompts.chat is None:
         return None
     name = config.rollout.chat.parser
-    return ChatFormat(
-        prompts, choose(prompts.chat.source_with_tools, prompts.tokenizer) if name == AUTO else parser(name)
-    )
+    if name == AUTO:
+        name = next(iter(readers(prompts.chat)), "none")
+    unread = None if config.rollout.chat.parser == "none" else why_unread(prompts.chat, name.removesuffix("none"))
+    return ChatFormat(prompts, parser(name), unread=unread)
 
 
 def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:

@@ -15,8 +15,9 @@ from asyncrl.api.tool_schema import ToolSchemaError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.chat.parsers import FORMATS, choose, unsupported
+from asyncrl.plugins.chat.parsers import FORMATS, why_unread
 from asyncrl.plugins.datasets.settings import AUTO
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
@@ -91,34 +92,25 @@ class RunTools:
         await asyncio.gather(*(server.close(CLOSE_LIMIT_S) for server in self._servers))
 
 
-def check_format(config: ExperimentConfig, template_source: str | None) -> None:
-    """Check that the chat format can offer the run's tools and parse their calls.
-
-    Args:
-        template_source: the chat template; None without one.
+def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:
+    """Check that the chat template shows the run's tools to the model, and that the parser reads their calls.
 
     Raises:
-        ConfigError: the format does not support tool calls.
+        ConfigError: it does not.
     """
     if not config.tools and not config.mcp:
         return
-    if template_source is None:
+    if chat is None:
         raise ConfigError(
             "tools: the tokenizer has no chat template that describes them to the model; set dataset.chat_template to "
             "a Jinja file, or use a model that has one"
         )
     name = config.rollout.chat.parser
-    whose = unsupported(template_source)
-    if name == AUTO and whose is not None:
+    why = "none of their calls would be read" if name == "none" else why_unread(chat, "" if name == AUTO else name)
+    if why is not None:
         raise ConfigError(
-            f"rollout.chat.parser=auto: the chat template asks for calls in the format of {whose}, which is not read; "
-            f"name one of {', '.join(FORMATS)}, with a template that asks for it (dataset.chat_template)"
-        )
-    if (choose(template_source).name if name == AUTO else name) == "none":
-        raise ConfigError(
-            f"rollout.chat.parser={name}: there are tools in the settings, and "
-            + ("the chat template does not mention any" if name == AUTO else "none of their calls would be read")
-            + f"; use a template with tools (dataset.chat_template) and one of {', '.join(FORMATS)}"
+            f"rollout.chat.parser={name}: there are tools in the settings, and {why}; use a chat template with tools "
+            f"(dataset.chat_template) whose calls one of these formats reads: {', '.join(FORMATS)}"
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.api import Tool, ToolResult, as_tool
 from asyncrl.api.tool import as_result
-from asyncrl.api.tool_schema import ToolSchemaError, wrong_arguments
+from asyncrl.api.tool_schema import Checker, ToolSchemaError, wrong_arguments
 
 
 class Unit(StrEnum):
@@ -119,6 +119,34 @@ def test_a_constant_in_a_schema_is_the_only_valid_value():
     schema = {"type": "function", "function": {"name": "draw", "parameters": kind}}
     assert wrong_arguments(schema, {"kind": "circle", "size": 1.5}) is None
     assert wrong_arguments(schema, {"kind": "square"}) == 'argument \'kind\' is "square"; choose one of ["circle"]'
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "wrong"),
+    [
+        ({"enum": [0.5, 1.0]}, 1, None),
+        ({"enum": [0, 1]}, True, "choose one of [0, 1]"),
+        ({"$ref": "#/$defs/N"}, "x", "expected integer"),
+        ({"$ref": "#/$defs/N"}, 3, None),
+        ({"type": "integer"}, 5.0, "expected integer"),
+        ({"allOf": [{"$ref": "#/$defs/N"}, {"minimum": 2}]}, 1, "less than the minimum"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "x", "expected"),
+        ({"type": "array", "minItems": 1}, [], "argument 'a' is []"),
+        ({"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}, {}, "missing argument 'a.b'"),
+    ],
+)
+def test_a_json_schema_is_checked_with_its_references(schema, value, wrong):
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"N": {"type": "integer"}}}
+    found = wrong_arguments({"type": "function", "function": {"name": "f", "parameters": parameters}}, {"a": value})
+    assert found is None if wrong is None else wrong in (found or "")
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "#/$defs/Missing"}, {"$ref": "https://example.org/s.json"}, {"enum": 3}]
+)
+def test_a_schema_that_cannot_be_checked_is_named(schema):
+    assert Checker({"type": "object", "properties": {"a": schema}}).unusable()
+    assert Checker(as_tool(weather).schema()["function"]["parameters"]).unusable() is None
 
 
 async def test_hidden_arguments_come_from_the_settings_and_from_the_sample():

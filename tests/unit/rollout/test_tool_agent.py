@@ -22,7 +22,7 @@ from asyncrl.api import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.agents.tool_agent import ToolAgent
 from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.chat.parsers import choose, parser
+from asyncrl.plugins.chat.parsers import parser, readers
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "tool_calculator"
 SOURCE = (FOLDER / "chat_template.jinja").read_text()
 TOKENIZER = load_tokenizer(FOLDER)
 FORMAT = PromptFormat(TOKENIZER, ChatTemplate(SOURCE, special_tokens(FOLDER)))
-CHAT = ChatFormat(FORMAT, choose(SOURCE, TOKENIZER))
+CHAT = ChatFormat(FORMAT, parser(readers(FORMAT.chat)[0]))
 END = "<|im_end|>"
 
 

@@ -14,6 +14,7 @@ from asyncrl.api import Tool, ToolCall
 from asyncrl.api.tool import as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.tools.checks import check
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, HostedTool, Toolbox, ToolFailure
@@ -435,26 +436,35 @@ def test_settings_are_checked_before_the_start(text, message):
     assert (problems == []) if message is None else (len(problems) == 1 and message in problems[0])
 
 
+HERMES = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}.{% endfor %}{{ tools }}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "parser", "message"),
     [
-        ("{{ tools }}<tool_call>", "auto", None),
-        ("{{ tools }}[TOOL_CALLS]", "hermes", None),
+        (HERMES, "auto", None),
+        (HERMES, "hermes", None),
         (None, "auto", "no chat template"),
-        ("{{ tools }}[TOOL_CALLS]", "auto", "in the format of Mistral, which is not read"),
-        ("{{ messages }}", "auto", "does not mention any"),
-        ("{{ tools }}<tool_call>", "none", "none of their calls would be read"),
+        (HERMES, "xml", "parser=xml: .* it does not read the calls that the chat template writes; use auto, or hermes"),
+        (HERMES.replace("tojson", "string"), "auto", "from which no format reads the same call again"),
+        (HERMES.replace("m.tool_calls or", "[] or"), "auto", "leaves calls out of the conversation"),
+        (HERMES.replace("{{ tools }}", ""), "auto", "does not show the model any tools"),
+        (HERMES, "none", "none of their calls would be read"),
     ],
 )
 def test_a_model_that_cannot_be_told_of_the_tools_is_refused(source, parser, message):
     config = ExperimentConfig(tools=[ToolConfig(path="asyncrl.plugins.tools.calculator:calculator")])
     config.rollout.chat.parser = parser
     check_format(ExperimentConfig(), None)
+    chat = None if source is None else ChatTemplate(source, {})
     if message is None:
-        check_format(config, source)
+        check_format(config, chat)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_format(config, source)
+            check_format(config, chat)
 
 
 async def test_tools_of_servers_that_are_not_connected_yet_are_not_left_out_silently(runner):

@@ -1,43 +1,158 @@
-"""Formats of tool calls, one per file: a model's text becomes content, reasoning and calls.
-
-| format   | written by                 | a call                                                                   |
-|----------|----------------------------|--------------------------------------------------------------------------|
-| `hermes` | Hermes, Qwen2.5, Qwen3     | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`               |
-| `xml`    | Qwen3-Coder                | `<function=f><parameter=a>text</parameter></function>`, typed by schema  |
-| `llama3` | Llama 3                    | the answer is `{"name": ..., "parameters": {...}}`, several with `;`     |
-| `json`   | others                     | the answer is such an object, or a list of them, fenced or not           |
-| `none`   | models without tools       | there are none                                                           |
+"""Formats of tool calls: a model's text becomes content, reasoning and calls. See `FORMATS` for their table.
 
 No input raises. Text that begins like a call but is not a valid one stays content and counts as malformed; nothing is
 guessed or repaired. Calls within the reasoning (`<think>`) do not count.
+
+A chat template's format is not guessed from its source: the template renders a conversation with a known call, and the
+formats that read exactly this call from it are the template's (`readers`).
 """
 
 from __future__ import annotations
 
-from asyncrl.api.tokenizer import Tokenizer
+from collections.abc import Mapping
+from typing import Any, Final
+
+from asyncrl.api.chat import ToolCall, ToolSchema
 from asyncrl.plugins.chat.parsers.bare import BareFormat
 from asyncrl.plugins.chat.parsers.base import CallFormat, Parsed, Parser
-from asyncrl.plugins.chat.parsers.hermes import HermesFormat
-from asyncrl.plugins.chat.parsers.xml import XmlFormat
+from asyncrl.plugins.chat.parsers.keyed import KeyedFormat
+from asyncrl.plugins.chat.parsers.literals import LiteralFormat
+from asyncrl.plugins.chat.parsers.marked import MarkedFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
 
-__all__ = ["FORMATS", "Parsed", "Parser", "choose", "parser", "unsupported"]
+__all__ = ["FORMATS", "Parsed", "Parser", "parser", "readers", "why_unread"]
 
 FORMATS: dict[str, CallFormat | None] = {
-    "hermes": HermesFormat(),
+    # Hermes, Qwen2.5, Qwen3
+    "hermes": MarkedFormat(
+        "<tool_call>",
+        "</tool_call>",
+        '<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>',
+    ),
+    # Qwen3-Coder, Qwen3.5, Nemotron 3; typed by the tool's schema
+    "xml": KeyedFormat(
+        r"(?:<tool_call>\s*)?<function=([^<>\n]+)>|<tool_call>",
+        r"<parameter=([^<>\n]+)>",
+        "</parameter>",
+        r"</function>(?:\s*</tool_call>)?",
+        (
+            "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+            "<parameter={key}>\n{value}\n</parameter>\n",
+        ),
+    ),
+    # Llama 3; several calls with ;
     "llama3": BareFormat("parameters", tag="<|python_tag|>", separator=";"),
+    # xLAM and others: the answer is such an object, or a list of them, fenced or not
     "json": BareFormat("arguments", lists=True),
-    "xml": XmlFormat(),
+    "mistral": MarkedFormat(
+        r"\[TOOL_CALLS\](?:\s*([^\s\[\]{}]+)(?:\[CALL_ID\]\w+)?\[ARGS\])?", "", "[TOOL_CALLS]{name}[ARGS]{arguments}"
+    ),
+    # DeepSeek V3.1, and V3 and R1 with ```json
+    "deepseek": MarkedFormat(
+        r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+        r"(?:function<｜tool▁sep｜>([^\n<]+)\n```json\n|([^\n<]+)<｜tool▁sep｜>)|<｜tool▁calls▁begin｜>",
+        r"(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        None,
+    ),
+    # GLM 4.5 and later; typed by the tool's schema
+    "glm": KeyedFormat(
+        r"<tool_call>([\w.-]+)(?=\s*(?:<arg_key>|</tool_call>))|<tool_call>",
+        r"<arg_key>([^<>\n]+)</arg_key>\s*<arg_value>",
+        "</arg_value>",
+        "</tool_call>",
+        (
+            "<tool_call>{name}\n{arguments}</tool_call>",
+            "<arg_key>{key}</arg_key>\n<arg_value>\n{value}\n</arg_value>\n",
+        ),
+    ),
+    # MiniMax M2; typed by the tool's schema
+    "minimax": KeyedFormat(
+        r"(?:<minimax:tool_call>\s*)?<invoke name=\"([^\"<>\n]+)\">|<minimax:tool_call>",
+        r"<parameter name=\"([^\"<>\n]+)\">",
+        "</parameter>",
+        r"</invoke>(?:\s*</minimax:tool_call>)?",
+        (
+            '<minimax:tool_call>\n<invoke name="{name}">\n{arguments}</invoke>\n</minimax:tool_call>',
+            '<parameter name="{key}">\n{value}\n</parameter>\n',
+        ),
+    ),
+    # LFM2 and LFM2.5
+    "lfm2": LiteralFormat(
+        r"<\|tool_call_start\|>(?:\s*\[)?",
+        name=r"([\w.-]+)\s*\(",
+        between="=",
+        last=")",
+        more=",",
+        closing=r"\s*\]?\s*<\|tool_call_end\|>",
+        quotes=("'", '"'),
+        written=("<|tool_call_start|>[{calls}]<|tool_call_end|>", "{name}({arguments})"),
+    ),
+    # Gemma 4
+    "gemma4": LiteralFormat(
+        r"<\|tool_call>(?=\s*call:)|<\|tool_call>",
+        name=r"\s*call:([\w.-]+)\s*\{",
+        between=":",
+        last="}",
+        more="",
+        closing=r"\s*<tool_call\|>",
+        quotes=('<|"|>',),
+        unquoted=True,
+        written=("{calls}", "<|tool_call>call:{name}{{arguments}}<tool_call|>"),
+    ),
+    "granite": MarkedFormat(r"<\|tool_call\|>", r"<\|/tool_call\|>", "<|tool_call|>{calls}"),
+    "granite20b": MarkedFormat(
+        "<function_call>",
+        r"</function_call>|(?=<function_call>)",
+        '<function_call> {"name": "{name}", "arguments": {arguments}}',
+    ),
+    # Hunyuan, Jamba
+    "hunyuan": MarkedFormat("<tool_calls>", "</tool_calls>", "<tool_calls>{calls}</tool_calls>"),
+    "internlm": MarkedFormat(
+        r"<\|action_start\|>\s*<\|plugin\|>",
+        r"<\|action_end\|>",
+        '<|action_start|><|plugin|>\n{"name": "{name}", "parameters": {arguments}}<|action_end|>',
+        ("parameters", "arguments"),
+    ),
+    "apertus": MarkedFormat(
+        r"<\|tools_prefix\|>", r"<\|tools_suffix\|>", "<|tools_prefix|>{calls}<|tools_suffix|>", None
+    ),
+    # models without tools: there are no calls
     "none": None,
 }
-_FOREIGN = {
-    "[TOOL_CALLS]": "Mistral",
-    "<｜tool▁calls▁begin｜>": "DeepSeek",
-    "<|tool_calls_section_begin|>": "Kimi",
-    "<arg_key>": "GLM",
-    "<|channel|>": "gpt-oss",
-    "<minimax:tool_call>": "MiniMax",
+"""The formats by name."""
+
+_PROBE_TOOL: Final[ToolSchema] = {
+    "type": "function",
+    "function": {
+        "name": "look_up_row",
+        "description": "Looks up a row.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "A text."},
+                "code": {"type": "string", "description": "Digits."},
+                "count": {"type": "integer", "description": "A number."},
+                "share": {"type": "number", "description": "A share."},
+                "exact": {"type": "boolean", "description": "Exact or not."},
+                "filter": {"type": "object", "description": "A filter."},
+                "columns": {"type": "array", "items": {"type": "string"}, "description": "Names."},
+            },
+            "required": ["text"],
+        },
+    },
 }
-"""Marks of templates whose formats are not supported."""
+_PROBE: Final[Mapping[str, Any]] = {
+    "text": 'He said "it\'s <b>\n  5, {a}: [b]".',
+    "code": "007",
+    "count": 3,
+    "share": -2.5,
+    "exact": True,
+    "filter": {"age": {"above": 30, "names": ["O'Neil", "é, x"]}},
+    "columns": ["a", "b c"],
+}
+_ASKED: Final[Mapping[str, Any]] = {"role": "user", "content": "Which row?"}
+_ANSWERED: Final = "CutHere"
 
 
 def parser(name: str) -> Parser:
@@ -51,36 +166,75 @@ def parser(name: str) -> Parser:
     return Parser(name, FORMATS[name])
 
 
-def unsupported(template_source: str | None) -> str | None:
-    """Return whose format of tool calls the template uses, if that format is not supported; otherwise None."""
-    return next((whose for mark, whose in _FOREIGN.items() if mark in (template_source or "")), None)
+def readers(template: ChatTemplate) -> list[str]:
+    """Return the formats that read a call from what the template writes for it, the best one first; none if the
+    template leaves calls out, writes them in an unknown format, or in one from which arguments cannot be told.
+    """
+    written = _written(template, 1)
+    if written is None:
+        return []
+    several = _written(template, 2)  # some templates refuse that
+    if several is not None and several.count(_PROBE_TOOL["function"]["name"]) < 2:
+        several = None
+    found = [name for name in FORMATS if name != "none" and _reads(name, written, 1)]
+    found = [name for name in found if several is None or _reads(name, several, 2)]
+    calls = _calls(1)
+    return sorted(found, key=lambda name: parser(name).render(calls) not in written)
 
 
-def choose(template_source: str | None, tokenizer: Tokenizer | None = None) -> Parser:
-    """Return the parser of the format that a chat template asks the model for.
-
-    It is `none` if the template does not mention tools, or asks for a format that is not supported (see `unsupported`).
+def why_unread(template: ChatTemplate, name: str = "") -> str | None:
+    """Return why the calls of a model with this template are not read; None if they are.
 
     Args:
-        template_source: the Jinja template; None without one.
-        tokenizer: decides by its special tokens for calls if the template does not.
+        name: the format that reads them; empty: the best one for the template.
     """
-    source = template_source or ""
-    if "tools" not in source or unsupported(source) is not None:
-        return parser("none")
-    if "<function=" in source:
-        return parser("xml")
-    if "<tool_call>" in source:
-        return parser("hermes")
-    if "<|python_tag|>" in source or '"parameters": ' in source or _is_token(tokenizer, "<|python_tag|>"):
-        return parser("llama3")
-    return parser("hermes" if _is_token(tokenizer, "<tool_call>") else "json")
-
-
-def _is_token(tokenizer: Tokenizer | None, text: str) -> bool:
-    if tokenizer is None:
-        return False
     try:
-        return len(tokenizer.encode(text)) == 1
-    except ValueError:  # a character that the tokenizer does not know
-        return False
+        shown = template.render_turns([_ASKED], [_PROBE_TOOL])
+    except ChatError as error:
+        return f"{error}, in a conversation that offers a tool"
+    if _PROBE_TOOL["function"]["name"] not in shown:
+        return "the chat template does not show the model any tools"
+    found = readers(template)
+    if not found:
+        return (
+            "the chat template leaves calls out of the conversation, or writes them in a way from which no format "
+            "reads the same call again"
+        )
+    if name and name not in found:
+        return f"it does not read the calls that the chat template writes; use auto, or {' or '.join(found)}"
+    return None
+
+
+def _calls(count: int) -> list[ToolCall]:
+    return [ToolCall(f"call_{number}", _PROBE_TOOL["function"]["name"], _PROBE) for number in range(count)]
+
+
+def _reads(name: str, written: str, count: int) -> bool:
+    parsed = parser(name).parse(written, [_PROBE_TOOL])
+    return list(parsed.calls) == _calls(count) and not parsed.malformed
+
+
+def _written(template: ChatTemplate, count: int) -> str | None:
+    """Return what the template writes for an answer of `count` calls; None if it refuses such an answer."""
+    calls = [
+        {"id": f"c0000000{number}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for number, call in enumerate(_calls(count))
+    ]
+    try:
+        plain, whole = (
+            template.render_turns([_ASKED, {"role": "assistant", **answer}], [_PROBE_TOOL], to_answer=False)
+            for answer in ({"content": _ANSWERED}, {"content": "", "tool_calls": calls})
+        )
+    except ChatError:
+        return None
+    head, found, tail = plain.rpartition(_ANSWERED)
+    if not found:
+        return None
+    begin = _common(head, whole)
+    end = _common(tail[::-1], whole[begin:][::-1])
+    return whole[begin : len(whole) - end]
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

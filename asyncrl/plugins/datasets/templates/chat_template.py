@@ -1,8 +1,7 @@
 """Chat templates, rendered as transformers renders them, without transformers (which imports torch).
 
-A template is a Jinja program that comes with the tokenizer. It is foreign code, so it runs in Jinja's sandbox, in a
-process with limits (`template_process`). Environment, filters and functions are those of
-`transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests compare both, text by text.
+A template is a Jinja program that comes with the tokenizer. It is foreign code, so it runs in Jinja's sandbox with
+limits (`sandbox`). The tests compare what is rendered with transformers, text by text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.plugins.datasets.templates.picture_parts import without_pictures, wrong_parts
-from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateRefusal
+from asyncrl.plugins.datasets.templates.sandbox import TemplateLimit, TemplateRefusal, render
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -93,7 +92,7 @@ class ChatTemplate:
 
         Raises:
             ChatError: the template refuses the messages, or fails.
-            TemplateLimit: the template takes more than the limits of `template_process`.
+            TemplateLimit: the template takes more than the limits of `sandbox`.
         """
         return self.render_turns(self.messages(prompt), tools)
 
@@ -116,7 +115,7 @@ class ChatTemplate:
 
     def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
         try:
-            return RENDERING.rendered(source, variables, datetime.now())
+            return render(source, variables, datetime.now())
         except TemplateRefusal as error:
             raise ChatError(f"the chat template {error}") from None
         except TemplateLimit as error:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.api.chat import ToolCall
-from asyncrl.plugins.chat.parsers import FORMATS, choose, parser, unsupported
+from asyncrl.plugins.chat.parsers import FORMATS, parser, readers, why_unread
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 
 WITH_CALLS = [name for name in FORMATS if name != "none"]
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -58,7 +59,11 @@ def _schemas(calls):
     return list(found.values())
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "json"])
+AS_TEXT = ("xml", "glm", "minimax", "gemma4", "lfm2")
+"""Formats that cannot write every text: by its marks, or by the tool's schema."""
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CALLS if name not in AS_TEXT])
 @given(calls=_calls)
 def test_what_is_written_as_json_is_read_again(name, calls):
     written = _made(calls)
@@ -66,6 +71,19 @@ def test_what_is_written_as_json_is_read_again(name, calls):
     assert (parsed.calls, parsed.content, parsed.malformed, parsed.reasoning) == (written, "", 0, None)
 
 
+_identifiers = st.from_regex(r"[a-z_][a-z0-9_]{0,9}", fullmatch=True)
+
+
+@given(
+    calls=st.lists(st.tuples(_identifiers, st.dictionaries(_identifiers, _values, max_size=3)), min_size=1, max_size=3)
+)
+def test_what_is_written_as_python_is_read_again(calls):
+    written = _made(calls)
+    parsed = parser("lfm2").parse(parser("lfm2").render(written))
+    assert (parsed.calls, parsed.content, parsed.malformed) == (written, "", 0)
+
+
+@pytest.mark.parametrize("name", ["xml", "glm", "minimax"])
 @given(
     calls=st.lists(
         st.tuples(_names, st.dictionaries(_names, _values, max_size=3)),
@@ -74,9 +92,9 @@ def test_what_is_written_as_json_is_read_again(name, calls):
         unique_by=lambda call: call[0],
     )
 )
-def test_what_is_written_as_xml_is_read_again_by_its_schema(calls):
+def test_what_is_written_as_xml_is_read_again_by_its_schema(name, calls):
     written = _made(calls)
-    parsed = parser("xml").parse(parser("xml").render(written), _schemas(written))
+    parsed = parser(name).parse(parser(name).render(written), _schemas(written))
     assert (parsed.calls, parsed.content, parsed.malformed) == (written, "", 0)
 
 
@@ -255,39 +273,89 @@ def test_xml_values_have_the_types_of_the_schema_and_else_stay_text():
     }  # fmt: skip
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("name", ["xml", "glm", "minimax"])
+@pytest.mark.parametrize(
+    ("schema", "raw", "value"),
+    [
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/definitions/Point"}, '{"x": 1}', {"x": 1}),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "a point"}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "None", None),
+        ({"oneOf": [{"type": "object"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        ({"properties": {"x": {"type": "integer"}}}, '{"x": 1}', {"x": 1}),
+        ({"items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+        ({"type": "array", "items": {"$ref": "#/$defs/Point"}}, '[{"x": 1}]', [{"x": 1}]),
+        ({"$ref": "#/$defs/N"}, "10", 10),
+        ({"$ref": "#/$defs/N"}, "x", "x"),
+        ({"$ref": "#/$defs/Alias"}, "10", 10),
+        ({"$ref": "#/$defs/Missing"}, "10", "10"),
+        ({"$ref": "https://example.org/schema.json"}, "10", "10"),
+        ({"$ref": "#/$defs/Loop"}, "10", "10"),
+        ({"const": 5}, "5", 5),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [0.5, 1.0]}, "1", 1),
+        ({"type": ["integer", "string"]}, "10", 10),
+        ({"type": "string"}, "10", "10"),
+        ({"type": "string"}, '"quoted"', '"quoted"'),
+        ({"type": "string", "pattern": "(a+)+$"}, "a" * 60 + "b", "a" * 60 + "b"),
+        ({"type": "number", "multipleOf": 0.5}, "1.5", 1.5),
+        ({"description": "anything"}, '{"x": 1}', '{"x": 1}'),
+        ({}, "10", "10"),
+        (True, "10", "10"),
+        ({"type": "nonsense"}, "10", "10"),
+    ],
+)
+def test_a_value_has_the_type_that_its_json_schema_says(name, schema, raw, value):
+    definitions = {
+        "Point": POINT, "N": {"type": "integer"}, "Alias": {"$ref": "#/$defs/N"}, "Loop": {"$ref": "#/$defs/Loop"},
+    }  # fmt: skip
+    parameters = {"type": "object", "properties": {"p": schema}, "$defs": definitions, "definitions": definitions}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = parser(name).render([ToolCall("", "f", {"p": raw})])
+    found = parser(name).parse(text, [tool]).calls[0].arguments["p"]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_the_parameters_themselves_may_be_a_reference():
+    of_args = {"type": "object", "properties": {"p": {"type": "integer"}}}
+    tool = {"name": "f", "parameters": {"$ref": "#/$defs/Args", "$defs": {"Args": of_args}}}
+    text = parser("xml").render([ToolCall("", "f", {"p": "3"})])
+    assert parser("xml").parse(text, [{"type": "function", "function": tool}]).calls[0].arguments == {"p": 3}
+
+
 def test_code_in_an_xml_value_is_kept_as_it_is():
     code = "if a < 3:\n    print('</parameter>')"
     text = f"<function=f><parameter=code>\n{code}\n</parameter></function>"
     assert parser("xml").parse(text).calls[0].arguments == {"code": code}
 
 
-def test_the_template_tells_the_format():
-    assert choose("{% if tools %}<tool_call>{{ tools }}").name == "hermes"
-    assert choose("{% if tools %}<tool_call><function=x>{{ tools }}").name == "xml"
-    assert choose("{% if tools %}<|python_tag|>").name == "llama3"
-    assert choose("{% if tools %}{{ tools | tojson }}").name == "json"
-    assert choose("{{ messages }}").name == "none"
-    assert choose(None).name == "none"
+BARE = (
+    "{% for m in messages %}{{ m.content }}{% for c in (m.tool_calls or [])[:1] %}%s{% endfor %}.{% endfor %}"
+    "{{ tools }}"
+)
+AS_JSON = '{"name": "{{ c.function.name }}", "%s": {{ c.function.arguments | tojson }}}'
 
 
-def test_the_tokenizer_decides_where_the_template_does_not():
-    class OneToken:
-        eos_token_id = 0
-
-        def encode(self, text):
-            return [1] if text == "<tool_call>" else [1, 2]
-
-        def decode(self, token_ids):
-            return ""
-
-    assert choose("{% if tools %}{{ tools | tojson }}", OneToken()).name == "hermes"
+@pytest.mark.parametrize(("key", "names"), [("parameters", ["llama3", "json"]), ("arguments", ["json", "llama3"])])
+def test_the_calls_that_a_template_writes_tell_the_format(key, names):
+    assert readers(ChatTemplate(BARE.replace("%s", AS_JSON.replace("%s", key)), {})) == names
 
 
-def test_a_format_that_is_not_read_is_named():
-    source = "{% if tools %}[TOOL_CALLS]"
-    assert unsupported(source) == "Mistral"
-    assert choose(source).name == "none"
-    assert unsupported("{% if tools %}<tool_call>") is None
+def test_a_template_whose_calls_are_not_read_is_refused_with_the_reason():
+    unknown = ChatTemplate(BARE.replace("%s", "CALL {{ c.function.name }} {{ c.function.arguments }}"), {})
+    assert "no format reads the same call again" in (why_unread(unknown) or "")
+    hermes = ChatTemplate(BARE.replace("%s", "<tool_call>" + AS_JSON.replace("%s", "arguments") + "</tool_call>"), {})
+    assert why_unread(hermes) is None
+    assert "use auto, or hermes" in (why_unread(hermes, "xml") or "")
+    assert "does not show the model any tools" in (why_unread(ChatTemplate("{{ messages[0].content }}", {})) or "")
+    text_alone = BARE.replace("%s", "<tool_call>" + AS_JSON.replace("%s", "arguments").replace("tojson", "string"))
+    assert "no format reads the same call again" in (why_unread(ChatTemplate(text_alone, {})) or "")
 
 
 def test_an_unknown_format_is_refused():

@@ -1,83 +1,125 @@
-"""A chat template that loops or makes texts without end is ended by name; the next conversation is rendered."""
+"""A chat template that loops or makes texts without end is stopped by name; the next conversation is rendered."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-from collections.abc import Iterator
-from datetime import datetime
+import resource
+import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompt_format import load_chat_template
-from asyncrl.plugins.datasets.templates import template_process
+from asyncrl.plugins.datasets.templates import sandbox
 from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
-from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateProcess
+from asyncrl.plugins.datasets.templates.sandbox import TemplateLimit
 from tests.unit.plugins.datasets.test_chat import QWEN
 
-NOW = datetime(2024, 7, 26)
 LOOPS = {
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a filter of a loop": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a number": "{{ ((messages[0].content | length) ** (10 ** 9)) is odd }}",
-    "a filter": "{{ ('<!-- -->' * (messages | length * 4 * 10 ** 6)) | striptags }}",
+    "recursive loops": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "blocks": "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
+    "map": "{% for i in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
+    "comparisons": (
+        "{% set a = 'x' * (5 * 10 ** 6) %}{% set b = 'x' * (5 * 10 ** 6) %}"
+        "{% for i in range(99999) %}{% if a == b %}{% endif %}{% endfor %}"
+    ),
 }
 TEXTS = {
+    "a range": "{% for i in range(10 ** 9) %}{% endfor %}",
+    "a power": "{{ ((messages[0].content | length) ** (10 ** 9)) is odd }}",
+    "squares": (
+        "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x is odd }}"
+    ),
+    "digits": "{{ 10 ** 4300 }}",
     "a product": "{{ 'x' * 10 ** 10 }}",
     "a product of constants": "{{ 'x' * 10000000000 }}",
     "a width": "{{ '%10000000000d' % 1 }}",
-    "a filter": "{{ 'x' | center(10000000000) }}",
+    "a computed width": "{{ '%*d' % (10 ** 10, 1) }}",
+    "a width of format": "{{ '{:10000000000}'.format(1) }}",
+    "a computed width of format": "{{ '{:{}}'.format(1, 10 ** 10) }}",
+    "a width of the filter format": "{{ '%10000000000d' | format(1) }}",
+    "an indentation": "{{ [1, 2] | tojson(indent=10 ** 10) }}",
+    "an indented text": "{{ ('\n' * 10 ** 6) | indent(10 ** 6) }}",
+    "a filter that is left out": "{{ 'x' | center(10000000000) }}",
+    "a method that is left out": "{{ 'x'.center(10000000000) }}",
+    "a method by subscript": "{{ 'x'['ljust'](10000000000) }}",
+    "a method by filter": "{{ ('x' | attr('zfill'))(10000000000) }}",
     "repeated concatenation": (
         "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
     ),
     "doubling with ~": (
         "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
     ),
+    "doubling with a block": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}"
+        "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}"
+    ),
+    "doubling with a macro": (
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}"
+        "{% for i in range(60) %}{% set n.x = f(n.x) %}{% endfor %}"
+    ),
+    "doubling with format": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = '%s%s' % (n.x, n.x) %}{% endfor %}"
+    ),
+    "doubling with join": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] | join %}{% endfor %}"
+    ),
+    "lists of lists": (
+        "{% set n = namespace(x=[0]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}"
+    ),
+    "maps of maps": (
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}"
+        "{{ n.x | tojson }}"
+    ),
+    "maps by dict": (
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}"
+        "{{ n.x | tojson }}"
+    ),
     "replacement": "{{ ('x' * 10 ** 6) | replace('x', 'y' * 10 ** 6) }}",
+    "replacement by the method": "{{ ('x' * 10 ** 6).replace('x', 'y' * 10 ** 6) }}",
+    "joining": "{{ ('x' * 10 ** 5) | join('y' * 10 ** 5) }}",
+    "joining by the method": "{{ ('y' * 10 ** 5).join('x' * 10 ** 5) }}",
     "output in loops": "{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "the template's text in loops": "{% for i in range(99999) %}" + "x" * 10**6 + "{% endfor %}",
+    "the template's text in a macro": (
+        "{% macro f() %}{% for i in range(99999) %}" + "x" * 10**6 + "{% endfor %}{% endmacro %}{{ f() }}"
+    ),
     "a list": "{{ [0] * 10 ** 10 }}",
-    "text within the memory": "{{ 'x' * (2 * 10 ** 6 + messages | length) }}",
+    "slices that are kept": (
+        "{% set t = 'x' * 10 ** 6 %}{% set n = namespace(x=[]) %}"
+        "{% for i in range(99999) %}{% set n.x = n.x + [t[i:]] %}{% endfor %}"
+    ),
+    "slices in recursion": (
+        "{% macro f(t) %}{% set s = t[1:] %}{{ f(s) }}{{ f(s) }}{% endmacro %}{{ f('x' * 10 ** 6) }}"
+    ),
 }
 
 
-@pytest.fixture
-def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Limits that are reached soon."""
-    RENDERING.close()
-    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 0.5)
-    yield
-    RENDERING.close()
-
-
-@pytest.fixture
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    RENDERING.close()
-    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 60.0)
-    monkeypatch.setattr(template_process, "MEMORY_LIMIT_BYTES", 128 << 20)
-    monkeypatch.setattr(template_process, "TEXT_LIMIT_CHARS", 2 * 10**6)
-    yield
-    RENDERING.close()
-
-
-@pytest.mark.usefixtures("_short")
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("bomb", LOOPS)
-def test_a_template_that_takes_too_long_is_named_and_others_go_on(bomb: str) -> None:
+def test_a_template_that_takes_too_long_is_named_and_others_go_on(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CPU_LIMIT_S", 0.5)
     template = ChatTemplate("{% if messages[0].content == 'boom' %}" + LOOPS[bomb] + "{% endif %}fine", {})
     assert template.render("x") == "fine"
-    with pytest.raises(TemplateLimit, match=r"'default' needs more than 0\.5 s of CPU time.*dataset\.chat_template"):
+    begun = time.thread_time()
+    with pytest.raises(
+        (TemplateLimit, ChatError), match=r"'default' needs more than 0\.5 s of CPU time|RecursionError"
+    ):
         template.render("boom")
+    assert time.thread_time() - begun < 5.0
     assert template.render("x") == "fine"
 
 
-@pytest.mark.usefixtures("_small")
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("bomb", TEXTS)
-def test_a_template_that_makes_too_much_text_is_named_and_others_go_on(bomb: str) -> None:
-    with pytest.raises((TemplateLimit, ChatError), match=r"'default' makes more than 2000000 |too (large|big)"):
+def test_a_template_that_makes_too_much_is_named_and_others_go_on(bomb: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((TemplateLimit, ChatError), match="the chat template"):
         ChatTemplate(TEXTS[bomb], {}).render("x")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2_500_000  # KiB
     assert ChatTemplate(QWEN, {}).render("x").endswith("assistant\n")
 
 
@@ -86,89 +128,41 @@ def test_a_conversation_of_many_megabytes_is_within_the_limits() -> None:
     assert long in ChatTemplate(QWEN, {}).render(long)
 
 
-@pytest.mark.usefixtures("_short")
-def test_a_run_with_such_a_template_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_a_conversation_of_many_messages_is_within_the_limits() -> None:
+    turns = [
+        {"role": ("user", "assistant")[number % 2], "content": f"<think>{number}</think>x"} for number in range(4001)
+    ]
+    assert ChatTemplate(QWEN, {}).render(turns).count("<|im_start|>") == 4003
+
+
+def test_a_run_with_such_a_template_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Settings:
         chat_template = "auto"
         chat_template_args: dict[str, object] = {}  # noqa: RUF012
         system_prompt = ""
 
+    monkeypatch.setattr(sandbox, "CPU_LIMIT_S", 0.5)
     (tmp_path / "chat_template.jinja").write_text(LOOPS["macros"])
     with pytest.raises(ConfigError, match=r"dataset\.chat_template='auto' .*'default' needs more than 0\.5 s"):
         load_chat_template(tmp_path, Settings())
 
 
-@pytest.mark.usefixtures("_short")
-def test_the_time_of_many_renderings_does_not_add_up() -> None:
-    busy, used_s = "{% for i in range(99999) %}{% endfor %}{{ n }}", 0.0
-    while used_s < 0.5:
-        assert RENDERING.rendered(busy, {"n": 1}, NOW) == "1"
-        assert RENDERING._process is not None
-        times = psutil.Process(RENDERING._process.pid).cpu_times()
-        used_s = times.user + times.system
-
-
-def test_a_process_that_was_killed_is_started_again() -> None:
-    process = TemplateProcess()
-    assert process.rendered("{{ n }}", {"n": 1}, NOW) == "1"
-    assert process._process is not None
-    first = process._process.pid
-    os.kill(first, signal.SIGKILL)
-    process._process.wait()
-    assert process.rendered("{{ n }}", {"n": 2}, NOW) == "2"
-    assert process._process.pid != first
-    process.close()
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("size", [1, 10**6], ids=["short", "longer than the pipe"])
-def test_a_rendering_that_uses_no_time_ends_with_the_limit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = TemplateProcess()
-    assert process.rendered("{{ n }}", {"n": 1}, NOW) == "1"
-    assert process._process is not None
-    stopped = process._process
-    stopped.send_signal(signal.SIGSTOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(template_process, "WALL_LIMIT_S", 0.1, raising=False)
-        with pytest.raises(TemplateLimit, match=r"needs more than 0\.1 s for one conversation"):
-            process.rendered("{{ n }}", {"n": "x" * size}, NOW)
-    assert stopped.returncode == -signal.SIGKILL
-    assert process.rendered("{{ n }}", {"n": 2}, NOW) == "2"
-    process.close()
-
-
-@pytest.mark.timeout(30)
-def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "END_LIMIT_S", 0.1, raising=False)
-    process = TemplateProcess()
-    assert process.rendered("{{ n }}", {"n": 1}, NOW) == "1"
-    assert process._process is not None
-    stopped = process._process
-    stopped.send_signal(signal.SIGSTOP)
-    process.close()
-    assert stopped.returncode == -signal.SIGKILL
-
-
-def test_a_forked_process_has_one_of_its_own() -> None:
-    assert RENDERING.rendered("{{ n }}", {"n": 1}, NOW) == "1"
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if RENDERING._process is None and RENDERING.rendered("{{ n }}", {"n": 2}, NOW) == "2" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert RENDERING.rendered("{{ n }}", {"n": 3}, NOW) == "3"
+def test_the_time_of_many_renderings_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CPU_LIMIT_S", 0.5)
+    busy, begun = ChatTemplate("{% for i in range(9999) %}{% endfor %}fine", {}), time.thread_time()
+    while time.thread_time() - begun < 1.0:
+        assert busy.render("x") == "fine"
 
 
 class Users:
-    """A user's class, which the process that renders does not have."""
+    """A user's class, which a template must not reach."""
+
+    secret = "x"
 
 
-@pytest.mark.parametrize("value", [lambda: 1, Users(), 2**64, "\ud800"])
+@pytest.mark.parametrize("value", [lambda: 1, Users(), "\ud800"])
 def test_what_is_no_data_is_refused(value: object) -> None:
-    with pytest.raises(ChatError, match=r"gets a value that is not plain data .*dataset\.chat_template_args"):
+    with pytest.raises(ChatError, match=r"gets a value that is not plain data "):
         ChatTemplate("{{ f }}", {}, {"f": value}).render("x")
-
-
-def test_all_plain_data_arrives() -> None:
-    value = {"a": [1, -(2**63), 2.5, True, None, "é"], "b": {"c": {}}}
-    assert json.loads(RENDERING.rendered("{{ value | tojson }}", {"value": value}, NOW)) == value
-    assert RENDERING.rendered("{{ strftime_now('%Y-%m-%d %H') }}", {}, NOW) == "2024-07-26 00"

@@ -257,3 +257,129 @@ async def test_a_server_that_does_not_end_delays_the_worker_no_longer_than_a_con
 
 def test_all_that_a_rollout_worker_closes_fits_into_the_time_that_a_process_has_to_stop():
     assert 5 * CLOSE_LIMIT_S < LEAVE_LIMIT_S < STOP_LIMIT_S
+
+
+CONTENT = """
+import base64
+import mcp.types as t
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("parts")
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4z8DwHwAFAAH/iZk9HQAAAABJRU5ErkJggg=="
+
+
+@server.tool()
+def parts() -> list:
+    blob = lambda uri, kind, data: t.EmbeddedResource(
+        type="resource", resource=t.BlobResourceContents(uri=uri, mimeType=kind, blob=data)
+    )
+    return [
+        t.TextContent(type="text", text="downloaded"),
+        t.EmbeddedResource(
+            type="resource", resource=t.TextResourceContents(uri="repo://r/a.md", text="THE FILE'S BODY")
+        ),
+        t.ResourceLink(type="resource_link", name="report", uri="file:///tmp/report.txt", description="the report"),
+        blob("file:///x.bin", "application/octet-stream", "AAAA"),
+        blob("file:///x.png", "image/png", PNG),
+        t.AudioContent(type="audio", data="AAAA", mimeType="audio/wav"),
+    ]
+
+
+@server.tool()
+def structured() -> t.CallToolResult:
+    return t.CallToolResult(content=[], structuredContent={"twice": 4})
+
+
+@server.tool()
+def fails() -> t.CallToolResult:
+    return t.CallToolResult(content=[t.TextContent(type="text", text="no such row")], isError=True)
+
+
+@server.tool()
+def folder() -> str:
+    import os
+
+    print("garbage on stdout", flush=True)
+    return os.getcwd() + " " + os.environ["MINE"]
+
+
+server.run("stdio")
+"""
+
+
+async def test_the_model_reads_all_parts_of_a_result(runner, tmp_path):
+    (tmp_path / "parts.py").write_text(CONTENT)
+    config = _over_stdio(str(tmp_path / "parts.py"), cwd=str(tmp_path), env={"MINE": "yes"})
+    async with RunTools((), [config], runner) as tools, tools.toolbox.session({}) as session:
+        result = await session.call(ToolCall("a", "parts", {}))
+        assert result.text.splitlines() == [
+            "downloaded",
+            "THE FILE'S BODY",
+            "[report: file:///tmp/report.txt the report]",
+            "[file:///x.bin: data of application/octet-stream, which is not shown]",
+            "[audio of the type audio/wav, which is not shown]",
+        ]
+        assert [picture.size for picture in result.pictures] == [(1, 1)]
+        assert (await session.call(ToolCall("b", "structured", {}))).text == '{"twice": 4}'
+        failed = await session.call(ToolCall("c", "fails", {}))
+        assert (failed.text, failed.is_error) == ("Error: no such row", True)
+        for name in ("d", "e"):  # a server that prints on its standard output, which is the protocol's
+            assert (await session.call(ToolCall(name, "folder", {}))).text == f"{tmp_path} yes"
+
+
+HANGS = """
+import os, sys, time
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("stuck")
+
+
+@server.tool()
+async def query(a: int) -> int:
+    if a == 0:
+        time.sleep(600)  # blocks the server's event loop
+    return a
+
+
+server.run("stdio")
+"""
+
+
+async def test_a_server_that_hangs_is_started_again(runner, tmp_path, monkeypatch, warm_python):
+    (tmp_path / "stuck.py").write_text(HANGS)
+    config = _over_stdio(str(tmp_path / "stuck.py"), warm_python)
+    async with RunTools((), [config], runner) as tools:
+        assert await _call(tools, "query", {"a": 1}) == "1"
+        config.timeout_s = 0.5
+        assert "nor a ping after that; it is started again" in await _call(tools, "query", {"a": 0})
+        config.timeout_s = LIMIT_S
+        assert await _call(tools, "query", {"a": 2}) == "2"
+        assert [server.starts for server in tools._servers] == [2]
+
+
+async def test_a_server_that_never_serves_a_call_is_started_again_after_growing_pauses(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.plugins.tools.mcp.FIRST_PAUSE_S", 5.0)
+    (tmp_path / "dies.py").write_text(SERVER)
+    config = _over_stdio(str(tmp_path / "dies.py"), tools=["dies", "add"])
+    async with RunTools((), [config], runner) as tools:
+        assert (await _call(tools, "dies", {})).startswith("Error: ")
+        config.timeout_s = 1.0
+        assert "was not there within 1 s" in await _call(tools, "dies", {})
+        assert [server.starts for server in tools._servers] == [1]
+
+
+SSE = SERVER.replace("streamable_http_app", "sse_app")
+
+
+async def test_a_server_over_sse_is_called_the_same_way(runner, tmp_path):
+    (tmp_path / "sse.py").write_text(SSE)
+    command = [sys.executable, str(tmp_path / "sse.py"), "http"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+        try:
+            assert process.stdout is not None
+            port = int(await asyncio.to_thread(process.stdout.readline))
+            config = McpServerConfig(name="one", url=f"http://127.0.0.1:{port}/sse", tools=["add"], timeout_s=LIMIT_S)
+            async with RunTools((), [config], runner) as tools:
+                assert await _call(tools, "add", {"a": 1}) == "2"
+        finally:
+            process.kill()
