@@ -352,11 +352,18 @@ def _kind_at(name: str, kinds: Mapping[str, Any]) -> Any:
     return Any if inner is Any else None
 
 
-def _unknown_setting(name: str, known: Iterable[str], where: str, value: Any) -> str:
+def _unknown_setting(name: str, known: Mapping[str, Any], where: str, value: Any) -> str:
     if (now := RENAMED.get(name)) is not None:
         return f"unknown setting {name!r}{where}; it was renamed to {now!r}"
-    if (alias := elsewhere(name)) is not None:
-        return f"unknown setting {name!r}{where}; {answer(alias, text_of(value))} (docs/coming_from.md)"
+    if aliases := elsewhere(name):
+
+        def fits(setting: str, text: str) -> bool:
+            wrong: list[str] = []
+            fit(setting, read_typed(text, known[setting]), known[setting], wrong)
+            return not wrong
+
+        told = "; or ".join(answer(alias, text_of(value), fits) for alias in aliases)
+        return f"unknown setting {name!r}{where}; {told} (docs/coming_from.md)"
     nearest = nearest_setting(name, known)
     hint = f"did you mean {nearest!r}? " if nearest else ""
     return f"unknown setting {name!r}{where}; {hint}--help lists all of them"

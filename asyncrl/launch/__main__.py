@@ -146,6 +146,7 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         name, _, value = unknown[0].lstrip("-").partition("=")
+        name = name.replace("-", "_")
         parser.print_usage(sys.stderr)
         parser.exit(refuse(f"unknown option {unknown[0]}; a setting has no dashes: {name}={value or 'VALUE'}"))
     return args

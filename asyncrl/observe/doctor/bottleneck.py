@@ -109,16 +109,20 @@ def trainer(m: Measured) -> Finding | None:
     kind = {"publish": "publish", "memory_checkpoint": "checkpoint-disk", "other": "checkpoint-disk"}.get(
         top, "trainer"
     )
+    from_memory = m.settings.get("manager.weight_transport") not in (None, "disk")
+    ways = ["larger micro-batches (trainer.tokens_per_micro_batch)"]
+    ways = [*ways, "fewer servers", "more cores"] if m.cores_are_taken else ["more training ranks", *ways]
+    young = (
+        ""
+        if m.settings.get("rollout.pacing") == "deadline"
+        else "; rollout.pacing=deadline keeps tokens young meanwhile"
+    )
     advice = {
-        "publish": "Publish from memory (manager.weight_transport), or to a faster disk.",
+        "publish": "Publish to a faster disk." if from_memory else "Publish from memory (manager.weight_transport).",
         "memory_checkpoint": "The in-memory checkpoint is slow: see that /dev/shm has room, or leave it out "
         "(checkpoint.in_memory=false); a crash of the trainer then costs the steps since the newest checkpoint.",
         "other": "Checkpoints and reports take this long: a faster disk, or a larger checkpoint.interval.",
-    }.get(
-        top,
-        "More training ranks, larger micro-batches (trainer.tokens_per_micro_batch), or fewer servers; "
-        "rollout.pacing=deadline keeps tokens young meanwhile.",
-    )
+    }.get(top, f"{', '.join(ways[:-1])} or {ways[-1]}{young}.".capitalize())
     return bottleneck(
         m,
         kind,
@@ -148,14 +152,14 @@ def slow_call(m: Measured) -> Finding | None:
             m.step_if(user_s=m.rollout_s - m.calls.get("generation", 0.0) - calls[what]),
         )
     want = _places_wanted(m)
-    setting = f": rollout.max_concurrent={want}." if want > m.places else "."
+    setting = f": rollout.max_concurrent={math.ceil(want / m.workers)}."
     return bottleneck(
         m,
         f"slow-{what}",
         f"A slow {what}",
         f"{waits(m)}; the {what} takes {calls[what]:.2f} of the {m.rollout_s:.2f} s of a rollout, and "
         f"{m.busy_places:.0f} of {m.places} places are taken, most of them by rollouts that wait for it.",
-        ADVICE_OF_CALL[what] + setting,
+        ADVICE_OF_CALL[what] + setting if want > m.places else "Make it faster.",
         m.step_if(places=max(want, m.places)),
     )
 
@@ -193,7 +197,7 @@ def too_few_places(m: Measured) -> Finding | None:
         "Too few places for rollouts",
         f"{waits(m)}; all {m.places} places are taken, and they can fill {m.places * m.group} of the servers' "
         f"{most:.0f} samples{seen}.",
-        f"Set rollout.max_concurrent={want}.",
+        f"Set rollout.max_concurrent={math.ceil(want / m.workers)}.",
         m.step_if(places=want),
     )
 
@@ -210,8 +214,9 @@ def admission(m: Measured) -> Finding | None:
         "Rollouts begin late",
         f"{waits(m)}; only {m.busy_places:.0f} of {m.places} places are taken, though the gate is open "
         f"{percent(1 - m.idle)} of the time.",
-        "With rollout.pacing=deadline set rollout.pacing=eager; else look at the logs of gserver_manager and "
-        "rollout_worker.",
+        "Set rollout.pacing=eager."
+        if m.settings.get("rollout.pacing") == "deadline"
+        else "Look at the logs of gserver_manager and rollout_worker.",
     )
 
 
@@ -244,14 +249,22 @@ def generation(m: Measured) -> Finding | None:
         share = fleet.samples / max(1e-9, sum(each.samples for each in m.fleets.values()))
         does += f", {percent(share)} of all"
     more = "More generation servers" if fleet.name == m.own.name else f"More of {fleet.name} (policies: servers)"
+    twice_s = m.step_if(generation_s=m.calls.get("generation", 0.0) * (1 - share / 2), server=1 - share / 2)
+    advice = f"{more}, or shorter answers; the figure is for twice the servers."
+    if m.cores_are_taken:
+        advice, twice_s = (
+            "Shorter answers, or more cores; more servers would only share those that are there.",
+            m.step_s,
+        )
+        does += f"; threads that could run had no core {percent(m.no_core)} of that time"
     return bottleneck(
         m,
         "slow-generation",
         "Generation sets the pace",
         f"{waits(m)}; {m.calls.get('generation', 0.0):.2f} of the {m.rollout_s:.2f} s of a rollout are generation, "
         f"and {m.busy_places:.0f} of {m.places} places are taken{does}.",
-        f"{more}, or shorter answers; the figure is for twice the servers.",
-        m.step_if(generation_s=m.calls.get("generation", 0.0) * (1 - share / 2), server=1 - share / 2),
+        advice,
+        twice_s,
     )
 
 

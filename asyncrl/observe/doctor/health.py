@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.exploited import exploited_rewards
@@ -22,8 +23,9 @@ COLLAPSED = 0.1
 LOW_ENTROPY = 0.02
 """Entropy in nats per token below which the policy hardly explores."""
 FEW_EFFECTIVE = 0.1
-FEWEST_LINES = 30
-"""Lines of a process, about a minute, before its memory is judged."""
+WARM_S = 600.0
+"""Seconds of a process's life, and time of its memory, before growth counts: caches and an optimizer's state fill."""
+WARM_STEPS = 10
 SOON_S = 6 * 3600.0
 CLOCK_S = 0.1
 """Seconds by which a clock may be off before it is reported."""
@@ -33,11 +35,12 @@ def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
     """Yield a finding for each problem and each limit that takes effect silently, the most severe first."""
     rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
     yield from _drops(history)
-    yield from _learning(rows)
+    yield from _learning(history, rows)
     yield from exploited_rewards(history)
     yield from _limits(history, rows, measured)
     for process in history.processes.values():
-        yield from _memory(process)
+        if len(rows) >= WARM_STEPS:
+            yield from _memory(process)
         yield from _clock(process)
 
 
@@ -66,7 +69,8 @@ def _drops(history: History) -> Iterator[Finding]:
             "Rollouts are dropped as too old",
             f"{stale} of {admitted} rollouts since step {first} were older than η = {eta} allows when their "
             f"turn came, which selects against long answers{_lengths(history, first)}.",
-            f"Set on_stale=wait, or max_head_offpolicyness={eta + 1}, or rollout.pacing=deadline.",
+            f"Set on_stale=wait, or max_head_offpolicyness={eta + 1}"
+            + (", or rollout.pacing=deadline." if history.setting("rollout.pacing") != "deadline" else "."),
         )
     filtered = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
     if sum(filtered.values()) > NEARLY_ALL * admitted:
@@ -89,7 +93,7 @@ def _lengths(history: History, first: int) -> str:
     return f" (received ones have {received:.0f} tokens on average, trained ones {trained:.0f})"
 
 
-def _learning(rows: Sequence[Row]) -> Iterator[Finding]:
+def _learning(history: History, rows: Sequence[Row]) -> Iterator[Finding]:
     flat = [row for row in rows[-5 * FLAT_STEPS :] if is_flat(row)]
     if len(flat) >= FLAT_STEPS and len(flat) > 0.8 * len(rows[-5 * FLAT_STEPS :]):
         what = "are all the same" if all(map(is_constant, flat)) else "are equal within each group"
@@ -112,7 +116,7 @@ def _learning(rows: Sequence[Row]) -> Iterator[Finding]:
                 Level.problem,
                 "The policy's entropy has collapsed",
                 f"it fell from {first:.3f} to {last:.4f} nats a token: answers hardly differ any more.",
-                "Lower optimizer.lr, raise algorithm.entropy_bonus or the clip's upper bound, or stop here.",
+                "Lower optimizer.lr, raise algorithm.entropy_coef or the clip's upper bound, or stop here.",
             )
     squares = rows[-1].get("ppo/behave_ratio_square_mean") if rows else None
     if squares and squares > 1 / FEW_EFFECTIVE:
@@ -122,7 +126,8 @@ def _learning(rows: Sequence[Row]) -> Iterator[Finding]:
             "Little of the batch counts",
             f"the effective sample size is {1 / squares:.0%} of the tokens: the policy has moved far from what "
             "generated them.",
-            "Lower max_head_offpolicyness or optimizer.lr, or use fewer trainer.ppo_epochs.",
+            "Lower max_head_offpolicyness or optimizer.lr"
+            + (", or use fewer trainer.ppo_epochs." if history.setting("trainer.ppo_epochs", 1) > 1 else "."),
         )
 
 
@@ -152,25 +157,44 @@ def _clock(process: Process) -> Iterator[Finding]:
     )
 
 
+KEPT_BY = {
+    "rollout_worker": "Look for what your agent, environment, reward or tools keep.",
+    "master_worker": "Look at the number of rollouts that wait to be trained (buffer/size).",
+    "model_worker": "Look for what your losses, statistics or model functions keep.",
+}
+"""Where to look, by the kind of the process."""
+
+
 def _memory(process: Process) -> Iterator[Finding]:
-    """Yield a finding if the process's memory grows so fast that its host runs out of memory within hours."""
+    """Yield a finding if the process's memory still grows after its warm-up, evenly, and so fast that its host runs out
+    of memory within hours.
+    """
     lines = [line for line in process.lines if "rss" in line and line.get("pid") == process.last.get("pid")]
-    half = lines[len(lines) // 2 :]
-    if len(half) < FEWEST_LINES:
+    warm = [line for line in lines if line["at"] >= lines[0]["at"] + WARM_S]
+    third = len(warm) // 3
+    if third < 2 or warm[-1]["at"] - warm[0]["at"] < WARM_S:
         return
-    third = len(half) // 3
-    early, late = half[:third], half[-third:]
-    seconds = fmean([line["at"] for line in late]) - fmean([line["at"] for line in early])
-    grown = min(line["rss"] for line in late) - max(line["rss"] for line in early)
+    parts = warm[:third], warm[third:-third], warm[-third:]
+    before, grown = (
+        min(line["rss"] for line in later) - max(line["rss"] for line in earlier)
+        for earlier, later in (parts[:2], parts[1:])
+    )
+    seconds = fmean([line["at"] for line in parts[2]]) - fmean([line["at"] for line in parts[1]])
     free = process.last.get("host_free", 0)
-    if grown <= 0 or seconds <= 0 or free / (grown / seconds) > SOON_S:
+    if before < 0 or grown < 0 or (rise := _mean_rss(parts[2]) - _mean_rss(parts[1])) <= 0:
         return
-    hours = free / (grown / seconds) / 3600
+    if rise < (_mean_rss(parts[1]) - _mean_rss(parts[0])) / 2 or free / (rise / seconds) > SOON_S:
+        return
     yield Finding(
         "memory-grows",
         Level.problem,
         "Memory grows",
-        f"{process.name} grew by {grown / 2**20:.0f} MiB in {seconds / 60:.0f} minutes to "
-        f"{process.last['rss'] / 2**30:.1f} GiB; at this pace its host's memory is used up in {hours:.1f} hours.",
-        "Look for what the user's code keeps, or lower trainer.buffer_memory.",
+        f"{process.name} grew by {rise / 2**20:.0f} MiB in {seconds / 60:.0f} minutes to "
+        f"{process.last['rss'] / 2**30:.1f} GiB; at this pace its host's memory is used up in "
+        f"{free / (rise / seconds) / 3600:.1f} hours.",
+        KEPT_BY.get(process.kind, f"Look at the log of {process.name}."),
     )
+
+
+def _mean_rss(lines: Sequence[Mapping[str, Any]]) -> float:
+    return fmean([line["rss"] for line in lines])

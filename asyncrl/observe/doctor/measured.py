@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 from statistics import median
+from typing import Any
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
@@ -23,6 +24,9 @@ from asyncrl.observe.history.history import Row
 
 WINDOW_STEPS = 50
 """Number of newest steps that are measured."""
+SETTINGS = ("generation.backend", "manager.update_mode", "manager.weight_transport", "rollout.pacing")
+SCARCE_CORES = 0.2
+"""Share of the time without a core, of that in which threads could run, from which on cores are all taken."""
 LITTLE_WAITING = 0.15
 """A trainer that waits less than this share of the time sets the pace itself."""
 FEWEST_STEPS = 3
@@ -67,6 +71,9 @@ class Measured:
             samples hardly varied.
         takes_turns: all servers are guests on the training devices, so that nothing is generated while a step is
             trained.
+        workers: number of RolloutWorkers, which share the places.
+        no_core: share of the time in which threads of the run could run and had no core.
+        settings: of the run, those of `SETTINGS`, which advice depends on; None if not known.
     """
 
     steps: tuple[int, int]
@@ -92,6 +99,14 @@ class Measured:
     stale: float
     takes_turns: bool
     policy_servers: tuple[ServerLoad, ...] = ()
+    workers: int = 1
+    no_core: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cores_are_taken(self) -> bool:
+        """True if the run's processes wait for cores so often that more processes would not make it faster."""
+        return self.no_core > SCARCE_CORES
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -222,6 +237,9 @@ def measure(history: History) -> Measured | None:
         stale=dropped.get(DropReason.stale, 0) / max(1, admitted),
         takes_turns=str(history.setting("generation.guests", NO_GUESTS)) in (ALL_GUESTS, str(len(servers) or None)),
         policy_servers=policy_servers,
+        workers=int(history.setting("rollout.workers", 1)),
+        no_core=_no_core(history, begin, end),
+        settings={name: history.setting(name) for name in SETTINGS},
     )
 
 
@@ -233,6 +251,15 @@ def window(history: History) -> list[Row]:
     rows = [row for step, row in sorted(history.rows.items()) if step in history.steps and "time/step_s" in row]
     warm = rows[max(1, len(rows) // 5) :] if len(rows) > FEWEST_STEPS else rows
     return warm[-WINDOW_STEPS:]
+
+
+def _no_core(history: History, begin: float, end: float) -> float:
+    """Return the share of the time in which the run's threads could run, but had no core."""
+    had, lacked = (
+        sum(process.rate(name, begin, end) or 0.0 for process in history.processes.values())
+        for name in ("cpu_s", "no_core_s")
+    )
+    return lacked / (had + lacked) if had + lacked else 0.0
 
 
 def _calls(rows: list[Row], rollout_s: float) -> dict[str, float]:

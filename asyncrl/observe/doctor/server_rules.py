@@ -71,7 +71,8 @@ def server_limits(m: Measured) -> Finding | None:
     return _limit(m, max(queueing, key=lambda fleet: fleet.samples)) if queueing else None
 
 
-def _limit(m: Measured, fleet: Fleet) -> Finding:
+def _limit(m: Measured, fleet: Fleet) -> Finding | None:
+    """Return the limit for which the samples queue; None if there is room: they wait for their prefill."""
     running, queued, most = fleet.total("running"), fleet.total("queued"), fleet.total("max_running")
     assert running is not None
     assert queued is not None
@@ -80,17 +81,23 @@ def _limit(m: Measured, fleet: Fleet) -> Finding:
     kv = max(server.kv_share or 0.0 for server in fleet.servers)
     retracted = fleet.total("retracted_s") or 0.0
     seen = f"{waits(m)}; {queued:.0f} samples wait in {fleet.name} while {running:.0f}"
-    if kv > 0.7 or retracted > 0 or (most and running < 0.6 * most):
+    if kv > 0.7 or retracted > 0 or (most and running < 0.6 * most and kv > 0.3):
+        cache = (
+            "generation.sglang.args.mem_fraction_static"
+            if m.settings.get("generation.backend") == "sglang"
+            else "generation.max_total_tokens"
+        )
         return bottleneck(
             m,
             "kv-cache-too-small",
             "The KV cache is too small",
             f"{seen} run; the KV cache is {percent(kv)} full.",
-            "Raise generation.max_total_tokens (SGLang: generation.sglang.args.mem_fraction_static), or shorten "
-            "answers.",
+            f"Raise {cache}, or shorten answers.",
             at_best_s,
         )
-    want = 2 ** math.ceil(math.log2(max(2.0, running + queued)))
+    if most and running + queued <= most:
+        return None
+    want = 2 ** math.ceil(math.log2(max(2.0, (running + queued) / len(fleet.servers))))
     return bottleneck(
         m,
         "server-batch-too-small",
@@ -139,11 +146,15 @@ def weight_updates(m: Measured) -> Finding | None:
     updating = max((server.updating for server in m.all_servers), default=0.0)
     if m.wait < LITTLE_WAITING or updating <= 0.3:
         return None
-    advice = (
-        "Switch less often: a larger train_batch_size, or max_head_offpolicyness=1 or more."
-        if m.takes_turns
-        else "Set manager.update_mode=in_place, or a manager.weight_transport from memory."
-    )
+    if m.takes_turns:
+        ways = ["a larger train_batch_size", *([] if m.eta else ["max_head_offpolicyness=1 or more"])]
+        advice = f"Switch less often: {' or '.join(ways)}."
+    else:
+        in_place = m.settings.get("manager.update_mode") == "in_place"
+        from_disk = m.settings.get("manager.weight_transport") in (None, "disk")
+        ways = [] if in_place else ["manager.update_mode=in_place"]
+        ways += ["a manager.weight_transport from memory"] if from_disk else []
+        advice = f"Set {' or '.join(ways)}." if ways else "Train more a step, so that there are fewer versions."
     return bottleneck(
         m,
         "slow-updates",

@@ -76,10 +76,14 @@ def _table(systems: tuple[str, ...]) -> str:
             only = "" if len(owners) == len(systems) else f" ({owners[0]})"
             rows.setdefault((alias.ours, alias.note), []).append(f"`{alias.theirs}`{only}")
     lines = [
-        f"| {', '.join(theirs)} | {f'`{ours}`' if ours else '–'} | {_plain(note)} |"
+        f"| {', '.join(theirs)} | {f'`{_shown(ours)}`' if ours else '–'} | {_plain(_shown(note))} |"
         for (ours, note), theirs in rows.items()
     ]
     return "\n".join(["| there | here | note |", "|---|---|---|", *lines]) + "\n"
+
+
+def _shown(text: str) -> str:
+    return text.replace("{value}", "VALUE").replace("{rest}", "1 - VALUE")
 
 
 def _plain(note: str) -> str:
@@ -100,12 +104,16 @@ def test_the_page_has_the_tables() -> None:
     assert made == text, "docs/coming_from.md was not made from the table; it has been made anew: look at it, commit it"
 
 
-@pytest.mark.parametrize("alias", [alias for alias in ALIASES if alias.ours], ids=lambda alias: alias.theirs)
-def test_every_answer_names_a_setting_that_there_is(alias: object) -> None:
-    ours = alias.ours.partition("=")  # type: ignore[attr-defined]
-    assert ours[0] in OURS
-    if ours[2]:
-        load_experiment("async_ppo", [alias.ours])  # type: ignore[attr-defined]
+ANSWERS = sorted({each for alias in ALIASES for each in (alias.ours, *alias.values.values()) if each})
+
+
+@pytest.mark.parametrize("ours", ANSWERS)
+def test_every_answer_names_a_setting_that_there_is_and_a_value_that_it_takes(ours: str) -> None:
+    """Also with the user's value in its place."""
+    setting, has_value, _ = ours.partition("=")
+    assert setting in OURS or setting.rpartition(".")[0] in OURS
+    if has_value:
+        load_experiment("async_ppo", [ours.replace("{value}", "0.25").replace("{rest}", "0.75").replace("TOKENS", "9")])
 
 
 @pytest.mark.parametrize("old", RENAMED)
@@ -122,20 +130,51 @@ def test_a_setting_by_its_earlier_name_is_answered_with_its_name_now(old: str) -
 )
 def test_what_the_systems_own_examples_set_is_answered_from_the_table(system: str, name: str) -> None:
     """`system` only names the case: a name that several systems have is answered once."""
-    alias = elsewhere(name)
-    assert alias is not None
+    aliases = elsewhere(name)
+    assert aliases
     with pytest.raises(ConfigError) as caught:
         load_experiment("async_ppo", [f"{name}=8"])
-    assert alias.ours in str(caught.value) or "there is none" in str(caught.value)
+    for alias in aliases:
+        assert alias.ours.partition("=")[0] in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("rollout.n=8", "here it is 'group_size'"),
-        ("algorithm.adv_estimator=grpo", "here it is 'algorithm.advantage.name'"),
+        ("rollout.n=8", "here it is 'group_size=8'"),
+        ("algorithm.adv_estimator=grpo", "here it is 'algorithm.advantage.name=grpo'"),
+        ("algorithm.adv_estimator=reinforce_plus_plus", "here it is 'algorithm.advantage.name=reinforce_pp'"),
+        ("algorithm.adv_estimator=of_mine", "here it is 'algorithm.advantage.name' "),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "here it is 'optimizer.lr=1e-6'"),
+        ("trainer.optim.lr=1e-6", "here it is 'optimizer.lr=1e-6'"),
+        ("critic.optim.lr=1e-5", "here it is 'algorithm.critic.optimizer.lr=1e-5'"),
+        ("clip_ratio=0.1", "'algorithm.policy_loss.params={clip_low: 0.1, clip_high: 0.1}'"),
+        ("actor.eps_clip=0.4", "'algorithm.policy_loss.params={clip_low: 0.4, clip_high: 0.4}'"),
+        ("clip_ratio_high=0.3", "'algorithm.policy_loss.params.clip_high=0.3'"),
+        ("rollout.gpu_memory_utilization=0.6", "'generation.sglang.args.mem_fraction_static=0.6'"),
+        ("ref_model_mixup_alpha=0.6", "'algorithm.reference.ema_decay=0.4'"),
+        ("algorithm.gamma=0.9", "'algorithm.advantage.params.gamma=0.9'"),
+        ("tis_imp_ratio_cap=2", "'algorithm.correction.params.cap=2'"),
+        ("input_key=question", "'dataset.fields.prompt=question'"),
+        ("kl_loss_type=low_var_kl", "'algorithm.kl.name=k3'"),
+        ("loss_agg_mode=seq-mean-token-sum", "'algorithm.aggregation.name=seq_mean_token_sum'"),
+        ("rollout.name=vllm", "'generation.backend=sglang'"),
+        ("data.truncation=error", "'dataset.overlong=refuse'"),
+        (
+            "global_batch_size=256",
+            "there samples of a minibatch, here their number: train_batch_size * group_size / 256",
+        ),
+        ("ppo_mini_batch_size=64", "there prompts of a minibatch, here their number: train_batch_size / 64"),
+        ("orchestrator.batch_size=128", "there in samples, here in prompts: 128 / group_size"),
+        ("per_device_train_batch_size=4", "4 * devices * accumulation steps / group_size"),
+        ("ppo_micro_batch_size_per_gpu=2", "there in sequences, here in tokens: 2 * the tokens of a sequence"),
+        ("tensor_model_parallel_size=2", "'trainer.parallel': t2 in it"),
+        ("resume_mode=disable", "'resume=never'"),
+        ("scale_rewards=False", "'algorithm.advantage.name=dr_grpo'"),
+        ("recompute_logprob=false", "'algorithm.prox=behave'"),
+        ('trainer.logger=["console","wandb"]', "logging.wandb_project=NAME sends metrics"),
         ("dag.custom_pipeline_fn=x", "here it is 'algorithm.graph'"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "here the number of parts into which train_batch_size"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "here their number: train_batch_size"),
         ("max_concurrent_rollouts=64", "here of each RolloutWorker"),
         ("allocation_mode=sglang.d4m2p1+d2p1m2", "is trainer.parallel=d2t2 generation.servers=4 "),
     ],
@@ -144,6 +183,37 @@ def test_a_name_of_another_system_is_answered_with_ours_and_the_difference(writt
     with pytest.raises(ConfigError) as caught:
         load_experiment("async_ppo", [written])
     assert said in str(caught.value)
+
+
+SWITCHES = [alias.theirs for alias in ALIASES if "=" in alias.ours and "{" not in alias.ours.replace("[{", "")]
+
+
+@pytest.mark.parametrize("value", ["False", "false", "0", "null"])
+@pytest.mark.parametrize("name", ["use_kl_in_reward", "enforce_eager", "colocate", "optimizer_offload", "use_opsm"])
+def test_what_is_switched_off_there_is_left_out_here(name: str, value: str) -> None:
+    assert any(theirs.endswith(name) for theirs in SWITCHES)
+    name = next(theirs for theirs in SWITCHES if theirs.endswith(name))
+    with pytest.raises(ConfigError, match=f"; with {value} leave it out here") as caught:
+        load_experiment("async_ppo", [f"{name}={value}"])
+    assert "here it is" not in str(caught.value)
+    with pytest.raises(ConfigError, match="here it is"):
+        load_experiment("async_ppo", [f"{name}=true"])
+
+
+def test_a_name_that_means_different_things_elsewhere_lists_them() -> None:
+    with pytest.raises(ConfigError, match=r"a name of verl; here .*; or a name of slime; here "):
+        load_experiment("async_ppo", ["kl_coef=0.1"])
+
+
+def test_all_names_of_a_foreign_file_are_answered_at_once_with_their_values(tmp_path: Path) -> None:
+    text = "actor: {path: M, optimizer: {lr: 1.7e-5}, eps_clip: 0.4, kl_ctl: 0.0}\ngconfig: {n_samples: 4}"
+    (tmp_path / "theirs.yaml").write_text(f"defaults: [async_ppo, _self_]\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_experiment("theirs", [], tmp_path)
+    told = str(caught.value).splitlines()
+    assert len(told) == 5
+    for part in ("model.path=M", "optimizer.lr=1.7e-5", "clip_high: 0.4", "algorithm.kl_coef=0.0", "group_size=4"):
+        assert len([line for line in told if part in line and "in theirs.yaml" in line]) == 1, part
 
 
 @pytest.mark.parametrize("name", ["reward_model.enable_thing", "trainer.val_only", "data.image_key", "frobnicate"])

@@ -57,7 +57,6 @@ def test_every_built_in_experiment_is_valid_as_it_stands(name: str, tiny_chat_mo
     ("written", "meant"),
     [
         ("train_batchsize", "train_batch_size"),
-        ("batch_size", "train_batch_size"),
         ("steps", "total_train_steps"),
         ("lr", "optimizer.lr"),
         ("opimizer.lr", "optimizer.lr"),

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.launch.commands.doctor.run import main
-from asyncrl.observe.doctor import Level, examine
+from asyncrl.observe.doctor import Finding, Level, examine
 from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History
 from asyncrl.observe.observer import RESTS
@@ -132,24 +133,42 @@ def test_failures_are_told_of_a_run_that_came_to_no_step(tmp_path: Path) -> None
     assert "20 of 20 rollouts since step 1 failed" in problems(run)["rewards-that-always-fail"]
 
 
+def memory_of(run: Path, process: str, rss: Callable[[int], int], seconds: int = 2000) -> dict[str, str]:
+    """Problems of a run in which a process has `rss(second)` bytes; its host has 8 GiB left."""
+    at = range(0, seconds, 2)
+    about = {"pid": 7, "stage": "plays", "since": 0.0, "host_free": 8 << 30}
+    write(run / "observed" / f"{process}-0.jsonl", *[{"at": float(n), "rss": rss(n), **about} for n in at])
+    return problems(run)
+
+
+GIB = 1 << 30
+
+
 def test_memory_that_grows_towards_its_hosts_end_is_told(run: Path) -> None:
-    gib = 1 << 30
-    lines = [
-        {"at": 2.0 * n, "pid": 7, "stage": "plays", "since": 0.0, "rss": gib + n * (gib // 64), "host_free": 8 * gib}
-        for n in range(200)
-    ]
-    write(run / "observed" / "rollout_worker-0.jsonl", *lines)
-    assert "rollout_worker/0 grew" in problems(run)["memory-grows"]
+    told = memory_of(run, "rollout_worker", lambda second: GIB + second * (GIB // 128))
+    assert "rollout_worker/0 grew" in told["memory-grows"]
+    assert "Look for what your agent, environment, reward or tools keep." in told["memory-grows"]
 
 
-def test_memory_that_only_warms_up_is_not(run: Path) -> None:
-    gib = 1 << 30
-    lines = [
-        {"at": 2.0 * n, "pid": 7, "stage": "plays", "since": 0.0, "rss": min(n, 20) * gib // 10, "host_free": gib}
-        for n in range(200)
-    ]
-    write(run / "observed" / "rollout_worker-0.jsonl", *lines)
-    assert problems(run) == {}
+@pytest.mark.parametrize("process", ["generation_server", "model_worker", "rollout_worker"])
+@pytest.mark.parametrize(
+    "rss",
+    [
+        lambda second: GIB + min(second, 500) * GIB // 10,
+        lambda second: GIB + int(8 * GIB * (1 - 2 ** (-second / 300))),
+        lambda second: GIB + (second % 600) * GIB // 100,
+    ],
+    ids=["step", "saturating", "sawtooth"],
+)
+def test_caches_that_fill_are_no_growth(run: Path, process: str, rss: Callable[[int], int]) -> None:
+    assert memory_of(run, process, rss) == {}
+
+
+def test_the_first_minutes_and_steps_of_a_run_say_nothing_about_its_memory(run: Path) -> None:
+    assert memory_of(run, "generation_server", lambda second: GIB + second * (GIB // 64), seconds=900) == {}
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(rows[:3]) + "\n")
+    assert "memory-grows" not in memory_of(run, "generation_server", lambda second: GIB + second * (GIB // 128))
 
 
 def test_a_run_that_ended_without_a_summary_says_who_did_what(run: Path) -> None:
@@ -369,6 +388,48 @@ def test_samples_that_queue_at_another_policy_are_told_with_its_name(tmp_path: P
     )
     assert "the servers of policy judge decode" in kinds["slow-generation"].sentence
     assert kinds["slow-generation"].advice.startswith("More of the servers of policy judge")
+
+
+def changed_run(run: Path, server: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Finding]:
+    """Findings of a virtual run whose server wrote other lines, and that has other settings."""
+    VirtualRun(replace(Knobs(), speed=1000), run).play()
+    config = json.loads((run / "config.yaml").read_text())
+    for name, value in (settings or {}).items():
+        group, _, leaf = name.rpartition(".")
+        (config.setdefault(group, {}) if group else config)[leaf] = value
+    (run / "config.yaml").write_text(json.dumps(config))
+    file = run / "observed" / "generation_server-0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    write(file, *[line | {key: value * n if key.endswith("_s") else value for key, value in server.items()}
+                  for n, line in enumerate(lines)])  # fmt: skip
+    return {each.kind: each for each in examine(History(run)).findings}
+
+
+@pytest.mark.parametrize(("queued", "running", "most"), [(60, 161, 256), (90, 166, 256), (30, 90, 128)])
+def test_samples_that_wait_while_the_batch_has_room_are_no_limit_of_it(
+    tmp_path: Path, queued: int, running: int, most: int
+) -> None:
+    found = changed_run(tmp_path / "run", {"queued": queued, "running": running, "max_running": most, "kv_share": 0.2})
+    assert not {"server-batch-too-small", "kv-cache-too-small"} & found.keys()
+
+
+@pytest.mark.parametrize(("queued", "running", "most"), [(161, 161, 256), (200, 250, 256), (9, 8, 8)])
+def test_an_advised_batch_is_larger_than_the_one_that_is_set(
+    tmp_path: Path, queued: int, running: int, most: int
+) -> None:
+    found = changed_run(tmp_path / "run", {"queued": queued, "running": running, "max_running": most, "kv_share": 0.2})
+    advised = int(found["server-batch-too-small"].advice.removesuffix(".").partition("=")[2])
+    assert advised > most
+
+
+def test_more_servers_are_not_advised_where_the_cores_are_all_taken(tmp_path: Path) -> None:
+    free = changed_run(tmp_path / "free", {"cpu_s": 2.0, "no_core_s": 0.0})["slow-generation"]
+    assert free.advice.startswith("More generation servers")
+    taken = changed_run(tmp_path / "taken", {"cpu_s": 2.0, "no_core_s": 2.0})["slow-generation"]
+    assert "More generation servers" not in taken.advice
+    assert "more cores" in taken.advice
+    assert "had no core 50 %" in taken.sentence
+    assert taken.gain == ""
 
 
 def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> None:
