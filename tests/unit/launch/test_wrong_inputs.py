@@ -397,7 +397,7 @@ AGENTS: list[Case] = [
 ]
 PLACES: list[Case] = [
     (["system.host=10.99.99.99"], "no interface of this machine has that address; use one of"),
-    (["system.host=no.such.host.invalid"], "not an IPv4 address, nor a name of one"),
+    (["system.host=no.such.host.invalid"], "neither an IP address nor a name of an IPv4 one"),
     (["rollout.endpoint.host=10.99.99.99"], "rollout.endpoint.host='10.99.99.99': not an address of this machine"),
     (["system.launcher=ssh"], "system.launcher=ssh needs to know the hosts"),
     (hosts("local", ELSEWHERE), "starts processes on this host only"),
