@@ -45,7 +45,9 @@ class ExperimentConfig:
     total_epochs: float | None = setting(
         None,
         "the run's length in passes over the training set; it sets total_train_steps to the number of steps that train "
-        "total_epochs times its rows, rounded down; null: total_train_steps as set",
+        "total_epochs times its rows, rounded down. No prompt beyond is begun: the last steps wait for the slowest "
+        "rollouts, and if prompts are dropped for good, the run ends with the last whole batch. null: "
+        "total_train_steps as set",
         unit="epochs",
         minimum=0.0,
     )

@@ -60,6 +60,7 @@ class GateStatus:
         served: oldest version that servers serve, as the gate counts it; None if unknown.
         loading: True if a server loads weights, in its first attempt.
         able: True if a server is not in quarantine.
+        used_up: see `GateState`.
     """
 
     idle_s: float = 0.0
@@ -70,6 +71,7 @@ class GateStatus:
     served: int | None = None
     loading: bool = False
     able: bool = True
+    used_up: bool = False
 
 
 class NotIntroduced(RuntimeError):
@@ -241,7 +243,8 @@ class ManagerClient:
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
         loading = any(server.state == LOADING and not server.failures for server in servers)
         able = any(server.state != QUARANTINED for server in reply.servers)
-        return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt, gate.running, gate.version, loading, able)
+        moves = (gate.running, gate.version, loading, able, gate.used_up)
+        return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt, *moves)
 
     async def describe(self) -> str:
         """Return the manager's state as one readable line."""

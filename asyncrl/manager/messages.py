@@ -419,11 +419,15 @@ class ConsumedReply(Message, frozen=True):
 
 
 class GateState(Books, frozen=True, kw_only=True):
-    """The gate: its counters, its limit, and the seconds so far in which no rollout ran because it was full."""
+    """The gate: its counters, its limit, and the seconds so far in which no rollout ran because it was full.
+
+    `used_up`: no rollout runs, and no prompt of the last epoch is left to begin one of.
+    """
 
     limit: int
     closed: bool
     idle_s: float
+    used_up: bool = False
 
 
 class ServerStatus(Message, frozen=True):

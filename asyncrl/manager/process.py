@@ -82,7 +82,7 @@ class GserverManager(AsyncWorker):
             max_staleness=bound[1],
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
-            order=DataOrder(self._rows, config.seed, shuffle=config.dataset.shuffle),
+            order=DataOrder(self._rows, config.seed, shuffle=config.dataset.shuffle, epochs=config.total_epochs),
             number=spec.incarnation,
             first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,

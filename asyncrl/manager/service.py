@@ -296,7 +296,9 @@ class ManagerService:
     def gate_state(self) -> m.GateState:
         """Return the gate's counters, and the seconds in which it let no rollout run."""
         books = structs.asdict(self.gate.books())
-        return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, idle_s=self.admission.idle_s)
+        gate, used_up = self.gate, self.rollouts.used_up
+        idle_s = self.admission.idle_s
+        return m.GateState(**books, limit=gate.limit, closed=gate.closed, idle_s=idle_s, used_up=used_up)
 
     def routes_changed(self, served_version: int | None) -> None:
         """Record that the router's servers changed.

@@ -23,6 +23,7 @@ from functools import partial
 from time import perf_counter
 
 from asyncrl.master.data.sample_buffer import TrainBatch
+from asyncrl.master.data.stall import PromptsUsedUp
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row, buffered_s, of_ranks
@@ -72,6 +73,8 @@ class TrainLoop:
                     await self.step()
             except StopRequested:
                 _log.info("asked to stop: ending at version %d", self.parts.run.version)
+            except PromptsUsedUp:
+                self._end_early()
             await self._run_end.finish()
         except RestartTrainer:
             raise
@@ -81,6 +84,23 @@ class TrainLoop:
         finally:
             await self._run_end.close()
             await cancel(*beside)
+
+    def _end_early(self) -> None:
+        """End the run with its last complete step: the prompts of its epochs are used up."""
+        parts, run = self.parts, self.parts.run
+        dropped = {reason: n for reason, n in parts.reports.state.last_reply.books.dropped.items() if n}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "none"
+        remark(
+            parts.run_dir,
+            f"the prompts of total_epochs={parts.config.total_epochs:g} are used up after step {run.version} of "
+            f"{parts.config.total_train_steps} (dropped: {reasons}): {len(run.buffer)} are left, fewer than "
+            f"train_batch_size={parts.config.train_batch_size}, and are not trained",
+        )
+        run.used_up = True
+        evaluations = parts.metrics_log.evaluations
+        evaluations.ends_at(run.version)
+        if not parts.announcer.evaluating and run.version not in {each["version"] for each in evaluations.ended}:
+            parts.announcer.evaluate_if_due()
 
     async def step(self) -> None:
         """Run one step, from version v to v + 1."""

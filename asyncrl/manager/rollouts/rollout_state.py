@@ -51,8 +51,9 @@ class RolloutState:
         manager: int = 0,
     ) -> None:
         self.order, self.manager = order, manager
-        self.gate = StalenessGate(batch_size, max_staleness)
-        self.queue = PromptQueue(order.num_rows, used, retries)
+        most = None if order.end is None else order.end // batch_size * batch_size
+        self.gate = StalenessGate(batch_size, max_staleness, most=most)
+        self.queue = PromptQueue(order.num_rows, used, retries, order.end)
         self.measured = NumberedLog[tuple[str, float]](after=first_number(manager))
         self.events = RolloutEvents(now=now)
         self.suspects = Suspects(self.gate.live.prompts_of)
@@ -65,6 +66,11 @@ class RolloutState:
     def awaits_ends(self) -> bool:
         """True if the trainer has a rollout whose worker has yet to report the end, with the measured success."""
         return bool(self._ends_awaited)
+
+    @property
+    def used_up(self) -> bool:
+        """True if no rollout runs, and no prompt is left to begin one of."""
+        return not self.gate.live.running_count and self.queue.peek() is None
 
     def next_for(self, worker: str) -> NextTry | None:
         """Return the prompt that `worker` plays next; None if it must first finish its running rollouts."""

@@ -76,6 +76,7 @@ oldest token, which is no older than its admission; it expires by that token, so
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,13 +113,17 @@ class StalenessGate:
         retired_kept: rollouts remembered after they left the count, so that a late or repeated message about them
             changes nothing; about 100 bytes each. A message about a forgotten one is ignored like one about an unknown
             rollout. None: `ids_remembered`.
+        most: rollouts that the whole run trains; no more are admitted. None: no limit, and the last steps train those
+            that finish first.
 
     Attributes:
         live: the rollouts that run, or are finished and not trained yet.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int | None = None) -> None:
-        self.batch_size = batch_size
+    def __init__(
+        self, batch_size: int, max_staleness: int, *, retired_kept: int | None = None, most: int | None = None
+    ) -> None:
+        self.batch_size, self._most = batch_size, math.inf if most is None else most
         self.max_staleness = max_staleness
         self.version = 0
         self.trained_version = 0
@@ -134,8 +139,8 @@ class StalenessGate:
 
     @property
     def limit(self) -> int:
-        """`(η + version + 1) · B`: rollouts that may be trained or live."""
-        return (self.max_staleness + self.version + 1) * self.batch_size
+        """`(η + version + 1) · B`, and at most `most`: rollouts that may be trained or live."""
+        return int(min(self._most, (self.max_staleness + self.version + 1) * self.batch_size))
 
     @property
     def counted(self) -> int:

@@ -15,7 +15,7 @@ from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.score_ahead import AheadScorer
-from asyncrl.master.data.stall import StallWatch
+from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.settings import OnStale
@@ -66,6 +66,7 @@ class Batches:
 
         Raises:
             StopRequested, Stalled: see `StallWatch.wait`.
+            PromptsUsedUp: fewer rollouts are left than make a batch.
         """
         while True:
             await self._enough_rollouts(version)
@@ -82,6 +83,7 @@ class Batches:
         return self._order.metrics() | self._ahead.pop_metrics(batch)
 
     async def _enough_rollouts(self, version: int) -> None:
+        used_up_at: int | None = None
         while True:
             self._buffer.expire(version)
             await self._report(version)  # expired rollouts make room at the gate for missing ones
@@ -97,7 +99,13 @@ class Batches:
             began, before = time.monotonic(), self._buffer.received
             more = self._collector.changed(missing)
             waiting = more if lent else _at_most(more, LEND_LOOK_S)
-            await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers", rollouts=True)
+            try:
+                await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers", rollouts=True)
+            except PromptsUsedUp:
+                await self._refreshed(version)  # the manager may know of rollouts earlier than this process
+                if used_up_at == self._buffer.received:
+                    raise
+                used_up_at = self._buffer.received
             self._turns.waited(self._buffer.received - before, time.monotonic() - began)
 
     async def _nothing_would_expire(self, version: int) -> None:

@@ -43,6 +43,10 @@ STATUS_LIMIT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+class PromptsUsedUp(Exception):  # it ends a wait; nothing went wrong
+    """No rollout runs, and no prompt of the last epoch is left to begin one of."""
+
+
 class RolloutSigns:
     """Tells from the manager's counters whether rollouts show signs of life.
 
@@ -129,25 +133,33 @@ class StallWatch:
 
         Raises:
             StopRequested: the run is asked to stop.
+            PromptsUsedUp: it waits for rollouts, and none will come.
             Stalled: there was no sign of life for too long.
         """
         task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop.wait())
         following = [asyncio.ensure_future(self._follow_rollouts())] if rollouts else []
         try:
             while (left_s := self._stalls_at() - self.clock()) > 0:
-                await running_wait(task, stopping, limit_s=min(left_s, LOOK_S))
+                await running_wait(task, stopping, *following, limit_s=min(left_s, LOOK_S))
                 if self._starting():
                     self.progressed()
                 if task.done():
                     return task.result()
                 if stopping.done():
                     raise StopRequested
+                for follower in following:
+                    if follower.done():
+                        follower.result()
             raise Stalled(await self._diagnosis(version, what))
         finally:
             await cancel(task, stopping, *following)
 
     async def _follow_rollouts(self) -> NoReturn:
-        """Restart the limit whenever rollouts show a sign of life."""
+        """Restart the limit whenever rollouts show a sign of life.
+
+        Raises:
+            PromptsUsedUp: none will come.
+        """
         while True:
             await asyncio.sleep(min(ASK_S, self.limit_s / 4))
             try:
@@ -155,6 +167,8 @@ class StallWatch:
             except (HttpError, ManagerGone) as error:
                 _log.info("it is not known what the rollouts do: %s", error)
                 continue
+            if status.rebuilt and status.used_up:
+                raise PromptsUsedUp
             if self._signs.take(self._buffer.received, status) and not self._collector.silent:
                 self.progressed()
 

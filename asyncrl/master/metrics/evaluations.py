@@ -33,6 +33,10 @@ class Evaluations:
         """
         return [each.name for each in self._sets if each.is_due(version, self._total_steps)]
 
+    def ends_at(self, version: int) -> None:
+        """Record that `version` is the last one, earlier than planned."""
+        self._total_steps = version
+
     def add(self, version: int, measured: Row) -> None:
         """Record the metrics of an evaluation of `version`."""
         self.ended.append({"version": version, **measured})

@@ -52,7 +52,8 @@ class RunEnd:
         await parts.reports.close_books(parts.run.version, complete=parts.run.complete)
         books = parts.reports.state.last_reply.books
         parts.ledger.end(parts.run.version, books)
-        write_summary(parts.run_dir, parts.run.version, parts.config.total_train_steps, books, parts.metrics_log)
+        total = parts.run.version if parts.run.used_up else parts.config.total_train_steps
+        write_summary(parts.run_dir, parts.run.version, total, books, parts.metrics_log)
         check_books(books, parts.run.version * parts.config.train_batch_size)
 
     async def _last_evaluation(self) -> None:

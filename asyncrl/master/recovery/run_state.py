@@ -31,6 +31,7 @@ class RunState:
         version: version of the policy: number of complete steps.
         recorded: newest version whose step is in the metrics and the ledger.
         buffer: has the used prompts.
+        used_up: fewer prompts of the run's epochs are left than make a step.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RunState:
         win_rates: WinRates,
     ) -> None:
         self.version = self.recorded = 0
+        self.used_up = False
         self.buffer = buffer
         self._config, self._order, self._reported = config, order, reported
         self._metrics_log, self._win_rates = metrics_log, win_rates
@@ -89,5 +91,5 @@ class RunState:
 
     @property
     def complete(self) -> bool:
-        """True if all steps are trained."""
-        return self.version >= self._config.total_train_steps
+        """True if all steps are trained, or no prompt is left for another one."""
+        return self.used_up or self.version >= self._config.total_train_steps

@@ -172,7 +172,7 @@ class History:
             return State.running
         if self.summary is None:
             return State.died
-        total = self.setting("total_train_steps", 0)
+        total = self.summary.get("total_steps", self.setting("total_train_steps", 0))
         return State.finished if self.summary.get("steps", 0) >= total else State.stopped
 
     def _is_held(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -120,18 +121,25 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     [GateStatus(running=7), GateStatus(loading=True), GateStatus(running=1, dropped={"timeout": 3})],
     ids=["rollouts within their limits", "a server that loads weights", "some rollouts lost"],
 )
-async def test_what_is_at_work_may_take_any_time(tmp_path: Path, seen: GateStatus) -> None:
+async def test_what_is_at_work_may_take_any_time(
+    tmp_path: Path, seen: GateStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wait of many limits: each rollout has a limit of its own, and so has a server's update."""
-    run = Run(tmp_path, make_config())
-    run.loop.parts.stall.limit_s, asked = 0.04, itertools.count()
+    monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.0)
+    now, asked = 0.0, itertools.count()
+    run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
+    run.loop.parts.stall.limit_s = 1.0
 
     async def status() -> GateStatus:
+        nonlocal now
         next(asked)
+        now += 0.3
+        run.loop.parts.stall.clock()  # else it looks like a pause of this process
         return seen
 
     run.manager.status = status  # type: ignore[method-assign]
     async with running(run) as task:
-        await until(lambda: next(copy(asked)) > 40 or task.done())  # ten limits
+        await until(lambda: next(copy(asked)) > 40 or task.done())
         assert not task.done()
         seen = GateStatus()  # and then nothing
         with pytest.raises(Stalled, match="no sign of life"):
@@ -320,3 +328,20 @@ async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) ->
         with pytest.raises(ConnectionError, match="model_worker/0"):
             await task
     assert run.workers.saved() == []
+
+
+@pytest.mark.parametrize("left", [0, 3])
+async def test_a_run_whose_prompts_are_used_up_ends_with_the_last_whole_batch(tmp_path: Path, left: int) -> None:
+    run = Run(tmp_path, make_config(total_epochs=1.0, eval__interval=2))  # 3 steps, if no prompt is dropped for good
+    run.manager.seen, run.loop.parts.stall.limit_s = GateStatus(used_up=True), 0.4
+    await run.deliver(range(4 + left))
+    run.manager.give_up("e0-20")
+    await run.loop.run()
+    assert [row["step"] for row in run.rows()] == [0, 1]
+    summary = run.summary()
+    assert summary["eval"]["held_out"]["version"] == 1, "the last version is evaluated"
+    assert (summary["steps"], summary["total_steps"]) == (1, 1)
+    assert summary["books"]["abandoned"] == left
+    (told,) = [json.loads(line)["remark"] for line in (tmp_path / "remarks.jsonl").read_text().splitlines()]
+    assert "used up after step 1 of 3 (dropped: 1 failed)" in told
+    assert f": {left} are left, fewer than train_batch_size=4" in told

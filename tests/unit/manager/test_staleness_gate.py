@@ -314,3 +314,10 @@ def test_whether_a_step_is_blocked_looks_at_versions_and_not_at_rollouts() -> No
     assert not looked
     assert len(gate.blocking(1)) == 4_000
     assert looked
+
+
+def test_a_gate_of_a_run_with_an_end_admits_no_more_than_it_trains() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=3, most=4)
+    assert start(gate, "0", "1", "2", "3", "4") == [0, 0, 0, 0, None], "by staleness alone, 8 were allowed"
+    gate.drop("0", "failed")
+    assert start(gate, "5", "6") == [0, None], "in its place"

@@ -54,12 +54,17 @@ class PromptRef:
 
 
 class DataOrder:
-    """Positions of the prompts in the order, of a dataset of `num_rows` rows (at least 1) under `seed`."""
+    """Positions of the prompts in the order, of a dataset of `num_rows` rows (at least 1) under `seed`.
 
-    def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True) -> None:
+    Attributes:
+        end: number of prompts in `epochs` epochs, after which the order ends; None: it has no end.
+    """
+
+    def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True, epochs: float | None = None) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+        self.end = None if epochs is None else int(epochs * num_rows)
         self._permutations: dict[int, NDArray[np.int64]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}
 

@@ -18,6 +18,7 @@ must be stored: those above the cursor, and those that are still live.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -40,12 +41,18 @@ class PromptQueue:
         rows: number of rows of the dataset, which make an epoch.
         used: orders of the used prompts.
         retries: by order, attempt and failures of waiting prompts that were tried before.
+        end: no prompt of this order or a later one is begun (`DataOrder.end`). Once all before it were begun, further
+            attempts come at once.
     """
 
     def __init__(
-        self, rows: int, used: Iterable[int] = (), retries: Mapping[int, tuple[int, int]] | None = None
+        self,
+        rows: int,
+        used: Iterable[int] = (),
+        retries: Mapping[int, tuple[int, int]] | None = None,
+        end: int | None = None,
     ) -> None:
-        self.rows = rows
+        self.rows, self._end = rows, math.inf if end is None else end
         self.live: Counter[int] = Counter()
         self.back: dict[int, tuple[int, int]] = {}
         self._cursor = 0
@@ -55,11 +62,13 @@ class PromptQueue:
             self._wait(NextTry(order, attempt, failures))
         self._advance()
 
-    def peek(self, may: Callable[[int], bool] = lambda order: True) -> NextTry:
-        """Return the first waiting prompt that `may` start now. `may` is called for retried prompts only."""
-        passed_over = []
+    def peek(self, may: Callable[[int], bool] = lambda order: True) -> NextTry | None:
+        """Return the first waiting prompt that `may` start now; None if none may. `may` is called for retried prompts
+        only.
+        """
+        passed_over, ended = [], self._cursor >= self._end
         try:
-            while self._heap and self._heap[0][0] < (self._cursor, 1):
+            while self._heap and (ended or self._heap[0][0] < (self._cursor, 1)):
                 place, order = self._heap[0]
                 turn = self.waiting(order)
                 if turn is not None and self._place(turn.order, turn.attempt) == place:
@@ -68,14 +77,15 @@ class PromptQueue:
                     passed_over.append(heapq.heappop(self._heap))
                 else:
                     heapq.heappop(self._heap)  # used or live by now, or replaced by another attempt
-            return NextTry(self._cursor)
+            return None if ended else NextTry(self._cursor)
         finally:
             for entry in passed_over:
                 heapq.heappush(self._heap, entry)
 
     def next(self) -> NextTry:
-        """Take the first prompt that waits; it is live from now on."""
+        """Take the first prompt that waits, of which there must be one; it is live from now on."""
         turn = self.peek()
+        assert turn is not None, "no prompt waits"
         self.enter(turn.order)
         return turn
 

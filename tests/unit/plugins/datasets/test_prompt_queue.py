@@ -131,3 +131,22 @@ def test_the_orders_of_used_prompts_are_those_of_their_ids(count: int) -> None:
     chosen = random.Random(1).sample(range(40), count)
     used = UsedPrompts(order.ref(each).prompt_id for each in chosen)
     assert order.orders_of(used).tolist() == sorted(chosen)
+
+
+def test_a_queue_with_an_end_begins_nothing_beyond_it_and_then_tries_again_at_once_what_waits() -> None:
+    queue = PromptQueue(4, end=4)
+    first, *others = [queue.next() for _ in range(4)]
+    assert [turn.order for turn in (first, *others)] == [0, 1, 2, 3]
+    assert queue.peek() is None, "all are live"
+    queue.use(1)
+    queue.leave(others[0])
+    assert queue.leave(NextTry(0, attempt=2)), "without an end its place would be after two more epochs"
+    assert queue.next() == NextTry(0, attempt=2)
+    for order in (0, 2, 3):
+        queue.use(order)
+        queue.leave(NextTry(order))
+    assert queue.peek() is None
+    assert all(map(queue.is_used, range(4)))
+    later = PromptQueue(4, range(4), end=6)
+    assert [later.next().order for _ in range(2)] == [4, 5]
+    assert later.peek() is None
