@@ -76,6 +76,7 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.embedded.random_streams import derive_seed
+from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.plugins.datasets import Dataset
@@ -591,6 +592,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0, help="generate with the weights of this many versions ago")
     args = parser.parse_args()
     folder = args.model or ensure_base_model(load_supervised("arithmetic_base"))
+    check_whole(folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
     config = ReferenceConfig(seed=args.seed, staleness=args.staleness)
     trainer = ReferenceTrainer(config, model, tokenizer, ArithmeticDataset(seed=args.seed), arithmetic_reward)

@@ -23,6 +23,7 @@ from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, keep_inputs
 from asyncrl.launch.before_start.space import space_line
+from asyncrl.launch.before_start.whole_models import check_models, loaded_folders, whole_models
 from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.launch.refusal import refuse
 from asyncrl.models.weights.versions.manifest import verify
@@ -35,7 +36,7 @@ from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, check_finished
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
-from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
+from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -52,6 +53,8 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
         if isinstance(config, SFTConfig) and again is not None:
             raise ConfigError("--detach: a base model is made in the foreground; leave --detach out")
         if isinstance(config, SFTConfig):
+            if existing_base_model(config) is None:
+                check_models(config)
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
         check_place(config)
@@ -79,8 +82,9 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         return EXIT_OK
     found = [f"WARNING: {note}" for note in check_reachable(config)]
     check_guests_fit(config)
-    with rehearsed(config) as rehearsal_notes:
+    with rehearsed(config) as rehearsal_notes, whole_models(loaded_folders(config)) as models_are_whole:
         statistics = check_prompts(config)
+        models_are_whole()
         notes = [*found, *rehearsal_notes()]
     if again is not None:
         return detach(again, run_dir)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend, adopts
 from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
+from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 
@@ -127,7 +127,8 @@ def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterat
     setting = f"policies: {policy.name!r}: path={path!r}"
     if policy.versions != VersionPoolConfig() and not policy.trained:
         yield f"{setting}: a model that is never updated has no versions; leave out path or versions"
-    if not (Path(path).expanduser() / "config.json").is_file():
-        yield f"{setting}: not a Hugging Face folder: it has no config.json; name the folder of a model"
-    elif config.model.path is not None and (difference := vocabulary_difference(config.model.path, path)):
+    as_it_is = not policy.trained and config.generation.backend == GenerationBackend.sglang
+    faults = list(hugging_face_folder(f"policies: {policy.name!r}: path", path, quantised=as_it_is))
+    yield from faults
+    if not faults and config.model.path is not None and (difference := vocabulary_difference(config.model.path, path)):
         yield f"{setting}: {difference}"

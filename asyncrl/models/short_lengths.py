@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -112,26 +111,17 @@ def _computing(
 
 def _skeleton(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of the class of `model` with buffers but without memory for parameters."""
-    with torch.random.fork_rng(devices=[]), _without_parameters():
-        return new_model(type(model), copy.deepcopy(config), model.dtype)
-
-
-@contextmanager
-def _without_parameters() -> Iterator[None]:
-    """Within the block, parameters of new modules have a shape but no values."""
-    register = nn.Module.register_parameter
-
-    def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would draw values
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_shape  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with torch.device("meta"):
+        made = new_model(type(model), copy.deepcopy(config), model.dtype)
+    for module in made.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for parameter in made.parameters():
+        setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 - or transformers would draw values
+    with torch.random.fork_rng(devices=[]):
+        made.initialize_weights()  # type: ignore[no-untyped-call]  # computes the buffers
+    return made
 
 
 def _take_weights(made: nn.Module, model: nn.Module, weights: Mapping[str, Tensor]) -> None:

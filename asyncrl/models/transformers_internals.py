@@ -7,8 +7,9 @@ refuses the model instead of computing wrong numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,8 +26,10 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, L
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_utils import LoadStateDictConfig
 
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
@@ -222,6 +225,61 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return saved
+
+
+class TrialLoad(NamedTuple):
+    """What transformers would say of loading a folder's tensors into a model.
+
+    Attributes:
+        missing, unexpected: names of tensors that only the model has, and that only the folder has, except those that
+            the model's class names as harmless.
+        misshapen: by parameter, the shape in the folder, and that in the model.
+        failed: by parameter, why its tensors in the folder cannot be joined, cut or turned to it.
+        torn: pairs of parameters that the config ties, with different values in the folder.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    failed: dict[str, str]
+    torn: list[tuple[str, str]]
+
+
+def trial_load(
+    kind: Any, config: PretrainedConfig, stored: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> TrialLoad:
+    """Let transformers' loader place tensors in a model without memory, with its renaming, joining and tying.
+
+    Args:
+        kind: transformers' auto class of the model.
+        stored: tensors on the meta device, by their names in the folder.
+        read: returns such a tensor's values; only called for tied parameters of which the folder has both.
+    """
+    dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), torch.float32)
+
+    def load(tensors: Mapping[str, Any], valued: Iterable[str]) -> tuple[PreTrainedModel, Any]:
+        with torch.device("meta"):
+            model = kind.from_config(deepcopy(config), dtype=dtype)
+        places = {"": "meta", **dict.fromkeys(valued, "cpu")}
+        conversions: Any = get_model_conversion_mapping(model)
+        plan = LoadStateDictConfig(device_map=places, weight_mapping=conversions)
+        return model, model._load_pretrained_model(model, dict(tensors), None, plan)[0]
+
+    model, found = load(stored, ())
+    tied = dict(model.all_tied_weights_keys)
+    both = [(one, other) for one, other in tied.items() if not {one, other} & found.missing_keys]
+    model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(found)
+    torn = []
+    if both and not found.mismatched_keys:
+        shapes = {model.get_parameter_or_buffer(name).shape for pair in both for name in pair}
+        values = {name: read(name) if tensor.shape in shapes else tensor for name, tensor in stored.items()}
+        whole, _ = load(values, (name for pair in both for name in pair))
+        torn = [pair for pair in both if not torch.equal(*map(whole.get_parameter_or_buffer, pair))]
+    misshapen = {name: (tuple(there), tuple(here)) for name, there, here in found.mismatched_keys}
+    return TrialLoad(
+        sorted(found.missing_keys), sorted(found.unexpected_keys), misshapen, dict(found.conversion_errors), torn
+    )
 
 
 def new_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

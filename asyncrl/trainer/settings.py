@@ -321,7 +321,10 @@ class CriticConfig(RolePlacementConfig):
     """The value model, if the graph has one."""
 
     path: Optional[str] = setting(
-        None, "Hugging Face folder of the critic's trunk; null: the actor's model.path", fixed=True
+        None,
+        "Hugging Face folder of the critic's trunk, and of its head if it is a classifier with one label; null: the "
+        "actor's model.path",
+        fixed=True,
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     value_loss: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="clipped"))

@@ -21,6 +21,7 @@ from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import language_model
+from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.trainer.settings import VisionMode
@@ -36,6 +37,7 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTra
     """Load the causal LM in the folder `path` onto its device, and set this process up for `threads` CPU threads."""
     torch.set_num_threads(threads)
     sys.setswitchinterval(_THREAD_SWITCH_S)
+    check_whole(path)
     kind: Any = language_model(path)
     model: PreTrainedModel = kind.from_pretrained(path, dtype=str(dtype.on(device)), local_files_only=True)
     torch.nn.Module.to(model, device=torch.device(device))

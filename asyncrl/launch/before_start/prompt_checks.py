@@ -74,15 +74,16 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     answers = {"dataset": ("rollout.sampling.max_new_tokens", config.rollout.sampling.max_new_tokens)}
     for each in evaluation_sets(config):
         answers[each.group] = f"{each.group}.sampling.max_new_tokens", each.max_new_tokens
-    if messages := list(_too_few_positions(config, found, answers)):
+    if messages := list(_prompts_that_do_not_fit(config, found, answers)):
         raise ConfigError("\n".join(messages))
     return found
 
 
-def _too_few_positions(
+def _prompts_that_do_not_fit(
     config: ExperimentConfig, found: Mapping[str, PromptStats], answers: Mapping[str, tuple[str, int]]
 ) -> Iterator[str]:
-    """Yield an error message for each set whose longest prompt leaves the model too few positions for an answer.
+    """Yield an error message for each set whose longest prompt leaves the model too few positions for an answer, or
+    whose prompts have tokens that it has no embedding for.
 
     Args:
         answers: setting and value of the longest answer, by the name of the set's group.
@@ -91,7 +92,14 @@ def _too_few_positions(
     assert path is not None, "prompts are made with the model's tokenizer"
     described = read_model_config(path)
     limit = context_length(config, described)
+    rows = (described.get("text_config") or described).get("vocab_size")
     for group, seen in found.items():
+        if isinstance(rows, int) and seen.highest >= rows:
+            yield (
+                f"model.path={path!r}: a prompt of {group} has token {seen.highest}, and the model's embeddings have "
+                f"{rows} rows: its tokenizer is of another model, or has tokens that the model was not given; use the "
+                "tokenizer of the model, or resize the embeddings (transformers' resize_token_embeddings)"
+            )
         setting, answer = answers[group]
         if seen.longest_used + answer > limit:
             yield (

@@ -24,6 +24,7 @@ from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.same_data import keep_data_record, keep_inputs
+from asyncrl.launch.before_start.whole_models import check_models
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.observe.display import make_display
@@ -63,6 +64,7 @@ def _run(config: ExperimentConfig, console: Console) -> int:
     found = [f"WARNING: {note}" for note in check_reachable(config)]
     with rehearsed(config) as rehearsal_notes:
         check_prompts(config)
+        check_models(config, evaluates=True)
         notes = [*found, *rehearsal_notes()]
     title = f"asyncrl rollout {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)

@@ -30,6 +30,7 @@ class PromptStats:
         first_bad: reason why the first of these rows has no valid prompt.
         first: the first used prompt, its text and its number of tokens.
         tools: tokens of each prompt that describe the tools.
+        highest: the highest token of valid prompts; -1 if there is none.
         mcp: True if tools of MCP servers, which are not known yet, will add to that.
     """
 
@@ -43,6 +44,7 @@ class PromptStats:
     first_bad: str
     first: tuple[str, int] | None
     tools: int = 0
+    highest: int = -1
     mcp: bool = False
 
     def lines(self, max_tokens: int, overlong: Overlong) -> list[str]:
@@ -67,18 +69,20 @@ def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | 
     looked_at = rows if limit is None else min(rows, limit)
     unlimited = replace(prompt_format, max_tokens=None)
     longest = longest_used = overlong = bad = 0
+    highest = -1
     first_overlong = first_bad = ""
     first: tuple[str, int] | None = None
     for number in range(looked_at):
         row = dataset.row(number)
         try:
-            length = len(unlimited.encode(row))
+            ids = unlimited.encode(row)
         except PicturesRefused as error:
             raise PicturesRefused(f"row {number}: {error}") from None
         except InvalidPrompt as error:
             bad += 1
             first_bad = first_bad or f"row {number}: {error}"
             continue
+        length, highest = len(ids), max(highest, *ids)
         longest = max(longest, length)
         too_long = prompt_format.max_tokens is not None and length > prompt_format.max_tokens
         if not too_long or prompt_format.overlong in SHORTENED:
@@ -106,6 +110,7 @@ def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | 
         first_bad=first_bad,
         first=first,
         tools=prompt_format.tool_tokens(),
+        highest=highest,
     )
 
 

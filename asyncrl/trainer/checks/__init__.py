@@ -12,12 +12,12 @@ from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend, quantised
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
+from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer.checks import algorithm, model, policies, teachers
 from asyncrl.trainer.model import lora_checks
-from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.placement import placement, role_placement
 from asyncrl.trainer.parallel.worker_grid import Placement

@@ -11,12 +11,12 @@ from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
+from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.process.hardware import count_gpus
-from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, VisionMode
 
 

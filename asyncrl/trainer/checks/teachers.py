@@ -9,7 +9,7 @@ from asyncrl.api.columns import TOKEN, check_name
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
-from asyncrl.trainer.model.folder_checks import hugging_face_folder
+from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.trainer.settings import SOURCE_NUMBER, RoleRanks, TeacherConfig
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

@@ -107,7 +107,7 @@ class TrainingEngine(ABC):
 
         The tensors are `weights.<name>` (master values, fp32) and, if the role is trained, `exp_avg.<name>` and
         `exp_avg_sq.<name>`. `<name>` is the parameter's name in a Hugging Face folder; tied parameters are there once,
-        under the embedding's name. A value model has `trunk.<name>`, `head.weight` and `head.bias`. The JSON is
+        under the embedding's name. A value model has `trunk.<name>` and `head.weight`. The JSON is
         `{"step": n}`, the optimizer steps taken; it is empty if the role is frozen.
 
         The tensors *are* the engine's storage: views, or DTensors of which this rank holds a part, and reading a

@@ -17,11 +17,13 @@ from transformers import (
 )
 
 from asyncrl.config.setting import Dtype
+from asyncrl.models.folder_checks import ModelPart
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.pictures.vision_tower import tower_parameters
 from asyncrl.models.transformers_internals import language_model, set_attention
+from asyncrl.models.weights.model_files.whole_folder import HEAD, check_whole, head_shapes, read_tensor
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation, VisionMode
@@ -70,14 +72,23 @@ def prepare_vision(
 
 
 def _pretrained(
-    kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, **more: Any
+    kind: Any,
+    path: str | Path,
+    dtype: Dtype,
+    attn_implementation: AttentionImplementation,
+    part: ModelPart = ModelPart.language,
+    **more: Any,
 ) -> Any:
     """Return the model in `path` loaded by transformers' auto class `kind`, with the attention of the first layout.
+
+    Raises:
+        IncompleteModelError: the files do not hold all of `part`.
 
     The attention is set after loading, so that a model with its own attention keeps the one that transformers chooses
     (Falcon's eager attention with alibi differs from its other one: transformers 5.24 adds alibi twice). Flash
     attention is named when loading.
     """
+    check_whole(path, part)
     flash = attn_implementation == AttentionImplementation.flash_attention_2
     model = kind.from_pretrained(
         str(path), dtype=str(dtype), attn_implementation=str(attn_implementation) if flash else None, **more
@@ -90,10 +101,11 @@ def _pretrained(
 class Critic(nn.Module):
     """A transformer's trunk with a linear head: the value of every prefix of a sequence.
 
-    The head starts at zero, so that an untrained critic predicts 0 everywhere instead of noise.
+    The head starts at zero, so that an untrained critic predicts 0 everywhere instead of noise. Like the head of
+    transformers' sequence classifiers it has no bias, unless a folder's head has one.
     """
 
-    def __init__(self, trunk: PreTrainedModel, *, bias: bool = True) -> None:
+    def __init__(self, trunk: PreTrainedModel, *, bias: bool = False) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1, bias=bias, dtype=torch.float32)
@@ -109,8 +121,13 @@ class Critic(nn.Module):
 def load_critic(
     path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
 ) -> Critic:
-    """Return an untrained critic on the trunk in `path`."""
-    return Critic(_pretrained(AutoModel, path, dtype, attn_implementation)).eval().to(device)
+    """Return a critic on the trunk in `path`, with the head of the classifier that is there, else with a new one."""
+    trunk = _pretrained(AutoModel, path, dtype, attn_implementation, ModelPart.trunk)
+    names, folder = head_shapes(path), Path(path).expanduser()
+    critic = Critic(trunk, bias=f"{HEAD}.bias" in names)
+    if names:
+        critic.head.load_state_dict({name.removeprefix(f"{HEAD}."): read_tensor(folder, name) for name in names})
+    return critic.eval().to(device)
 
 
 class RewardModel(NamedTuple):
@@ -139,7 +156,8 @@ def load_reward_model(
     config = AutoConfig.from_pretrained(path)
     new = trained and not is_classifier(config)
     more = {"config": as_classifier(config)} if new else {}
-    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation, **more)
+    part = ModelPart.trunk if new else ModelPart.reward
+    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation, part, **more)
     critic = Critic(model.base_model, bias=single_score(model, path).bias is not None)
     if not new:
         critic.head.load_state_dict(model.score.state_dict())

@@ -144,10 +144,7 @@ def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
         layer = int(inside[1]) if inside is not None else None
         parameters.append(cut.described(name, parameter, layer, last=layers_begun and layer is None))
     if value_model:
-        parameters += [
-            Parameter("head.weight", (1, sizes.hidden), last=True),
-            Parameter("head.bias", (1,), last=True),
-        ]
+        parameters.append(Parameter("head.weight", (1, sizes.hidden), last=True))
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     tied = not value_model and head is not None and cast(Any, head).weight is cast(Any, embedding).weight
     return SizedModel(str(text.model_type), tuple(parameters), sizes, name_of, tied, head=not value_model)

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.config.load import experiments_dir
-from asyncrl.models.model_config import read_model_config
+from asyncrl.models.model_config import for_all_versions, read_model_config
 from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.display import wrapped
 from asyncrl.plugins.datasets.rows.readers import files_of, is_data_path
@@ -140,7 +140,7 @@ def ensure_base_model(config: SFTConfig) -> Path:
 def _copy(shipped: Path, folder: Path) -> None:
     aside = atomic_dir.begin(folder)
     for name, file in model_files(shipped).items():
-        atomic_dir.write_file(aside / name, file.read_bytes())
+        atomic_dir.write_file(aside / name, for_all_versions(name, file.read_bytes()))
     atomic_dir.commit(folder)
     _note(f"base model: {folder}, copied from the package")
 

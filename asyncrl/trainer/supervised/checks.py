@@ -9,11 +9,11 @@ from typing import Any
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
+from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.runtime.process.hardware import count_gpus
-from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems
 from asyncrl.trainer.parallel.placement import layout_of
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid

@@ -24,7 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
+from asyncrl.models.model_config import TOKENIZER_CONFIG_FILE, for_all_versions
 from asyncrl.models.weights import atomic_dir
+from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
@@ -115,6 +118,8 @@ class _Run(NamedTuple):
 @contextmanager
 def _by_muon(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
     initial = config.model.path
+    if initial is not None:
+        check_whole(initial)
     model = (
         _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
         if initial is None
@@ -223,7 +228,9 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, besi
     for name, content in beside.items():
         (aside / name).parent.mkdir(exist_ok=True)
         (aside / name).write_bytes(content)
-    for file in model_files(aside).values():
+    for name, file in model_files(aside).items():
+        if name in (MODEL_CONFIG, TOKENIZER_CONFIG_FILE):
+            file.write_bytes(for_all_versions(name, file.read_bytes()))
         atomic_dir.sync_file(file)
     atomic_dir.commit(out_dir)
 

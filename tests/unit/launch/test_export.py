@@ -13,11 +13,16 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, write_run_config
-from asyncrl.config.setting import Dtype
+from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.launch.__main__ import main
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.weights.model_files.loading import read_checkpoint
@@ -26,6 +31,7 @@ from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.engines.base import ValueEngine
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import adapter_config
@@ -70,6 +76,48 @@ def make_run(
         return run
 
     return make
+
+
+def test_a_critic_is_exported_as_a_classifier_and_continued_from_it(
+    config: ExperimentConfig,
+    make_rank: Callable[[ExperimentConfig], TrainingRank],
+    make_batch: Callable[..., StepBatch],
+    run_step: Callable[..., dict[str, StatValues]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae")
+    config.algorithm.critic.optimizer.lr = 1e-2
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    write_run_config(config, run)
+    rank, batch = make_rank(config), make_batch()
+    run_step(config, rank, batch)
+    path = run / "checkpoints" / "v1"
+    rank.save_checkpoint(SaveCheckpoint(str(path), 1, {}))
+    rank.disk_writer.commit(path, rank.disk_writer.share(path).result(60.0), keep=2, protected=())
+    values_T = critic_of(rank).outputs(batch)
+    assert float(values_T.abs().max()) > 1e-3  # it was trained
+    assert main(["export", str(run), str(out), "--policy", "critic"]) == 0
+    assert "critic, its outputs before algorithm.critic.value_norm, after 1 steps" in capsys.readouterr().out
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    assert (model.config.architectures, model.config.num_labels) == (["Qwen2ForSequenceClassification"], 1)
+    ends = (batch.starts_S + batch.lengths_S).tolist()
+    for start, end in zip(batch.starts_S.tolist(), ends, strict=True):
+        with torch.no_grad():
+            score = model(input_ids=batch["tokens"][None, start:end].long()).logits
+        torch.testing.assert_close(score.squeeze(), values_T[end - 1], rtol=0, atol=1e-6)
+    config.algorithm.critic.path = str(out)
+    torch.testing.assert_close(critic_of(make_rank(config)).outputs(batch), values_T, rtol=0, atol=1e-6)
+    assert (out / "tokenizer_config.json").is_file()
+    assert main(["export", str(run), str(tmp_path / "none"), "--policy", "critic", "--step", "7"]) == 1
+    assert "has no checkpoint of step 7: a critic is only there" in capsys.readouterr().err
+
+
+def critic_of(rank: TrainingRank) -> ValueEngine:
+    engine = rank.engines["critic"]
+    assert isinstance(engine, ValueEngine)
+    return engine
 
 
 @pytest.mark.parametrize(

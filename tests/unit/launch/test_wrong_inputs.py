@@ -12,15 +12,20 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
+import msgspec
 import pytest
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save
 
 from asyncrl.config import load
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.launch import train
 from asyncrl.launch.__main__ import main
-from asyncrl.launch.before_start import rehearse
+from asyncrl.launch.before_start import rehearse, whole_models
+from asyncrl.models.folder_checks import WantedFolder
+from asyncrl.models.weights.model_files import whole_folder
 from asyncrl.rollout.rehearsal import rehearse as play
 
 CODE = """
@@ -153,6 +158,17 @@ MODELS: dict[str, dict[str, Callable[[bytes], bytes] | None]] = {
     "other_vocabulary": {"config.json": changed(vocab_size=100)},
     "other_width": {"config.json": changed(hidden_size=64)},
     "more_layers": {"config.json": changed(num_hidden_layers=4)},
+    "renamed": {
+        "model.safetensors": lambda whole: save({f"module.{n}": each for n, each in load_tensors(whole).items()})
+    },
+    "few_rows": {
+        "config.json": changed(vocab_size=10),
+        "model.safetensors": lambda whole: save(
+            {name: each[:10] if "embed_tokens" in name else each for name, each in load_tensors(whole).items()}
+        ),
+    },
+    "leftover": {"config.json": changed(quantization_config={"quant_method": "gptq", "bits": 4})},
+    "adapter": {"config.json": None, "adapter_config.json": replaced(b'{"base_model_name_or_path": "its/base"}')},
     "few_positions": {"config.json": changed(max_position_embeddings=18)},
     "no_weights": {"model.safetensors": None},
     "cut_off": {"model.safetensors": lambda whole: whole[: len(whole) // 2]},
@@ -289,7 +305,7 @@ LIMITS: list[Case] = [
 ]
 MODEL: list[Case] = [
     (["model.path=HERE/nowhere"], "no such folder, so there is no config.json to read"),
-    (["model.path=HERE/good.jsonl"], "no such folder"),
+    (["model.path=HERE/good.jsonl"], "a file, not a folder; give the folder of a downloaded model"),
     *[
         ([f"model.path=HERE/{name}"], says)
         for name, says in [
@@ -299,9 +315,13 @@ MODEL: list[Case] = [
             ("unknown_type", "has no language model of type 'qwen99'"),
             ("translator", "has no language model of type 't5' that answers"),
             ("code_inside", "its architecture 'mine' is code in that folder, which is not executed"),
-            ("other_vocabulary", "says vocab_size=100, and model.embed_tokens.weight in its weights is"),
-            ("other_width", "says hidden_size=64, and model.embed_tokens.weight in its weights is"),
-            ("more_layers", "says num_hidden_layers=4, and its weights have 2 layers"),
+            ("other_vocabulary", "not [100, "),
+            ("other_width", ", 64], model.layers.0.input_layernorm.weight is ["),
+            ("more_layers", "`num_hidden_layers` (4) must be equal to the number of `layer_types`"),
+            ("renamed", "rename the tensors (without 'module.')"),
+            ("few_rows", "has token 14, and the model's embeddings have 10 rows"),
+            ("leftover", "has quantization_config (gptq), and its weights are plain; remove quantization_config"),
+            ("adapter", "an adapter (peft) of the base model 'its/base', not a model; merge it into its base"),
             ("no_weights", "it holds no weights"),
             ("cut_off", "model.safetensors was cut off: it has"),
             ("web_page", "model.safetensors is no safetensors file, or was cut off (22 bytes)"),
@@ -312,6 +332,19 @@ MODEL: list[Case] = [
         ]
     ],
     (["algorithm.kl_coef=0.1", "algorithm.reference.path=HERE/cut_off"], "algorithm.reference.path="),
+    (
+        ["algorithm.kl_coef=0.1", "algorithm.reference.path=HERE/renamed"],
+        "algorithm.reference.path='HERE/renamed': its",
+    ),
+    (
+        ["algorithm.graph=ppo", "algorithm.advantage.name=gae", "algorithm.critic.path=HERE/renamed"],
+        "algorithm.critic.path='HERE/renamed': its files lack",
+    ),
+    (
+        ["algorithm.teachers=[{name: t, path: HERE/renamed}]"],
+        "algorithm.teachers: 't': path='HERE/renamed': its files lack",
+    ),
+    (["policies=[{name: p, path: HERE/renamed}]"], "policies: 'p': path='HERE/renamed': its files lack"),
     (["model.path=null", "model.base_experiment=sftt"], "model.base_experiment='sftt': no experiment 'sftt'"),
     (["model.path=null", "model.base_experiment=async_ppo"], "it is not supervised; use sft or one like it"),
 ]
@@ -450,6 +483,19 @@ class InThisProcess:
     def kill(self) -> None: ...
 
 
+class CheckedHere:
+    """Stands for the process that asks transformers whether models are whole, without its start."""
+
+    def __init__(self, argv: Sequence[str], stdin: BinaryIO, stdout: BinaryIO, **_: Any) -> None:
+        wanted = msgspec.json.decode(stdin.read(), type=list[WantedFolder])
+        stdout.write(msgspec.json.encode(list(whole_folder._faults(wanted))))
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None: ...
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """The files and models that the table names."""
@@ -477,6 +523,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.Launcher, "run", run)
     played_here = SimpleNamespace(Popen=InThisProcess, DEVNULL=None, STDOUT=None, TimeoutExpired=TimeoutError)
     monkeypatch.setattr(rehearse, "subprocess", played_here)
+    monkeypatch.setattr(whole_models, "subprocess", SimpleNamespace(Popen=CheckedHere, TimeoutExpired=TimeoutError))
     monkeypatch.setattr(load, "_composed", COMPOSED)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from asyncrl.models import short_lengths
 from asyncrl.models.short_lengths import SHORT, ShortModel, short_model
 
 BASE: dict[str, Any] = {
@@ -91,3 +94,16 @@ def test_the_original_is_as_it_was() -> None:
         assert not its.requires_grad
         assert mine.data_ptr() == its.data_ptr()
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_modules_that_other_threads_make_meanwhile_have_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, made = list[nn.Linear](), short_lengths.new_model
+
+    def makes(*args: Any) -> PreTrainedModel:
+        with ThreadPoolExecutor(1) as other:
+            elsewhere.append(other.submit(nn.Linear, 2, 2).result())
+        return made(*args)
+
+    monkeypatch.setattr(short_lengths, "new_model", makes)
+    assert short(build("mistral", sliding_window=50), 400) is not None
+    assert {linear.weight.device.type for linear in elsewhere} == {"cpu"}

@@ -17,12 +17,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import check, warnings
 from asyncrl.trainer.checks import model as model_checks
 from asyncrl.trainer.checks.algorithm import NEEDS_VALUES
-from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
@@ -400,8 +400,6 @@ def test_a_folder_that_is_missing_and_one_that_is_whole(tmp_path: Path) -> None:
     (message,) = hugging_face_folder("model.path", str(tmp_path / "nowhere"))
     assert "no such folder" in message
     whole = fail_to_be_a_model(tmp_path / "whole", "nothing")
-    assert list(hugging_face_folder("model.path", str(whole))) == []
-    (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     assert list(hugging_face_folder("model.path", str(whole))) == []
     assert json.loads((whole / "config.json").read_text())["model_type"] == "qwen2"
 

@@ -25,6 +25,7 @@ from asyncrl.launch.before_start.prompt_checks import chat_notes, check_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
 from asyncrl.launch.before_start.space import space_line
+from asyncrl.launch.before_start.whole_models import check_models
 from asyncrl.launch.experiment_args import experiment_parser
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
@@ -76,6 +77,8 @@ def main(argv: Sequence[str], program: str) -> int:
         report.check("data", lambda: _data(config, args.config_dir))
         if isinstance(config, ExperimentConfig):
             _check_run(report, config, args.config_dir)
+        elif config.model.path is not None:
+            report.check("model", lambda: _models(config))
     return EXIT_CONFIG if report.failed else EXIT_OK
 
 
@@ -117,6 +120,7 @@ def _check_run(report: _Report, config: ExperimentConfig, folder: Path | None) -
         report.line("-", "yellow", "model", "the base model is made at the first start; prompts are checked then")
         return
     config = with_types(replace(config, model=replace(config.model, path=str(model))))
+    report.check("model", lambda: _models(config))
     report.check("disk", lambda: _space(config))
     prompts = report.check("prompts", lambda: _prompts(config))
     if prompts and fits:
@@ -128,6 +132,11 @@ def _model_folder(config: ExperimentConfig, folder: Path | None) -> Path | None:
     if config.model.path is not None:
         return Path(config.model.path).expanduser().resolve()
     return existing_base_model(base_model_config(config, folder))
+
+
+def _models(config: Config) -> Iterator[str]:
+    check_models(config)
+    yield "the files of each hold all of it"
 
 
 def _space(config: ExperimentConfig) -> Iterator[str]:

@@ -28,6 +28,7 @@ from asyncrl.launch.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.launch.before_start.prompt_checks import check_prompts
 from asyncrl.launch.before_start.same_data import keep_inputs
 from asyncrl.launch.before_start.served_policies import check_served_policies
+from asyncrl.launch.before_start.whole_models import check_models
 from asyncrl.launch.commands.eval.answers import write_measured_answers
 from asyncrl.launch.commands.eval.config import evaluation_config, load_settings, policy_folder
 from asyncrl.launch.refusal import refuse
@@ -113,6 +114,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     resolve_hub_names(config)
     config = evaluation_config(config, scratch, answers=answers)
     validate(config)
+    check_models(config, evaluates=True)
     for note in check_served_policies(config):
         console.print(f"WARNING: {note}")
     for group, found in check_prompts(config, of_evaluation_alone=True).items():

@@ -16,10 +16,13 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: <fileroot>/<experiment>/<trial>")
     parser.add_argument("--step", type=int, metavar="N", help="train steps of the policy; the newest by default")
     parser.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapters alone, for peft")
-    parser.add_argument("--policy", default="", metavar="NAME", help="one of `policies` that the run trains too")
+    parser.add_argument(
+        "--policy", default="", metavar="NAME", help="one of `policies` that the run trains too, or critic"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
     from asyncrl.launch.commands.export.policy import (  # imports torch: not for --help or a wrong option
+        CRITIC,
         ExportError,
         export,
     )
@@ -33,5 +36,7 @@ def main(argv: Sequence[str], program: str) -> int:
         refuse(error)
         return EXIT_FAILED
     named = f"the policy {args.policy}" if args.policy else "the policy"
+    if args.policy.endswith(CRITIC):
+        named = f"{args.policy}, its outputs before algorithm.critic.value_norm,"
     print(f"{args.out}: {named} after {step} steps of {args.run}")
     return EXIT_OK

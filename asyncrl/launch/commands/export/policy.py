@@ -12,12 +12,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
+from asyncrl.models.model_config import for_all_versions
 from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
 from asyncrl.models.weights.checkpoints.restore import read_state
@@ -26,13 +32,17 @@ from asyncrl.models.weights.model_files.adapters import are_adapters, model_name
 from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
 from asyncrl.models.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
 from asyncrl.models.weights.model_files.stored import ExportError as ExportError  # known by this name too
+from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES
+from asyncrl.models.weights.model_files.whole_folder import HEAD, read_tensor
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
-from asyncrl.models.weights.versions.publishing import write_model
+from asyncrl.models.weights.versions.publishing import tokenizer_assets, write_model
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
+from asyncrl.trainer.model.load_models import as_classifier
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
 
+CRITIC = "critic"
 _WEIGHTS = f"{ACTOR}.weights."
 """Prefix of the names of the policy's parameters in a checkpoint."""
 
@@ -42,7 +52,8 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
 
     Args:
         adapter: write adapters as they are, not merged.
-        policy: one of `policies` that the run trains; empty: its own.
+        policy: one of `policies` that the run trains; empty: its own. `critic` is the critic, which is written as a
+            classifier with one label in fp32, and `NAME/critic` that of the policy NAME.
 
     Raises:
         ExportError: there is no such run, policy or step, or `out` exists; there are no adapters, or their base is
@@ -54,8 +65,13 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
         raise ExportError(f"{run} is not a run: it has no {CONFIG_FILE}; give a folder <fileroot>/<experiment>/<trial>")
     if out.exists():
         raise ExportError(f"{out} exists; give a folder that does not")
-    if policy and policy not in (trained := read_run_config(run).trained_policies):
-        raise ExportError(f"{run} trains no policy {policy!r}; beside its own it trains {', '.join(trained) or 'none'}")
+    if policy:
+        config = read_run_config(run)
+        if policy_and_role(config, policy)[1] == CRITIC:
+            return _export_critic(run, config, step, out, policy)
+        if policy not in (trained := config.trained_policies):
+            others = f"beside its own it trains {', '.join(trained) or 'none'}; its critic is {CRITIC}"
+            raise ExportError(f"{run} trains no policy {policy!r}; {others}")
     role = policy or ACTOR
     published, saved = run / WEIGHTS_DIR / role, run / CHECKPOINTS_DIR
     there = {f"published in {published}": versions_in(published), f"checkpoints in {saved}": versions_in(saved)}
@@ -82,7 +98,44 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
     else:
         read = from_folder(template) if is_published else _from_checkpoint(checkpoint, template, role)
         beside = {name: path.read_bytes() for name, path in model_files(template).items() if not _is_ours(path)}
+        beside = {name: for_all_versions(name, content) for name, content in beside.items()}
         write_model(StoredModel(verify(template), read), out, beside, Ranks())
+    return step
+
+
+def _export_critic(run: Path, config: ExperimentConfig, step: int | None, out: Path, role: str) -> int:
+    """Write the critic `role` of a checkpoint as transformers' classifier, whose head gives its outputs."""
+    saved = run / CHECKPOINTS_DIR
+    steps = versions_in(saved)
+    if not steps or (step is not None and step not in steps):
+        raise ExportError(f"{saved} has no checkpoint{f' of step {step}' if step else ''}: a critic is only there")
+    step = steps[-1] if step is None else step
+    stored, own = _opened(saved / f"v{step}"), config_of_policy(config, policy_and_role(config, role)[0])
+    prefix, base = f"{role}.weights.", Path(str(own.algorithm.critic.path or own.model.path)).expanduser()
+    if f"{prefix}head.weight" not in stored.shapes:
+        raise ExportError(f"{run} has no critic {role!r} in its checkpoint of step {step}; algorithm.graph=ppo has one")
+    kind: Any = AutoModelForSequenceClassification
+    if f"{prefix}head.bias" in stored.shapes:  # a sequence classifier's head has none
+        kind = AutoModelForTokenClassification
+    described = as_classifier(AutoConfig.from_pretrained(base))
+    with torch.device("meta"):
+        model = kind.from_config(described)
+    described.architectures, described.dtype = [type(model).__name__], torch.float32
+    parts, trunk = {part.name: part for part in folder_tensors(model)}, f"{model.base_model_prefix}."
+
+    def read(name: str, entry: TensorEntry) -> Tensor:
+        part = parts[name]
+        inner = part.parameter.removeprefix(trunk)
+        key = f"{prefix}trunk.{inner}" if inner != part.parameter else prefix + inner.replace(HEAD, "head", 1)
+        if key not in stored.shapes:  # a buffer, which is not trained
+            return read_tensor(base, name).float()
+        return part.of(stored.read(key)).float().contiguous()
+
+    entries = {name: TensorEntry(part.shape, DTYPE_NAMES[torch.float32], "") for name, part in parts.items()}
+    beside = {name: path.read_bytes() for name, path in tokenizer_assets(base).items()}
+    beside[MODEL_CONFIG] = described.to_json_string(use_diff=True).encode()
+    beside = {name: for_all_versions(name, content) for name, content in beside.items()}
+    write_model(StoredModel(Manifest(role, step, {}, entries), read), out, beside, Ranks())
     return step
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from asyncrl.models.model_config import read_model_config
+from asyncrl.models.model_config import CONFIG_FILE, for_all_versions, read_model_config
 from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.models.weights.model_files.adapters import described_by
 from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
@@ -84,7 +84,8 @@ class MergedModel:
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         files = {name: path.read_bytes() for name, path in tokenizer_assets(self._base).items()}
-        return files | {"config.json": json.dumps(config, indent=2).encode()}
+        files[CONFIG_FILE] = json.dumps(config, indent=2).encode()
+        return {name: for_all_versions(name, content) for name, content in files.items()}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, file in self._files.items():

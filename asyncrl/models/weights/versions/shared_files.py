@@ -12,6 +12,8 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
+from asyncrl.models.model_config import for_all_versions
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.model_files.adapters import CONFIG_FILE
 from asyncrl.models.weights.versions.manifest import FileEntry, file_entry
@@ -31,7 +33,8 @@ class SharedFiles:
 
     def __init__(self, config: PretrainedConfig | bytes, assets: Mapping[str, Path] | None = None) -> None:
         self.adapters = isinstance(config, bytes)
-        self._config = config if isinstance(config, bytes) else config.to_json_string(use_diff=True).encode()
+        plain = b"" if isinstance(config, bytes) else config.to_json_string(use_diff=True).encode()
+        self._config = config if isinstance(config, bytes) else for_all_versions(MODEL_CONFIG, plain)
         self._assets = dict(assets or {})
         self._entries: dict[str, FileEntry] = {}
 
@@ -50,9 +53,9 @@ class SharedFiles:
 
     def _write(self, store: Path) -> dict[str, FileEntry]:
         directory = atomic_dir.begin(store)
-        config_file = CONFIG_FILE if self.adapters else "config.json"
+        config_file = CONFIG_FILE if self.adapters else MODEL_CONFIG
         atomic_dir.write_file(directory / config_file, self._config)
         for name, asset in self._assets.items():
-            atomic_dir.write_file(directory / name, asset.read_bytes())
+            atomic_dir.write_file(directory / name, for_all_versions(name, asset.read_bytes()))
         atomic_dir.commit(store)
         return {name: file_entry(store / name) for name in sorted({config_file, *self._assets})}

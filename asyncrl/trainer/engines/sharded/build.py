@@ -33,6 +33,7 @@ from asyncrl.models.transformers_internals import (
 from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
 from asyncrl.models.weights.model_files.adapters import model_name
 from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, folder_tensors
+from asyncrl.models.weights.model_files.whole_folder import HEAD, head_shapes
 from asyncrl.models.weights.versions.published import TensorSpec
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.sharded.context_parallel import across_ranks
@@ -207,7 +208,8 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
 
 
 def build_critic(path: str | Path, plan: BuildPlan) -> Built:
-    """Build this rank's part of an untrained critic on the trunk in `path`, with a head of zeros.
+    """Build this rank's part of a critic on the trunk in `path`, with the head of the classifier that is there, else
+    with one of zeros.
 
     Raises: as for `build_policy`.
     """
@@ -237,7 +239,8 @@ def _build_value(
     folder = folder_tensors(model)
     place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
     hidden = trunk.config.get_text_config().hidden_size
-    bias = head is None or head.bias is not None
+    stored = head_shapes(path) if head is None else {}
+    bias = f"{HEAD}.bias" in stored if head is None else head.bias is not None
     published = [] if head is None else _published(model, folder, plan.dtype)
     stages = _StageOf(model, place.stages)
     with torch.device("meta"):
@@ -261,7 +264,8 @@ def _build_value(
         in_folder=in_folder,
     )
     _shard(built, plan)
-    _materialise(built, path, plan, in_folder, folder, ("head.weight", "head.bias") if new_head else ())
+    folder += [FolderTensor(name, shape, name, shape, (0,) * len(shape), shape) for name, shape in stored.items()]
+    _materialise(built, path, plan, in_folder, folder, ("head.weight", "head.bias") if new_head and not stored else ())
     return built
 
 

@@ -11,6 +11,8 @@ from transformers import AutoConfig
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.folder_checks import ModelPart
+from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic, build_policy, build_reward_model
@@ -47,30 +49,43 @@ class ShardedLoader(EngineLoader):
         return self._place.everyone.together(build, f"building the language model in {path}")
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
-        return self._value(path, build_critic, optimizer)
+        return self._value(path, build_critic, ModelPart.trunk, optimizer)
 
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ShardedValueEngine:
-        return self._value(path, build_reward_model, optimizer)
+        part = ModelPart.reward if optimizer is None else ModelPart.trunk
+        return self._value(path, build_reward_model, part, optimizer)
 
     def _value(
-        self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None
+        self,
+        path: str,
+        build: Callable[[str, BuildPlan], Built],
+        part: ModelPart,
+        optimizer: OptimizerConfig | None,
     ) -> ShardedValueEngine:
-        plan = self._plan(path, self._config.model.dtype, trained=optimizer is not None)
+        plan = self._plan(path, self._config.model.dtype, trained=optimizer is not None, part=part)
         return self._place.everyone.together(
             lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, tied=False)),
             f"building the value model in {path}",
         )
 
-    def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
+    def _plan(
+        self,
+        path: str,
+        dtype: Dtype,
+        trained: bool,
+        lora: LoraConfig | None = None,
+        part: ModelPart = ModelPart.language,
+    ) -> BuildPlan:
         assert self._place.mesh is not None
         torch_dtype: torch.dtype = getattr(torch, str(dtype.on(self._device.type)))
 
         def check() -> None:
             if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
                 raise LayoutError("; ".join(refused))
+            check_whole(path, part)
 
+        self._place.everyone.together(check, f"reading {path}")
         if (path, torch_dtype) not in self._layouts:
-            self._place.everyone.together(check, f"reading {path}")
             layout = select_layout(path, self._config, torch_dtype, self._device, self._place)
             self._layouts[path, torch_dtype] = layout
         return BuildPlan(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
@@ -144,6 +145,25 @@ def test_an_averaged_reference_moves_on_all_its_ranks(with_critic: ExperimentCon
     for told in on_ranks(config, three_steps):
         name = "actor_train/kl/reference"
         assert told[name] == pytest.approx(expected[name], rel=1e-4)
+
+
+def test_a_critic_begins_with_the_head_of_a_classifier_s_folder(
+    with_critic: ExperimentConfig, on_ranks: Any, llama_dir: Path, tmp_path: Path
+) -> None:
+    described = AutoConfig.from_pretrained(llama_dir, num_labels=1)
+    classifier = AutoModelForSequenceClassification.from_config(described)
+    classifier.save_pretrained(tmp_path / "reward")
+    config = with_critic
+    config.algorithm.critic.path = str(tmp_path / "reward")
+
+    def head(world: World) -> NDArray[np.float32]:
+        return whole(build(config, world).engines["critic"].state()[0]["weights.head.weight"].detach()).numpy().copy()
+
+    expected = classifier.score.weight.detach().numpy()
+    np.testing.assert_array_equal(head(World()), expected)
+    config.trainer.parallel = "d2"
+    for found in on_ranks(config, head):
+        np.testing.assert_array_equal(found, expected)
 
 
 def gradients(config: ExperimentConfig, step: Step) -> Callable[[World], dict[str, NDArray[np.float32]]]:
