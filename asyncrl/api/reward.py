@@ -31,6 +31,8 @@ from asyncrl.api.picture import Picture
 _T = TypeVar("_T", bound=Callable[..., Any])
 _MARK = "__asyncrl_run_in__"
 _VERDICT = "__asyncrl_verdict__"
+ROW_CHECK = "check_row"
+"""Attribute of a reward with the check of its rows; see `row_check`."""
 
 
 class RunIn(StrEnum):
@@ -185,6 +187,20 @@ def verdict(reward: _T) -> _T:
     """
     setattr(reward, _VERDICT, True)
     return reward
+
+
+def row_check(check: Callable[[Mapping[str, Any]], object]) -> Callable[[_T], _T]:
+    """Mark a reward with a function that raises ValueError for a row that no answer can be right for.
+
+    It is called with rows of the dataset before a run starts, and the rows that it refuses are reported. A class of
+    rewards may have a method `check_row` instead.
+    """
+
+    def mark(function: _T) -> _T:
+        setattr(function, ROW_CHECK, check)
+        return function
+
+    return mark
 
 
 def is_verdict(reward: object) -> bool:

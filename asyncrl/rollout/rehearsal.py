@@ -8,6 +8,9 @@ must not import.
 An answer consists of the prompt's own tokens in random order, and the end token: any model may give such an answer
 early in training. A group fails here if it would fail in the run: its agent raised, or too few of its episodes are
 left.
+
+If the run's rewards score its answers, they are tried too: their checks on the first rows of the training set, and the
+reward of answers that are surely wrong, and of the rows' own.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import asyncio
 import json
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.api import (
     Completion,
@@ -40,17 +46,25 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.no_proxy import bypass_proxy
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets import Dataset, DemonstrationDataset, Placed
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import GroupRules, RetryLimits
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.timing import metered
+from asyncrl.rollout.user_code_pool.timing import Activity, metered
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, named_failure
 
 OUTCOME_FILE = "outcome.json"
 ROWS_TRIED = 1000
 """Number of first rows of which one must give a prompt; otherwise the check of all prompts reports why."""
+ROWS_CHECKED = 20_000
+"""Number of first rows that the rewards check."""
+CHECK_S = 3.0
+"""Time in seconds after which no further row is checked."""
+TRIAL_S = 15.0
+"""Time limit in seconds for the rewards of `NO_ANSWERS` and of two rows' own answers."""
+NO_ANSWERS = ("", "I do not know.")
 _MOST_TOKENS = 8
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -66,6 +80,7 @@ class RehearsalOutcome:
         untrained: trained policies without a sample in the group.
         unrated: prioritised pools for which no sample has the policy's result against them.
         unasked: policies that are not trained and received no request.
+        unrewarded: notes on rows that no answer can be right for, and on rewards that tell nothing apart.
     """
 
     error: str | None = None
@@ -74,6 +89,7 @@ class RehearsalOutcome:
     untrained: list[str] = field(default_factory=list)
     unrated: list[str] = field(default_factory=list)
     unasked: list[str] = field(default_factory=list)
+    unrewarded: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write the result to `folder`, for `read`."""
@@ -134,19 +150,23 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         rules = GroupRules.of(rollout, algorithm.plugins)
         async with components.runner, components.tools:
             components.embed_with(_made_up_embeddings if rollout.encoder.servers else None)
-            prompt = next(_prompts(components), None)
+            refused = _refused_rows(components)
+            prompt = next(_prompts(components, refused), None)
             made_up = MadeUpPolicy(components.tokenizer, config.seed, config.trained_policies)
             tries = RetryLimits(1, algorithm.least_episodes, rollout.rollout_timeout_s)
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
+            unrewarded: list[str] = []
             try:
                 if prompt is not None:
-                    with metered():
+                    with metered() as meter:
                         samples, counted = await components.play_to_train(prompt, made_up, tries)
                     made_up.generated.check(samples)
                     if samples:
                         rules.judge(samples)
                         rules.shape(samples)
+                    if meter.has_run(Activity.reward):
+                        unrewarded = _refused(components, refused) + await _tried(components, refused)
                 failed = await _evaluations(components, config, made_up)
             finally:
                 await components.conversations.endpoint.close()
@@ -159,17 +179,88 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
     made = {policy_of(sample.group, config.trained_policies) for sample in samples}
     if not samples:
-        return RehearsalOutcome(lost=lost)
+        return RehearsalOutcome(lost=lost, unrewarded=unrewarded)
     rated = {name.removeprefix(WON) for sample in samples for name in sample.metrics}
     unrated = [policy.name for policy in config.policies if policy.is_prioritised and policy.name not in rated]
     untrained = {*config.trained_policies}
     known = made_up.asked | untrained | {teacher.policy for teacher in algorithm.teachers}
     unasked = [policy.name for policy in config.policies if policy.name not in known]
-    return RehearsalOutcome(lost=lost, untrained=sorted(untrained - made), unrated=unrated, unasked=unasked)
+    return RehearsalOutcome(None, [], lost, sorted(untrained - made), unrated, unasked, unrewarded)
 
 
-def _prompts(components: UserComponents) -> Iterator[Prompt]:
-    rows = range(min(ROWS_TRIED, len(components.prompts.train_set)))
+def _refused_rows(components: UserComponents) -> tuple[int, dict[int, str]]:
+    """Let the rewards check the first rows. Return how many they checked, and why they refuse each of those refused."""
+    rows, until = components.prompts.train_set, time.monotonic() + CHECK_S
+    refused: dict[int, str] = {}
+    for number in range(min(ROWS_CHECKED, len(rows))):
+        if time.monotonic() > until:
+            return number, refused
+        try:
+            components.rewards.check_row(rows.row(number))
+        except ValueError as error:
+            refused[number] = str(error)
+    return min(ROWS_CHECKED, len(rows)), refused
+
+
+def _refused(components: UserComponents, checked: tuple[int, dict[int, str]]) -> list[str]:
+    """Return a note on rows that the rewards refuse.
+
+    Raises:
+        ConfigError: they refuse all.
+    """
+    count, refused = checked
+    if not refused:
+        return []
+    number, why = next(iter(refused.items()))
+    rows = components.prompts.train_set
+    place = rows.place(number) if isinstance(rows, Placed) else f"row {number}"
+    if len(refused) == count:
+        raise ConfigError(f"dataset: the rewards refuse all of the first {count} rows: {place}: {why}")
+    return [f"{len(refused)} of the first {count} rows are lost, as no answer can be right: {place}: {why}"]
+
+
+async def _tried(components: UserComponents, checked: tuple[int, dict[int, str]]) -> list[str]:
+    """Return a note if the rewards give the same to `NO_ANSWERS` and to the answers of the rows themselves.
+
+    Raises:
+        ConfigError: they are verdicts, and find all of them right.
+    """
+    rows = components.prompts.train_set
+    tried: list[tuple[Mapping[str, Any], str]] = []
+    own = ""
+    for number in [number for number in range(min(10, len(rows))) if number not in checked[1]][:2]:
+        row = rows.row(number)
+        forms = _forms(rows, row)
+        own = " and the rows' own answers (as they are, boxed, after ####)" if forms else ""
+        tried += [(row, text) for text in (*NO_ANSWERS, *forms)]
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            rewards = await asyncio.gather(*(components.rewards.answer(*each) for each in tried))
+    except (TimeoutError, UserCodeError):  # both are told of where an episode meets them
+        return []
+    if len(set(rewards)) != 1 or (not own and not rewards[0]):
+        return []
+    what = f"the reward is {rewards[0]:g} for an empty text, {NO_ANSWERS[1]!r}{own}"
+    if components.rewards.are_verdicts and rewards[0] > 0:
+        raise ConfigError(f"reward: {what}; have it tell right answers from wrong ones")
+    return [f"{what}; if it is the same for all answers of a group, nothing is learned from them"]
+
+
+def _forms(rows: Dataset, row: Mapping[str, Any]) -> list[str]:
+    """Return the row's own answer in the forms that rewards read; empty if it has none."""
+    answer = row.get("answer")
+    answer = answer[0] if isinstance(answer, list | tuple) and answer else answer
+    forms = [] if isinstance(answer, bool) or not isinstance(answer, str | int | float) else [str(answer)]
+    forms += [form.format(text) for text in forms for form in (r"\boxed{{{}}}", "#### {}", "<answer>{}</answer>")]
+    if forms and isinstance(rows, DemonstrationDataset):
+        with suppress(ValueError):
+            forms += [shown] if isinstance(shown := rows.demonstration(row), str) else []
+    return forms
+
+
+def _prompts(components: UserComponents, checked: tuple[int, dict[int, str]]) -> Iterator[Prompt]:
+    """Yield the prompts of the first rows, those that the rewards refuse last."""
+    rows = sorted(range(min(ROWS_TRIED, len(components.prompts.train_set))), key=checked[1].__contains__)
     return _that_are(partial(components.prompts.train, PromptRef(f"rehearsal-{row}", row, row)) for row in rows)
 
 

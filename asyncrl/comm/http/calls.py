@@ -49,12 +49,13 @@ class HttpTimeout(HttpError):
 
 
 class HttpRefused(HttpError):
-    """The peer did not answer with a 2xx status; see `status` and the beginning of its `body`."""
+    """The peer did not answer with a 2xx status; see `status`, the beginning of its `body`, and its `headers`."""
 
-    def __init__(self, url: str, status: int, body: bytes) -> None:
+    def __init__(self, url: str, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(f"{url} answered {status}: {body[:500].decode(errors='replace')}")
         self.status = status
         self.body = body
+        self.headers = headers or {}
 
 
 class HttpMalformed(HttpRefused):
@@ -71,9 +72,12 @@ class JsonHttp:
     Args:
         security: the run's token and certificate; None if it has no secret, and for servers outside the run.
         key: a bearer token for servers outside the run, which are verified by their own certificates.
+        proxies: use the proxies that the environment names (`HTTP_PROXY`, `NO_PROXY`); only for servers outside the
+            run.
     """
 
-    def __init__(self, security: HttpSecurity | None, *, key: str | None = None) -> None:
+    def __init__(self, security: HttpSecurity | None, *, key: str | None = None, proxies: bool = False) -> None:
+        self._proxies = proxies
         self._security = security
         self._tls = None if security is None else security.client_context()
         token = key if security is None else security.token
@@ -116,7 +120,7 @@ class JsonHttp:
         except (aiohttp.ClientError, OSError) as error:
             raise HttpUnreachable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         if not 200 <= answer.status < 300:
-            raise HttpRefused(url, answer.status, content)
+            raise HttpRefused(url, answer.status, content, answer.headers)
         if reply is None and (answer.content_type != "application/json" or not content):
             return None
         return decoded_reply(url, answer.status, content, reply)
@@ -177,7 +181,7 @@ class JsonHttp:
         if self._session is None:
             # Unlimited: the user bounds the number of concurrent calls.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=_JSON)
+            self._session = aiohttp.ClientSession(connector=connector, headers=_JSON, trust_env=self._proxies)
         return self._session
 
 

@@ -94,4 +94,4 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
         f"of `policies` if client.policy({policy!r}) is never asked"
         for policy in outcome.unasked
     ]
-    return lost + untrained + unrated + unasked
+    return lost + untrained + unrated + unasked + [f"rehearsal: {note}" for note in outcome.unrewarded]

@@ -18,6 +18,8 @@ FEWEST_ROLLOUTS = 8
 MANY_FAILED = 0.1
 MANY_STALE = 0.1
 NEARLY_ALL = 0.9
+RUBRIC_FAILED = "agent/rubric_failed/"
+"""Beginning of the metrics by which `verifiers_host` tells of functions of a rubric that raise."""
 COLLAPSED = 0.1
 """Share of the first steps' entropy below which the entropy counts as collapsed."""
 LOW_ENTROPY = 0.02
@@ -35,6 +37,7 @@ def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
     """Yield a finding for each problem and each limit that takes effect silently, the most severe first."""
     rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
     yield from _drops(history)
+    yield from _rubric(rows)
     yield from _learning(history, rows)
     yield from exploited_rewards(history)
     yield from _limits(history, rows, measured)
@@ -82,6 +85,21 @@ def _drops(history: History) -> Iterator[Finding]:
             f"{sum(filtered.values())} of {admitted} groups since step {first}, most of them as {reason!r}.",
             "The prompts are too easy or too hard for this policy, or the filter is too strict: look at the rewards.",
         )
+
+
+def _rubric(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Yield a finding for each function of a `verifiers` rubric that raises, which the rubric counts as 0."""
+    last = rows[-WINDOW_STEPS:]
+    for key in sorted({key for row in last for key in row if key.startswith(RUBRIC_FAILED)}):
+        share = fmean([row[key] for row in last if key in row])
+        if share > MANY_FAILED:
+            yield Finding(
+                "rubric-fails",
+                Level.problem,
+                "A function of the rubric fails",
+                f"{key.removeprefix(RUBRIC_FAILED)} raised in {share:.0%} of the last episodes, where it counts as 0.",
+                "The logs of the rollout_workers have its traceback.",
+            )
 
 
 def _lengths(history: History, first: int) -> str:

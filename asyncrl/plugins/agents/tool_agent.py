@@ -1,6 +1,7 @@
 """An agent that calls tools: it answers, reads the results of its calls, and continues until an answer has no call.
 
-The calls of one turn run at the same time. The model's tokens carry loss; the tools' results do not.
+The calls of one turn run at the same time, or one after the other (`ordered_calls`). The model's tokens carry loss,
+the tools' results do not.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, ToolResult, messages_of
+from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, ToolCall, ToolResult, messages_of
 from asyncrl.plugins.datasets.templates.picture_parts import Content, joined
 from asyncrl.plugins.tools.toolbox import Toolbox
 
@@ -26,6 +27,7 @@ class ToolAgent(Agent):
         tools: the tools of the settings `tools` and `mcp`.
         max_turns: limit on answers in a conversation, at least 1. Calls in the last answer are not run.
         max_calls: limit on calls in one turn; for each further call the model reads that it was not run.
+        ordered_calls: the calls of one turn run one after the other, as written; False: at the same time.
         malformed_penalty: deducted from the reward for each malformed call, as the part `malformed_calls`.
     """
 
@@ -36,6 +38,7 @@ class ToolAgent(Agent):
         tools: Toolbox,
         max_turns: int = 8,
         max_calls: int = 16,
+        ordered_calls: bool = False,
         malformed_penalty: float = 0.0,
     ) -> None:
         if max_turns < 1:
@@ -43,7 +46,7 @@ class ToolAgent(Agent):
         if max_calls < 1:
             raise ValueError(f"agent max_calls is {max_calls}: give at least 1")
         self._tools, self._max_turns, self._max_calls = tools, max_turns, max_calls
-        self._malformed_penalty = malformed_penalty
+        self._ordered_calls, self._malformed_penalty = ordered_calls, malformed_penalty
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
         """Play one conversation. Return its sample, or several if the template rewrites history."""
@@ -58,8 +61,14 @@ class ToolAgent(Agent):
                     break
                 messages.append(reply.message)
                 calls += len(reply.tool_calls)
+                places = asyncio.Semaphore(1 if self._ordered_calls else self._max_calls)  # its waiters go in order
+
+                async def run(call: ToolCall, places: asyncio.Semaphore = places) -> ToolResult:
+                    async with places:
+                        return await session.call(call)
+
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(session.call(call)) for call in reply.tool_calls[: self._max_calls]]
+                    running = [tasks.create_task(run(call)) for call in reply.tool_calls[: self._max_calls]]
                 results: list[Content] = [_content(task.result(), pictures=client.takes_pictures) for task in running]
                 results += [f"Error: not run, {self._max_calls} calls are the most of one turn"] * (
                     len(reply.tool_calls) - len(results)

@@ -13,14 +13,19 @@ nothing of asyncrl, whose dependencies need not be there.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import contextvars
 import functools
 import importlib
+import inspect
+import itertools
 import json
 import os
 import sys
 import threading
 import traceback
+import types
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import ModuleType
 from typing import Any, Protocol
@@ -28,6 +33,8 @@ from typing import Any, Protocol
 EMPTY_ANSWER = "EmptyModelResponseError"
 """verifiers' error for an answer without text and calls. It is the model's fault: reward 0, not a failed episode."""
 MODEL = "policy"
+RUBRIC_FAILED = "rubric_failed/"
+"""Beginning of the metrics of functions of the rubric that have raised so far: 1 if one raised in this rollout."""
 
 
 class EnvironmentWorld(Protocol):
@@ -64,6 +71,10 @@ class Classic:
         if self._env.requires_group_rollouts or self._env.provides_advantages:
             raise ValueError("its rubric scores groups, or gives advantages: rewards of single rollouts are needed")
         rubric = self._env.rubric
+        self._failed: contextvars.ContextVar[set[str]] = contextvars.ContextVar("failed")
+        self._failing: set[str] = set()
+        for each in getattr(rubric, "rubrics", [rubric]):
+            each.funcs = [self._noting(function) for function in each.funcs]
         self._weights = dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
         self._tables: dict[str, Any] = {}
 
@@ -78,6 +89,8 @@ class Classic:
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
         client = self._make_client(self._shared.with_options(base_url=base_url, api_key=api_key))
+        failed: set[str] = set()
+        self._failed.set(failed)  # this task runs one rollout
         made = await self._env.run_rollout(self._table(split)[row], client, MODEL, {})
         if error := made.get("error"):
             if error.get("error") == EMPTY_ANSWER:
@@ -90,7 +103,24 @@ class Classic:
         values = {name: float(value) for name, value in (made.get("metrics") or {}).items() if value is not None}
         parts = {name: value for name, value in values.items() if self._weights.get(name)}
         metrics = {name: value for name, value in values.items() if name not in parts}
+        self._failing |= failed
+        metrics |= {f"{RUBRIC_FAILED}{name}": float(name in failed) for name in sorted(self._failing)}
         return {"reward": float(made["reward"]), "parts": parts, "metrics": metrics}
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` of a rubric with a note of its failures, which the rubric counts as 0."""
+
+        @functools.wraps(function)
+        async def noting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                value = function(*args, **kwargs)
+                return await value if inspect.isawaitable(value) else value
+            except Exception:
+                self._failed.get(set()).add(getattr(function, "__name__", repr(function)))
+                traceback.print_exc()
+                raise
+
+        return noting
 
     def _table(self, split: str) -> Any:
         if split not in self._tables:
@@ -113,11 +143,16 @@ class V1:
 
     def __init__(self, env: str, args: Mapping[str, Any]) -> None:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.configs import client as client_configs
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.types import SamplingConfig
         from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
         self._client, self._context, self._sampling = EvalClientConfig, ModelContext, SamplingConfig
+        # Keys by the name of a variable that only verifiers' clients see: processes of episodes would inherit others.
+        self._keys: dict[str, str] = {}
+        self._numbers = itertools.count()
+        client_configs.os = types.SimpleNamespace(environ=collections.ChainMap(self._keys, os.environ))
         if env.endswith(".py"):
             sys.path.insert(0, os.path.dirname(os.path.abspath(env)))
             env = os.path.splitext(os.path.basename(env))[0]
@@ -142,14 +177,14 @@ class V1:
         return [{"prompt": plain(task.data.prompt)} for task in self._tasks]
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
-        variable = f"ASYNCRL_KEY_{threading.get_ident()}_{id(asyncio.current_task())}"
-        os.environ[variable] = api_key
+        variable = f"ASYNCRL_KEY_{next(self._numbers)}"
+        self._keys[variable] = api_key
         try:
             client = self._client(base_url=base_url, api_key_var=variable)
             context = self._context(model=MODEL, client=client, sampling=self._sampling())
             episode = await self._env.run_episode(self._tasks[row], context)
         finally:
-            del os.environ[variable]
+            del self._keys[variable]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors or not episode.traces:
             told = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no agent ran"

@@ -29,6 +29,7 @@ class Dataset(Protocol):
         ...
 
 
+@runtime_checkable
 class DemonstrationDataset(Dataset, Protocol):
     """A dataset for supervised training."""
 

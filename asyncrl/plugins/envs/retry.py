@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.api import RewardFunction, StepResult
-from asyncrl.plugins.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv, text_of_prompt
 
 
 class RetryEnv(SingleTurnEnv):
@@ -34,4 +34,10 @@ class RetryEnv(SingleTurnEnv):
         _, reward, _, _, info = await super().step(action)
         assert self._data is not None
         solved = reward >= self._solved_at
-        return "" if solved else self._feedback.format(prompt=self._data["prompt"]), reward, solved, False, info
+        return (
+            "" if solved else self._feedback.replace("{prompt}", text_of_prompt(self._data["prompt"])),
+            reward,
+            solved,
+            False,
+            info,
+        )

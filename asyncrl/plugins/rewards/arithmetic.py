@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.api import run_in, verdict, without_thoughts
+from asyncrl.api.reward import row_check
+from asyncrl.plugins.rewards.text import right_answers
 
 
+@row_check(right_answers)
 @verdict
 @run_in("loop")
 def arithmetic_reward(data: Mapping[str, Any], completion: str) -> float:
@@ -15,4 +18,4 @@ def arithmetic_reward(data: Mapping[str, Any], completion: str) -> float:
     count.
     """
     _, marker, result = without_thoughts(completion).partition("#")
-    return 1.0 if marker and result == data["answer"] else 0.0
+    return 1.0 if marker and result in right_answers(data) else 0.0

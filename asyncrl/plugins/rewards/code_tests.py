@@ -90,13 +90,21 @@ class CodeTestsReward:
         Raises:
             ValueError: the row has neither kind of tests, or cases of another form.
         """
-        program = program_in(completion)
+        program, tests = program_in(completion), self.check_row(data)
+        if not program.strip():
+            return 0.0
+        return self._asserts(program, tests) if isinstance(tests, str) else self._cases(program, tests)
+
+    def check_row(self, data: Mapping[str, Any]) -> str | list[tuple[str, str]]:
+        """Return the row's tests: code, or input and output of each.
+
+        Raises:
+            ValueError: it has neither, or of another form.
+        """
         if data.get(_CASES):
-            cases = [_case(each) for each in _listed(data[_CASES])]
-            return self._cases(program, cases) if program.strip() else 0.0
+            return [_case(each) for each in _listed(data[_CASES])]
         if data.get(_ASSERTS) is not None:
-            test_code = _code_of(data)
-            return self._asserts(program, test_code) if program.strip() else 0.0
+            return _code_of(data)
         given = [name for name in (_CASES, _ASSERTS) if name in data]
         if given:
             raise ValueError(f"the row's {given[0]!r} is empty; give it tests, or leave the row out")

@@ -28,7 +28,8 @@ from functools import cache
 from typing import Any
 
 from asyncrl.api import run_in, verdict, without_thoughts
-from asyncrl.plugins.rewards.text import right_answers
+from asyncrl.api.reward import row_check
+from asyncrl.plugins.rewards.text import PLAIN, last_number_in, plain_value, right_answers, with_plain_digits
 
 MAX_ANSWER_CHARS = 200
 """Longest final answer that is parsed. A longer one is not an answer, and parsing it, or endless digits, would cost
@@ -37,9 +38,10 @@ time.
 VERIFY_LIMIT_S = 2.0
 """CPU time for math-verify to parse two answers and to compare them. Beyond it the answer is wrong."""
 
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.,])[-+]?(?:{_PLAIN})(?![\d])", re.ASCII)
-_VALUE = re.compile(rf"([-+]?)\s*((?:{_PLAIN})(?:[eE][-+]?\d{{1,2}})?)", re.ASCII)
+_VALUE = re.compile(
+    rf"([-+]?)\s*({PLAIN})(?:[eE]([-+]?\d{{1,2}})|\s*(?:\\times|\\cdot|[x×·*])\s*10\s*\^\s*\{{?([-+]?\d{{1,2}})\}}?)?",
+    re.ASCII,
+)
 """No longer exponents: `Fraction("1e999999999")` would compute for ever."""
 _FRACTION = re.compile(
     r"([-+]?)\s*(?:(\d+)\s*(?=\\)|(\d+)\s+(?=\d))?"
@@ -49,17 +51,34 @@ _FRACTION = re.compile(
 _ASSIGNED = re.compile(r"^\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*=(?!=)\s*")
 _DECORATION = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]]|\\!|\\displaystyle|\\?[$€£¥]|[\n\t]")
 _CURRENCY = re.compile(r"\b(?:USD?|EUR|GBP|Rs\.)\s*(?=\\?[$€£¥]|\d)")
-_GROUP_SPACE = re.compile("(?<=\\d)(?:\\\\,|[\u00a0\u2009\u202f])(?=\\d{3})")
 _VULGAR, _SLASH = re.compile("[\u00bc-\u00be\u2150-\u215e]"), "\u2044"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*((?:[-+\u2212]?[\d.]|\\[dt]?frac)[^\s$]*)")
+"""A box without braces, as in `\boxed 18`."""
+_STYLE = re.compile(
+    r"\\(?:text|mathrm|textrm|mbox|textbf|mathbf|textit|mathit|textsf|mathsf|operatorname)\s*\{([^{}]*)\}"
+)
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '’.,&-]+[^\W\d_]+)*")
+"""Plain language: letters of any script, with blanks and punctuation between."""
+_VARIABLES = re.compile(r"[abcxyz]+|[ABC]+")
+"""Letters that may be a product of variables rather than a word."""
+_TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
+_CHOICE = re.compile(r"\(?\s*(?P<letter>[A-Z])\s*\)?(?:[.):]*|(?:(?<=\))|[.):])\s+(?P<text>.*))", re.DOTALL)
+"""A letter of a multiple choice, alone or before its text: `B`, `(B)`, `B.`, `(B) 18`."""
+_RELATION = re.compile(r"[<>≤≥≠≈]|\\(?:[lg]eq?q?|[lg]t|neq?|approx|leqslant|geqslant)(?![a-z])|\\pm|±")
+_AS_WRITTEN = re.compile(r".*\d_[{(\s]*\d|\d{1,4}([-/.])\d{1,2}\1\d{1,4}\Z")
+"""A number in another base or a date: compared as text."""
+_TIME = re.compile(r"\d{1,2}:[0-5]\d(?!\d)")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\[,;: ]|~")
 """Not those between digits: `12 00` is not 1200."""
+_NAMED = re.compile(r"(?<![A-Za-z\\])(?:pi|infinity|infty)(?![A-Za-z])", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SHORT_UNITS = "cm|mm|km|kg|mg|ml|mL|L|dl|ft|in|yd|mi|lb|lbs|oz|hr|hrs|h|min|mins|sec|secs|ms|mph|km/h|am|pm|USD"
 _SAME_UNITS = (
     "mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|ft foot feet|"
     "yd yard|mi mile|mg milligram|g gram|kg kilogram|oz ounce|lb pound|ml milliliter millilitre|l liter litre|"
-    "s sec second|min minute|h hr hour|day|week|month|year|am a.m|pm p.m|cent|dollar usd|euro"
+    "s sec second|min minute|h hr hour|day|week|month|year|am a.m|pm p.m|cent|dollar usd|euro|° degree|°c °celsius|"
+    "°f °fahrenheit"
 )
 _UNIT_OF = {name: names.split()[0] for names in _SAME_UNITS.split("|") for name in names.split()}
 _NO_UNITS = re.compile(
@@ -69,18 +88,50 @@ _NO_UNITS = re.compile(
     re.IGNORECASE,
 )
 """Words after a number that change its value."""
-_LAST_WORD = re.compile(r"\d[\s~]*(?:\\[ ,;!])?(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?([A-Za-z.]+)\s*\}?$")
+_UNIT_NAME = r"[a-z.°]+(?:\s*\^\s*\d)?"
+_LAST_UNIT = re.compile(
+    rf"(?<=[\d.])[\s~]*(?:\\[ ,;!]\s*)*(sq(?:uare|\.)?\s|cu(?:bic|\.)?\s)?\s*({_UNIT_NAME})"
+    rf"(?:\s*(?:/|per\s)\s*({_UNIT_NAME}))?\s*$"
+)
+_UNIT_SPELLINGS = (
+    (r"\^\s*\{?\s*\\circ\s*\}?\s*|\bdegrees?\s+(?=[cf])", "°"),
+    (r"\bmph\b", "mi/h"),
+    (r"\bkm/?h\b|\bkph\b", "km/h"),
+    (r"\s+squared|\^\s*\{\s*2\s*\}|²", "^2"),
+    (r"\s+cubed|\^\s*\{\s*3\s*\}|³", "^3"),
+)
 _UNITS = re.compile(
     r"(?<=[\d.}%])\s*(?:"
-    r"\^\s*(?:\{\s*)?\\circ(?:\s*\})?"  # degrees
-    r"|(?:\\[ ,;!]|~)*\\(?:text|mathrm|textrm|mbox|textbf|mathbf)\s*\{[^{}\d=<>+*/^]*\}(?:\s*\^\s*\{?\s*\d\s*\}?)?"
-    rf"|(?:{_SHORT_UNITS})\b(?:\s*\^\s*\{{?\s*\d\s*\}}?)?"
+    r"(?:\^\s*(?:\{\s*)?\\circ(?:\s*\})?|°)(?:\s*(?:\\(?:text|mathrm)\s*\{\s*)?[CF]\s*\}?)?"  # degrees
+    r"|(?:\\[ ,;!]|~)*\\(?:text|mathrm|textrm|mbox|textbf|mathbf)\s*\{[^{}\d=<>+*^]*\}(?:\s*\^\s*\{?\s*\d\s*\}?|[²³])?"
+    rf"|(?:{_SHORT_UNITS})(?:\b|(?=[²³]))(?:\s*\^\s*\{{?\s*\d\s*\}}?|[²³])?"
     r"|(?<=[\s])(?:[A-Za-z][A-Za-z'./-]+)(?:\s+(?:per\s+)?[A-Za-z][A-Za-z'./-]*)*"
     r")\s*$"
 )
 r"""A unit after a number (`cm`, `dollars per hour`, `\text{ eggs}`), or words that change it."""
 
 
+def _expected(data: Mapping[str, Any]) -> list[str]:
+    """Return the row's final answers.
+
+    Raises:
+        ValueError: it has none, or one that nothing can agree with.
+    """
+    expected = [(text, final_answer(text)) for text in right_answers(data)]
+    for text, answer in expected:
+        if not (answer or text).strip():
+            raise ValueError(
+                "the row's answer is empty, which nothing can agree with: give it one, or leave the row out"
+            )
+        if len(answer or text) > MAX_ANSWER_CHARS or (not answer and "\n" in text.strip()):
+            raise ValueError(
+                f"the row's answer {text!r:.60} marks no final answer of at most {MAX_ANSWER_CHARS} characters: give "
+                "one that ends in \\boxed{...} or #### ..., or name the final answer's column in dataset.fields.answer"
+            )
+    return [answer or text for text, answer in expected]
+
+
+@row_check(_expected)
 @verdict
 @run_in("process")
 def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number: bool = False) -> float:
@@ -94,16 +145,14 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
             then not learn to mark its answer.
 
     Raises:
-        ValueError: the row has no answer, or an empty one.
+        ValueError: the row has no answer, or one that nothing can agree with.
     """
-    expected = [final_answer(text) or text for text in right_answers(data)]
-    if not all(text.strip() for text in expected):
-        raise ValueError("the row's answer is empty, which nothing can agree with: give it one, or leave the row out")
+    expected = _expected(data)
     completion = without_thoughts(completion)
     given = final_answer(completion)
     if given is None and last_number:
-        numbers = _NUMBER_IN_TEXT.findall(completion)
-        given = numbers[-1] if numbers else None
+        number = last_number_in(completion)
+        given = None if number is None else str(number)
     return 1.0 if given is not None and any(answers_agree(given, text) for text in expected) else 0.0
 
 
@@ -127,15 +176,46 @@ def answers_agree(given: str, expected: str) -> bool:
         given, expected = _ASSIGNED.sub("", given), _ASSIGNED.sub("", expected)
     if not given or not expected:
         return False
+    said, wanted = (_STYLE.sub(r"\1", text).strip() for text in (given, expected))
+    if _SPACES.sub("", said) == _SPACES.sub("", wanted):
+        return True
+    if (by_kind := _same_words(said, wanted)) is not None:
+        return by_kind
+    if any(_AS_WRITTEN.match(text) for text in (given, expected)):
+        return _as_written(given) == _as_written(expected)
     if _says_more(given) or _says_more(expected) or _units_differ(given, expected):
-        return _SPACES.sub("", given) == _SPACES.sub("", expected)
+        return False
     given_value, expected_value = as_number(given), as_number(expected)
     if given_value is not None and expected_value is not None:
         if _is_percent(given) != _is_percent(expected):
             signed, bare = (given_value, expected_value) if _is_percent(given) else (expected_value, given_value)
             return bare in (signed, signed / 100)
         return given_value == expected_value
-    return _SPACES.sub("", given) == _SPACES.sub("", expected) or _verified(given, expected)
+    if (given_value, expected_value) != (None, None) and (_RELATION.search(given) or _RELATION.search(expected)):
+        return False
+    return _verified(given, expected)
+
+
+def _same_words(given: str, expected: str) -> bool | None:
+    """Return whether two choices (`B` and `(B)`), times, or texts in plain language are the same; None for others."""
+    choices = [_CHOICE.fullmatch(text) for text in (given, expected)]
+    if choices[0] and choices[1]:
+        first, second = choices[0], choices[1]
+        said = {_words(match["text"]) for match in (first, second) if match["text"]}
+        return first["letter"] == second["letter"] and len(said) < 2
+    if all(_WORDS.fullmatch(text) and _TWO_LETTERS.search(text) for text in (given, expected)):
+        return None if all(map(_VARIABLES.fullmatch, (given, expected))) else _words(given) == _words(expected)
+    if all(map(_TIME.match, (given, expected))):
+        return _as_written(given) == _as_written(expected)
+    return None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[^\W_]+", text.casefold()))
+
+
+def _as_written(text: str) -> str:
+    return re.sub(r"[{}()\s~]|\\[ ,;!]|(?<=[ap])\.(?=m)", "", _STYLE.sub(r"\1", text).casefold())
 
 
 def as_number(text: str) -> Fraction | None:
@@ -149,7 +229,7 @@ def as_number(text: str) -> Fraction | None:
     plain, scale = _without_unit(_bare(text))
     plain = plain.removesuffix("%").removesuffix("\\").strip()
     if match := _VALUE.fullmatch(plain):
-        value = Fraction(match[2].replace(",", ""))
+        value = plain_value(match[2]) * Fraction(10) ** int(match[3] or match[4] or 0)
     elif match := _FRACTION.fullmatch(plain):
         _, *parts = match.groups()
         whole = parts[0] or parts[1] or 0
@@ -168,9 +248,9 @@ def _halves(parts: list[str | None]) -> tuple[tuple[str | None, ...], tuple[str 
 
 
 def _bare(text: str) -> str:
-    text = _DECORATION.sub("", _CURRENCY.sub("", text)).replace("{,}", ",")
-    text = _GROUP_SPACE.sub(",", text).strip("*` \u00a0").removesuffix(".").strip()
-    text = f"-{text[1:]}" if text[:1] in ("\u2013", "\u2212") else text  # a typeset minus sign
+    text = _DECORATION.sub("", _CURRENCY.sub("", with_plain_digits(text)))
+    text = text.strip("*` \u00a0").removesuffix(".").strip()
+    text = f"-{text[1:].lstrip()}" if text[:1] == "\u2013" else text
     return _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace(_SLASH, '/')}", text).strip()
 
 
@@ -238,13 +318,15 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 def _for_verify(text: str) -> str:
     """Rewrite text so that math-verify reads it as LaTeX does: it would read `10^-3` as `10^{-}3`."""
-    return re.sub(r"\^(-\d+)", r"^{\1}", _without_unit(text)[0])
+    text = re.sub(r"\^(-\d+)", r"^{\1}", _without_unit(text)[0])
+    return _NAMED.sub(lambda found: "\\pi" if found[0].lower() == "pi" else "\\infty", text)
 
 
 def _last_boxed(text: str) -> str | None:
     boxes = list(_BOX.finditer(text))
     if not boxes:
-        return None
+        bare = _BARE_BOX.findall(text)
+        return str(bare[-1]) if bare else None
     start = boxes[-1].end()
     depth = 1
     for position in range(start, min(len(text), start + MAX_ANSWER_CHARS)):
@@ -261,9 +343,11 @@ def _says_more(text: str) -> bool:
 
 
 def _units_differ(given: str, expected: str) -> bool:
-    """True if both end in known units that differ, as `3 am` and `3 pm`."""
+    """True if both end in known units that differ, as `3 am` and `3 pm`, or `2 cm^2` and `2 cm^3`."""
     first, second = _known_unit(given), _known_unit(expected)
-    return first is not None and second is not None and first != second
+    if first is None or second is None:
+        return False
+    return first[0] != second[0] or (first[1] != second[1] and "" not in (first[1], second[1]))
 
 
 def _without_unit(text: str) -> tuple[str, int]:
@@ -280,7 +364,21 @@ def _without_unit(text: str) -> tuple[str, int]:
     return text[: match.start()].strip(), scale
 
 
-def _known_unit(text: str) -> str | None:
-    match = _LAST_WORD.search(text)
-    name = match[1].lower().rstrip(".") if match is not None else ""
-    return _UNIT_OF.get(name) or _UNIT_OF.get(name.removesuffix("s"))
+def _known_unit(text: str) -> tuple[str, str] | None:
+    """Return the unit that `text` ends in, with its power, and the unit after `per`; None if it is not known."""
+    text = _STYLE.sub(r"\1", text).lower()
+    for pattern, spelling in _UNIT_SPELLINGS:
+        text = re.sub(pattern, spelling, text)
+    match = _LAST_UNIT.search(text)
+    if match is None:
+        return None
+    unit, per = (_unit(name or "") for name in match.groups()[1:])
+    power = {"s": "^2", "c": "^3"}.get((match[1] or " ")[0], "")
+    return (unit + power, per) if unit else None
+
+
+def _unit(name: str) -> str:
+    name, _, power = name.replace(" ", "").partition("^")
+    name = name.rstrip(".")
+    known = _UNIT_OF.get(name) or _UNIT_OF.get(name.removesuffix("s")) or ""
+    return f"{known}^{power}" if known and power else known

@@ -1,26 +1,39 @@
 """Rewards from a server: your own over HTTP, or a judge model over any OpenAI-compatible API.
 
-Failures that may pass (no connection, a time limit, 408, 429, 5xx) are retried with growing waits, three attempts in
-all.
+Failures that may pass (no connection, a time limit, 408, 429, 5xx) are retried with growing waits, `ATTEMPTS` in all.
+If the server says when it takes calls again (`Retry-After`), all calls wait until then, which counts as no attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import email.utils
+import ipaddress
 import json
 import os
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncrl.api import run_in
+from asyncrl.api import run_in, without_thoughts
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.waits.backoff import Backoff
 
-ATTEMPTS = 3
-_BACKOFF = Backoff(0.5, 5.0)
+ATTEMPTS = 5
+MOST_PAUSES = 100
+"""Times that a call is put off by a server that says when to come back."""
+MOST_PAUSE_S = 600.0
+"""Longest pause in seconds that a server may ask for; beyond it the call fails."""
+SCORE = (
+    r"(?i)(?<![a-z])scores?(?:\s*\(\s*\d+\s*(?:-|\u2013|to)\s*\d+\s*\))?(?:\s+(?:is|of|was))?"
+    r"\W{0,12}?(-?\d+(?:[.,]\d+)?)(?:\W{0,4}(?:/|out of)\s*(?P<of>\d+))?"
+)
+"""A score in a judge's answer: `Score: 7.5`, `**Score:** 8`, `score = 8/10`, `{"score": 8}`."""
+_BACKOFF = Backoff(0.5, 20.0)
 _PASSING = (408, 429)
 
 
@@ -34,6 +47,7 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     message: _Message
+    finish_reason: str | None = None
 
 
 class _ChatReply(msgspec.Struct):
@@ -41,15 +55,19 @@ class _ChatReply(msgspec.Struct):
 
 
 class _Server:
-    """A server with an optional key; failed requests are repeated."""
+    """A server with an optional key; failed requests are repeated, and at most `max_concurrent` run at a time."""
 
-    def __init__(self, url: str, api_key_env: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, api_key_env: str | None, timeout_s: float, max_concurrent: int) -> None:
         if not re.match(r"https?://\S+$", url):
             raise ValueError(f"url is {url!r}; give one that begins with http:// or https://")
         if api_key_env is not None and api_key_env not in os.environ:
             raise ValueError(f"api_key_env is {api_key_env!r}, and there is no such environment variable")
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent is {max_concurrent}; give at least 1")
         self._url, self._timeout_s = url, timeout_s
-        self._http = JsonHttp(None, key=os.environ[api_key_env] if api_key_env is not None else None)
+        key = os.environ[api_key_env] if api_key_env is not None else None
+        self._http = JsonHttp(None, key=key, proxies=not _is_this_host(url))
+        self._places, self._not_before = asyncio.Semaphore(max_concurrent), 0.0
 
     async def ask(self, body: dict[str, Any], reply: type[Any]) -> Any:
         """Return the reply to `body`.
@@ -57,15 +75,48 @@ class _Server:
         Raises:
             HttpError: refused, or failed `ATTEMPTS` times.
         """
-        for failures in range(1, ATTEMPTS + 1):
-            try:
-                return await self._http.call("POST", self._url, body, timeout_s=self._timeout_s, reply=reply)
-            except HttpError as error:
-                refused = isinstance(error, HttpRefused) and error.status < 500 and error.status not in _PASSING
-                if refused or failures == ATTEMPTS:
-                    raise
+        failures = pauses = 0
+        while True:
+            async with self._places:
+                await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+                try:
+                    return await self._http.call("POST", self._url, body, timeout_s=self._timeout_s, reply=reply)
+                except HttpError as error:
+                    pause_s = retry_after_s(error.headers) if isinstance(error, HttpRefused) else None
+                    if pause_s is not None and pause_s <= MOST_PAUSE_S and pauses < MOST_PAUSES:
+                        pauses += 1
+                        self._not_before = max(self._not_before, time.monotonic() + pause_s)
+                        continue
+                    failures += 1
+                    refused = isinstance(error, HttpRefused) and error.status < 500 and error.status not in _PASSING
+                    if refused or failures == ATTEMPTS or pause_s is not None:
+                        raise
             await asyncio.sleep(_BACKOFF.delay(failures))
-        raise AssertionError("the last attempt returns or raises")
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds after which a server takes calls again, from `Retry-After` (seconds or a date) or OpenAI's
+    `retry-after-ms`; None if it does not say.
+    """
+    named = {name.lower(): value.strip() for name, value in headers.items()}
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = named.get(name, "")
+        if re.fullmatch(r"\d{1,12}(?:\.\d{1,9})?", value):
+            return float(value) * unit
+        if value:
+            try:
+                return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+            except ValueError:
+                continue
+    return None
+
+
+def _is_this_host(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @run_in("loop")
@@ -75,14 +126,17 @@ class HttpReward:
     Args:
         url: URL of the server.
         api_key_env: environment variable with the bearer token, if the server needs one.
-        request_timeout_s: limit of one attempt. `reward.timeout_s` limits all attempts together.
+        request_timeout_s: limit of one attempt. `reward.timeout_s` limits all attempts and waits together.
+        max_concurrent: calls at a time of a RolloutWorker; others wait.
 
     Raises:
         ValueError: no URL, or no such environment variable.
     """
 
-    def __init__(self, *, url: str, api_key_env: str | None = None, request_timeout_s: float = 20.0) -> None:
-        self._server = _Server(url, api_key_env, request_timeout_s)
+    def __init__(
+        self, *, url: str, api_key_env: str | None = None, request_timeout_s: float = 20.0, max_concurrent: int = 64
+    ) -> None:
+        self._server = _Server(url, api_key_env, request_timeout_s, max_concurrent)
 
     async def __call__(self, data: Mapping[str, Any], completion: str) -> float:
         """Return the server's reward.
@@ -101,12 +155,16 @@ class JudgeReward:
     Args:
         base_url: URL of the server, with its `/v1`.
         model: name of the model there.
-        template: the question to the judge; `{completion}` and the row's fields in braces are filled in.
-        pattern: a regular expression whose first group is the score in the judge's answer; the last match counts.
+        template: the question to the judge; `{completion}`, the answer behind its thoughts, `{thoughts}`, the whole
+            answer with them, and the row's fields in braces are filled in.
+        pattern: a regular expression whose first group is the score in the judge's answer; the last match counts, and
+            thoughts of the judge do not. A group named `of` is the best score of that scale.
         max_score: best score; the score is clipped to 0 and `max_score`, then divided by `max_score`.
         api_key_env: environment variable with the key, if the server needs one.
-        max_tokens, temperature: sampling of the judge's answer.
-        request_timeout_s: limit of one attempt. `reward.timeout_s` limits all attempts together.
+        max_tokens, temperature: sampling of the judge's answer; None leaves the field out of the request.
+        body: further fields of the request, such as `{max_completion_tokens: 2000, reasoning_effort: low}`.
+        request_timeout_s: limit of one attempt. `reward.timeout_s` limits all attempts and waits together.
+        max_concurrent: calls at a time of a RolloutWorker; others wait.
 
     Raises:
         ValueError: there is no URL or no such environment variable, `pattern` has no group, or `max_score` is not above
@@ -119,14 +177,17 @@ class JudgeReward:
         base_url: str,
         model: str,
         template: str,
-        pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)",
+        pattern: str = SCORE,
         max_score: float = 10.0,
         api_key_env: str | None = None,
-        max_tokens: int = 512,
-        temperature: float = 0.0,
+        max_tokens: int | None = 512,
+        temperature: float | None = 0.0,
+        body: Mapping[str, Any] | None = None,
         request_timeout_s: float = 50.0,
+        max_concurrent: int = 16,
     ) -> None:
-        self._server = _Server(f"{base_url.rstrip('/')}/chat/completions", api_key_env, request_timeout_s)
+        url = f"{base_url.rstrip('/')}/chat/completions"
+        self._server = _Server(url, api_key_env, request_timeout_s, max_concurrent)
         if max_score <= 0:
             raise ValueError(f"max_score is {max_score}; give a number above 0")
         if "{completion}" not in template:
@@ -138,7 +199,12 @@ class JudgeReward:
         if self._pattern.groups < 1:
             raise ValueError(f"pattern {pattern!r} has no group; put the score in parentheses")
         self._template, self._max_score = template, max_score
-        self._asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        named = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(body or {})}
+        self._asked = {name: value for name, value in named.items() if value is not None}
+
+    def check_row(self, data: Mapping[str, Any]) -> None:
+        """Raise ValueError if the template names a field that the row has not."""
+        self._question(data, "")
 
     async def __call__(self, data: Mapping[str, Any], completion: str) -> float:
         """Return the judge's score, from 0 to 1.
@@ -147,14 +213,35 @@ class JudgeReward:
             HttpError: the judge gave no answer.
             ValueError: the answer contains no score.
         """
-        question = _filled(self._template, {**data, "completion": completion})
-        body = self._asked | {"messages": [{"role": "user", "content": question}]}
-        reply: _ChatReply = await self._server.ask(body, _ChatReply)
-        text = (reply.choices[0].message.content or "") if reply.choices else ""
-        scores = [match[1] for match in self._pattern.finditer(text)]
+        body = self._asked | {"messages": [{"role": "user", "content": self._question(data, completion)}]}
+        try:
+            reply: _ChatReply = await self._server.ask(body, _ChatReply)
+        except HttpRefused as error:
+            if error.status not in (400, 422):
+                raise
+            raise ValueError(
+                f"{error}; fields of the request: args.max_tokens and args.temperature, which null leaves out, and "
+                "args.body"
+            ) from error
+        choice = reply.choices[0] if reply.choices else None
+        text = (choice and choice.message.content) or ""
+        if (score := self.score_in(text)) is None:
+            cut = ", and was cut off: raise args.max_tokens" if choice and choice.finish_reason == "length" else ""
+            raise ValueError(f"the judge's answer holds no score for args.pattern{cut}: {text[-200:]!r}")
+        return score
+
+    def score_in(self, text: str | None) -> float | None:
+        """Return the score in a judge's answer, from 0 to 1; None without one."""
+        scores = list(self._pattern.finditer(without_thoughts(text or "")))
         if not scores:
-            raise ValueError(f"the judge's answer holds no score ({self._pattern.pattern}): {text[-200:]!r}")
-        return min(max(float(scores[-1]), 0.0), self._max_score) / self._max_score
+            return None
+        last, best = scores[-1], self._max_score
+        if "of" in self._pattern.groupindex and float(last["of"] or 0) > 0:
+            best = float(last["of"])
+        return min(max(float(last[1].replace(",", ".")) / best, 0.0), 1.0)
+
+    def _question(self, data: Mapping[str, Any], completion: str) -> str:
+        return _filled(self._template, {"thoughts": completion, **data, "completion": without_thoughts(completion)})
 
 
 def _filled(template: str, fields: Mapping[str, Any]) -> str:

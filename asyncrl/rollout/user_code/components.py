@@ -16,6 +16,7 @@ from asyncrl.rollout.user_code.embeddings import Embedder
 from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
+from asyncrl.rollout.user_code.rewards import Rewards
 from asyncrl.rollout.user_code.scored_agent import ONCE, Cast
 from asyncrl.rollout.user_code.teacher_columns import scored_by_teachers, with_source_number
 from asyncrl.rollout.user_code.tools import RunTools, check_format
@@ -91,6 +92,11 @@ class UserComponents:
     def agent(self) -> Agent:
         """The agent of training, with rewards."""
         return self._cast.agent
+
+    @property
+    def rewards(self) -> Rewards:
+        """Rewards of training."""
+        return self._cast.rewards
 
     @property
     def environments(self) -> Environments:

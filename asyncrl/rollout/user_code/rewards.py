@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from asyncrl.api import Episode, RunIn
-from asyncrl.api.reward import is_verdict, marked_run_in
+from asyncrl.api.reward import ROW_CHECK, is_verdict, marked_run_in
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
@@ -30,7 +29,7 @@ from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, plain_number
 
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
@@ -62,6 +61,8 @@ class RewardPart:
     """True if it is 1 for a right answer and 0 for a wrong one."""
     sources: frozenset[str] = frozenset()
     """The sources whose rows it scores; empty for all."""
+    check_row: Callable[[Mapping[str, Any]], object] | None = None
+    """Raises ValueError for a row that no answer can be right for; None: it cannot tell."""
 
     def scores(self, source: object) -> bool:
         """True if it scores rows of `source`."""
@@ -108,7 +109,9 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     marked = is_verdict(found) or is_verdict(function)
     verdict = marked if config.verdict is None else config.verdict
     sources = frozenset(config.sources) if isinstance(config, NamedRewardConfig) else frozenset()
-    return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict, sources)
+    check = getattr(found if isinstance(function, partial) else function, ROW_CHECK, None)
+    check = None if inspect.isclass(found) and isinstance(function, partial) else check  # a method without an instance
+    return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict, sources, check)
 
 
 def _place(group: str, config: RewardConfig, function: Callable[..., Any], marked: RunIn) -> RunIn:
@@ -136,8 +139,9 @@ Added: TypeAlias = "tuple[float, dict[str, float]]"
 """Weighted sum of rewards for a sample, and each reward's value by name, before its weight."""
 
 
-def _summed(given: Sequence[Added]) -> Added:
-    return sum(value for value, _ in given), {name: number for _, named in given for name, number in named.items()}
+def _summed(given: Sequence[Added | None]) -> Added:
+    applied = [each for each in given if each is not None]
+    return sum(value for value, _ in applied), {name: number for _, named in applied for name, number in named.items()}
 
 
 class Rewards:
@@ -166,19 +170,54 @@ class Rewards:
         """
         parts = self._for(self._of_answers, data)
         if len(parts) == 1:  # the usual case; a task per answer would cost more than a cheap reward
-            return (await self._one(parts[0], data, completion))[0]
-        return _summed(await asyncio.gather(*(self._one(part, data, completion) for part in parts)))[0]
+            return self._of_answer(parts, [await self._one(parts[0], data, completion)], data)
+        given = await asyncio.gather(*(self._one(part, data, completion) for part in parts))
+        return self._of_answer(parts, given, data)
 
     def answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
         """Like `answer`, for a caller in a thread: the rewards run one after the other."""
-        total = 0.0
-        for part in self._for(self._of_answers, data):
+        parts = self._for(self._of_answers, data)
+        given: list[Added | None] = []
+        for part in parts:
             try:
-                value = self._runner.call_blocking(part.code, part.function, data, completion)
-                total += _given(part, value)[0]
+                given.append(_given(part, self._runner.call_blocking(part.code, part.function, data, completion)))
             except UserCodeError as error:
-                total += _stand_in(part, error)[0]
-        return total
+                given.append(_stand_in(part, error))
+        return self._of_answer(parts, given, data)
+
+    def _of_answer(self, parts: Sequence[RewardPart], given: Sequence[Added | None], data: Mapping[str, Any]) -> float:
+        """Return the sum of the rewards that apply to an answer.
+
+        Raises:
+            UserCodeError: none of the run's rewards applies.
+        """
+        others = (*self._of_episodes, *self._of_groups)
+        if parts and all(each is None for each in given) and not self._for(others, data):
+            error = UserCodeError(
+                parts[0].code.label,
+                "returned None, which leaves a row to other rewards, and there are none; return a number",
+                how=_NO_REWARD,
+            )
+            return _stand_in(parts[0], error)[0]
+        return _summed(given)[0]
+
+    @property
+    def are_verdicts(self) -> bool:
+        """True if every reward of answers is a verdict."""
+        return all(part.verdict for part in self._of_answers)
+
+    def check_row(self, data: Mapping[str, Any]) -> None:
+        """Check that an answer to the row can be right, as far as the rewards tell (`asyncrl.api.reward.row_check`).
+
+        Raises:
+            ValueError: it cannot; the message names the reward.
+        """
+        for part in self._parts:
+            if part.check_row is not None and part.scores(data.get(SOURCE)):
+                try:
+                    part.check_row(data)
+                except ValueError as error:
+                    raise ValueError(f"{part.code.label}: {error}") from None
 
     async def episode(self, episode: Episode) -> Added:
         """Return the sum of the rewards of episodes for a sample.
@@ -221,13 +260,13 @@ class Rewards:
             )
         return tuple(part for part in parts if part.scores(source))
 
-    async def _one(self, part: RewardPart, *args: Any) -> Added:
+    async def _one(self, part: RewardPart, *args: Any) -> Added | None:
         try:
             return _given(part, await self._runner.call(part.code, part.function, *args))
         except UserCodeError as error:
             return _stand_in(part, error)
 
-    async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[Added]:
+    async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[Added | None]:
         try:
             values = await self._runner.call(part.code, part.function, list(group))
             try:
@@ -247,23 +286,23 @@ def _sees_of(part: RewardPart) -> RewardScope:
     return part.sees
 
 
-def _given(part: RewardPart, value: object) -> Added:
-    """Check the result of `part`, report it, and return it with its weight.
+def _given(part: RewardPart, value: object) -> Added | None:
+    """Check the result of `part`, report it, and return it with its weight; None if it does not apply to the row.
 
-    The result is a number, or a mapping with the key `SCORE` and further numbers.
+    The result is a number, a mapping with the key `SCORE` and further numbers, or None.
 
     Raises:
         UserCodeError: it is neither, or a verdict other than 0 and 1.
     """
+    if value is None:
+        return None
     number, extras = (value.get(SCORE), _extras(part, value)) if isinstance(value, Mapping) else (value, {})
-    try:
-        number = float(number)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = plain_number(number)
+    if number is None or not math.isfinite(number):
         raise UserCodeError(
             part.code.label,
-            f"returned {value!r:.80}; a reward is a finite number, or {{'{SCORE}': number, ...}}",
+            f"returned {value!r:.80}; a reward is a finite number, {{'{SCORE}': number, ...}}, or None where it "
+            "does not apply",
             how=_NO_REWARD,
         )
     if part.verdict:
@@ -280,8 +319,9 @@ def _given(part: RewardPart, value: object) -> Added:
 def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers besides the score, by the name of their metric; other values are left out."""
     named: dict[str, float] = {}
-    for key, each in value.items():
-        if key == SCORE or not isinstance(each, Real):
+    for key, given in value.items():
+        each = plain_number(given)
+        if key == SCORE or each is None:
             continue
         name = f"{part.name}.{key}" if part.name else str(key)
         if name in ROW_METRICS or not math.isfinite(each):

@@ -18,7 +18,7 @@ from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTa
 from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, parts_of, step_of
 
 
 def is_built_in(thing: object) -> bool:
@@ -277,10 +277,12 @@ class HostedEnvironment(Environment):
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
-        return await self._call("reset", seed=seed, options=options)  # type: ignore[no-any-return]
+        value = await self._call("reset", seed=seed, options=options)
+        observation, info = parts_of(f"{self._label}.reset", value, 2)
+        return observation, info
 
     async def step(self, action: Any) -> StepResult:
-        return await self._call("step", action)  # type: ignore[no-any-return]
+        return step_of(f"{self._label}.step", await self._call("step", action))
 
     async def close(self) -> None:
         """Close it once, unless it was never constructed, or a call still runs in a thread that cannot be ended."""
@@ -292,11 +294,13 @@ class HostedEnvironment(Environment):
         """Return the method `name` for a caller in a thread, in which it then runs; None if it must be awaited."""
         if name not in ("reset", "step"):
             return None
+        label = f"{self._label}.{name}"
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._env is None:
                 self._env = self._runner.call_blocking(self._code("made"), self._make)
-            return self._runner.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
+            value = self._runner.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
+            return step_of(label, value) if name == "step" else parts_of(label, value, 2)
 
         return call
 

@@ -84,6 +84,10 @@ class Meter:
         """Record that `activity` ran from `begin` to `end`, in seconds of one clock."""
         self._intervals[activity].append((begin, end))
 
+    def has_run(self, activity: Activity) -> bool:
+        """True if `activity` ran."""
+        return bool(self._intervals[activity])
+
     def add_reward(self, name: str, value: float) -> None:
         """Record that the reward `name` gave `value` to an answer."""
         self._rewards[name].append(value)

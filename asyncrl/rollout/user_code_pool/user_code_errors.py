@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
+from decimal import Decimal
+from numbers import Real
+from typing import Any
 
-from asyncrl.api import EpisodeError, EpisodeTimeout
+from asyncrl.api import EpisodeError, EpisodeTimeout, StepResult
 
 TOO_SLOW = "did not return in time"
 """Description of the failure of a call that exceeds its time."""
@@ -26,6 +30,49 @@ class UserCodeError(RuntimeError):
         super().__init__(f"{label} {what}")
         self.label, self.how = label, how
         self.still_runs = still_runs
+
+
+def parts_of(label: str, value: Any, number: int) -> Sequence[Any]:
+    """Return what the method `label` of an environment returned, which is `number` values.
+
+    Raises:
+        UserCodeError: it is not.
+    """
+    if not isinstance(value, list | tuple) or len(value) != number:
+        method = label.rpartition(".")[2]
+        raise UserCodeError(
+            label,
+            f"returned {value!r:.80}; gymnasium's {method} returns {number} values",
+            how=f"returned what is no {method}",
+        )
+    return value
+
+
+def step_of(label: str, value: Any) -> StepResult:
+    """Return the result of an environment's `step`, with its reward as a number.
+
+    Raises:
+        UserCodeError: it is not a result of `step`, or the reward is not a finite number.
+    """
+    observation, given, terminated, truncated, info = parts_of(label, value, 5)
+    reward = plain_number(given)
+    if reward is None or not math.isfinite(reward):
+        raise UserCodeError(
+            label,
+            f"returned the reward {given!r:.80}, a {type(given).__name__}; a reward is a finite number",
+            how="returned what is no reward",
+        )
+    return observation, reward, terminated, truncated, info
+
+
+def plain_number(value: object) -> float | None:
+    """Return a number as Python has it, also one of numpy or torch and an array of a single one; None for others."""
+    tolist = getattr(value, "tolist", None)
+    if callable(tolist):
+        value = tolist()
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return float(value) if isinstance(value, Real | Decimal) else None
 
 
 def failed_user_code(error: BaseException | None) -> UserCodeError | None:

@@ -75,6 +75,10 @@ class Twice(vf.MultiTurnEnv):
         return [{"role": "user", "content": "sure?"}]
 
 
+def raises(completion, **kwargs):
+    raise KeyError("boom")
+
+
 def load_environment(kind="single", rows=2):
     print("this does not go to the wire")
     asked = ["2+2?", "die", "raise", "3+3?"] if kind == "twice" else ["2+2?"] * rows
@@ -82,6 +86,8 @@ def load_environment(kind="single", rows=2):
     rubric = vf.Rubric(funcs=[right, half, length], weights=[1.0, 0.2, 0.0])
     if kind == "group":
         return vf.SingleTurnEnv(dataset=table, rubric=vf.Rubric(funcs=[of_group]))
+    if kind == "raises":
+        return vf.SingleTurnEnv(dataset=table, rubric=vf.Rubric(funcs=[right, raises], weights=[1.0, 1.0]))
     if kind == "tool":
         return vf.ToolEnv(dataset=table, tools=[look], rubric=rubric, max_turns=4)
     if kind == "twice":
@@ -89,6 +95,8 @@ def load_environment(kind="single", rows=2):
     return vf.SingleTurnEnv(dataset=table, eval_dataset=table.select([0]), rubric=rubric)
 """
 TASKSET = """
+import os
+
 import openai
 import verifiers.v1 as vf
 
@@ -129,6 +137,7 @@ class Loop(vf.Harness[LoopConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         messages = [{"role": "user", "content": data.prompt}]
+        assert not any(name.startswith("ASYNCRL_KEY") for name in os.environ)  # other episodes' processes inherit it
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as policy:
             for feedback in ("sure?", None):
                 answer = await policy.chat.completions.create(model=ctx.model, messages=messages)
@@ -305,6 +314,18 @@ async def test_a_classic_environment_with_tools_is_rolled_out_and_scored(
 ) -> None:
     agent = world.agent(python, classic_env, args={"kind": "tool"})
     await assert_scored(world, agent, classic_env, 0, "a", "so 4")
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
+async def test_a_function_of_the_rubric_that_raises_counts_as_0_and_is_counted_by_its_name(
+    world: World, classic_env: Path, python: str
+) -> None:
+    agent = world.agent(python, classic_env, args={"kind": "raises"})
+    (sample,) = await world.run(agent, classic_env, 0, "so 4")
+    assert sample.reward == 1.0
+    assert sample.reward_parts == {"right": 1.0, "raises": 0.0}
+    assert sample.metrics["rubric_failed/raises"] == 1.0
+    assert "rubric_failed/right" not in sample.metrics
 
 
 @pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)

@@ -383,7 +383,7 @@ REWARDS: list[Case] = [
     *[
         ([f"reward.path=HERE/code.py:{name}"], says)
         for name, says in [
-            ("nothing", "nothing returned None; a reward is a finite number"),
+            ("nothing", "nothing returned None, which leaves a row to other rewards"),
             ("text", "text returned 'good'; a reward is a finite number"),
             ("several", "several returned [1.0, 0.0]; a reward is a finite number"),
             ("not_a_number", "not_a_number returned nan; a reward is a finite number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,14 @@ def number(data, completion):
 
 def nothing(data, completion):
     return None
+
+
+def everything(data, completion):
+    return 1.0
+
+
+def constant(data, completion):
+    return 0.5
 
 
 def no_such_column(data, completion):
@@ -110,7 +119,7 @@ async def test_the_demo_passes(configured: Configured) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says", "line"),
     [
-        (["reward.path=CODE:nothing"], "nothing returned None; a reward is a finite number", ""),
+        (["reward.path=CODE:nothing"], "nothing returned None, which leaves a row to other rewards", ""),
         (["reward.path=CODE:no_such_column"], "no_such_column: KeyError: 'solution'", 'data["solution"] == completion'),
         (["reward.path=CODE:too_few"], "returned 1 rewards for a group of", ""),
         (["agent.path=CODE:silent"], "returned the reward 1.0 without asking the policy", ""),
@@ -166,7 +175,53 @@ async def test_a_policy_that_nothing_asks_is_a_note(configured: Configured) -> N
 
 async def test_a_failure_reward_is_no_failure(configured: Configured) -> None:
     overrides = ("reward.path=CODE:no_such_column", "reward.failure_reward=0.0")
-    assert await rehearse(configured(*overrides)) == RehearsalOutcome()
+    outcome = await rehearse(configured(*overrides))
+    assert (outcome.error, outcome.lost) == (None, {})
+    assert outcome.unrewarded[0].startswith("the reward is 0 for an empty text")
+
+
+async def test_a_reward_that_tells_nothing_apart_is_a_note_and_as_a_verdict_an_error(configured: Configured) -> None:
+    outcome = await rehearse(configured("reward.path=CODE:constant"))
+    assert outcome.error is None
+    assert outcome.unrewarded == [
+        "the reward is 0.5 for an empty text, 'I do not know.' and the rows' own answers (as they are, boxed, after "
+        "####); if it is the same for all answers of a group, nothing is learned from them"
+    ]
+    outcome = await rehearse(configured("reward.path=CODE:everything", "reward.verdict=true"))
+    assert outcome.error is not None
+    assert "the reward is 1 for an empty text" in outcome.error
+
+
+async def test_rows_that_no_answer_can_be_right_for_are_a_note_and_all_of_them_an_error(
+    configured: Configured, tmp_path: Path
+) -> None:
+    def rows(*answers: str) -> RehearsalOutcome:
+        lines = [f'{{"prompt": "{number}+1=", "answer": {answer}}}\n' for number, answer in enumerate(answers)]
+        (tmp_path / "rows.jsonl").write_text("".join(lines))
+        return asyncio.run(
+            rehearse(
+                configured(
+                    f"dataset.path={tmp_path / 'rows.jsonl'}",
+                    "dataset.args={}",
+                    "reward.path=asyncrl.plugins.rewards.text:exact_match",
+                    "eval.interval=0",
+                )
+            )
+        )
+
+    outcome = await asyncio.to_thread(rows, "NaN", '"2"', '{"value": 3}')
+    assert outcome.error is None
+    assert [note.partition("rows.jsonl")[::2] for note in outcome.unrewarded] == [
+        (
+            f"2 of the first 3 rows are lost, as no answer can be right: {tmp_path}/",
+            ":1: reward asyncrl.plugins.rewards.text:exact_match: the row's answer is nan, of the type float, which no "
+            "text agrees with: give a text, a finite number or a list of these, or name another column in "
+            "dataset.fields.answer",
+        )
+    ]
+    outcome = await asyncio.to_thread(rows, "NaN", "null")
+    assert outcome.error is not None
+    assert "the row's answer is nan" in outcome.error
 
 
 def test_a_process_that_user_code_ends_is_an_error_that_says_so(configured: Configured) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.envs.settings import EnvConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
@@ -47,6 +49,8 @@ import os
 import threading
 import time
 from dataclasses import replace
+
+import numpy
 from asyncrl.api.trajectory import with_turn_rewards
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
@@ -107,6 +111,37 @@ class PlainEnv(Environment):
 
     def close(self):
         home.append(threading.get_ident())
+
+
+class OddEnv(Environment):
+    def __init__(self, *, reward, kind):
+        self._returns = {
+            "four": ("", 1.0, True, {}),
+            "text": ("", "1.0", True, False, {}),
+            "none": ("", None, True, False, {}),
+            "nan": ("", float("nan"), True, False, {}),
+            "numpy": ("", numpy.array([0.5], numpy.float32), numpy.bool_(True), False, {}),
+            "reset": ("", 1.0, True, False, {}),
+        }[kind]
+        self._begins = "" if kind == "reset" else ("", {})
+
+    def reset(self, *, seed=None, options=None):
+        return self._begins
+
+    def step(self, action):
+        return self._returns
+
+
+def other_source(data, completion):
+    return None
+
+
+def with_extras(data, completion):
+    return {"score": numpy.float32(1), "torch_like": numpy.array(0.25), "numpy": numpy.int64(3), "text": "x"}
+
+
+def group_none(group):
+    return [None, 1.0, None]
 
 
 def picky(episode):
@@ -448,11 +483,63 @@ def test_an_asynchronous_environment_in_a_thread_is_refused(config: ExperimentCo
         UserComponents(config)
 
 
+@pytest.mark.parametrize("place", [RunIn.thread, RunIn.process])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("four", r"OddEnv.step returned .*; gymnasium's step returns 5 values"),
+        ("text", r"OddEnv.step returned the reward '1.0', a str; a reward is a finite number"),
+        ("none", "OddEnv.step returned the reward None"),
+        ("nan", "OddEnv.step returned the reward nan"),
+        ("reset", "OddEnv.reset returned ''; gymnasium's reset returns 2 values"),
+    ],
+)
+async def test_an_environment_that_returns_something_else_is_named(
+    config: ExperimentConfig, place: RunIn, kind: str, message: str
+) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":OddEnv"), place
+    config.env.args, config.env.processes = {"kind": kind}, 4
+    with pytest.raises(UserCodeError, match=message):
+        await roll_out(config)
+
+
+@pytest.mark.parametrize("place", [RunIn.thread, RunIn.process])
+async def test_numbers_of_numpy_are_rewards_and_extras_everywhere(config: ExperimentConfig, place: RunIn) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":OddEnv"), place
+    config.env.args, config.env.processes = {"kind": "numpy"}, 4
+    samples, _, _ = await roll_out(config)
+    assert [sample.reward for sample in samples] == [0.5] * 3
+    config.env, config.reward.run_in = EnvConfig(), place
+    config.reward.path = config.reward.path.replace(":twos", ":with_extras")
+    samples, metrics, _ = await roll_out(config)
+    assert [dict(sample.reward_parts) for sample in samples] == [{"torch_like": 0.25, "numpy": 3.0}] * 3
+    assert metrics["reward/numpy"] == 3.0
+
+
+@pytest.mark.parametrize("env", ["PlainEnv", ""])
+async def test_a_reward_that_does_not_apply_is_left_out_of_the_sum_and_of_its_metric(
+    config: ExperimentConfig, env: str
+) -> None:
+    path = config.reward.path
+    if env:
+        config.env.path = path.replace(":twos", f":{env}")
+    names = ("other_source", "group_none", "twos")
+    config.rewards = [NamedRewardConfig(path=path.replace(":twos", f":{name}"), name=name) for name in names]
+    before = [sample.reward for sample in (await roll_out(replace(config, rewards=config.rewards[2:])))[0]]
+    samples, metrics, _ = await roll_out(config)
+    assert [sample.reward for sample in samples] == [before[0], before[1] + 1.0, before[2]]
+    assert "reward/other_source" not in metrics
+    assert metrics["reward/group_none"] == 1.0
+    config.rewards = config.rewards[:1]
+    with pytest.raises(UserCodeError, match="other_source returned None, which leaves a row to other rewards"):
+        await roll_out(config)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("raises", "reward .*mine.py:raises raised ValueError: no such row"),
-        ("nothing", "reward .*mine.py:nothing returned None; a reward is a finite number"),
+        ("nothing", "reward .*mine.py:nothing returned None, which leaves a row to other rewards"),
         ("too_few", "reward .*mine.py:too_few returned 1 rewards for a group of 3 samples; return one for each"),
     ],
 )

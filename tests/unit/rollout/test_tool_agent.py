@@ -167,6 +167,37 @@ async def test_the_calls_of_a_turn_run_at_the_same_time_and_no_more_than_are_all
     assert sample.reward == 2.5
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_the_calls_of_a_turn_run_in_their_order_where_that_is_set(ordered):
+    class Notes(Tool):
+        """Writing takes longer than reading."""
+
+        name = "calculator"
+
+        def __init__(self) -> None:
+            self.kept, self.read = "", asyncio.Event()
+
+        def schema(self):
+            parameters = {"type": "object", "properties": {"expression": {"type": "string"}}}
+            return {"type": "function", "function": {"name": self.name, "description": "", "parameters": parameters}}
+
+        async def execute(self, instance_id, arguments):
+            if arguments["expression"] == "read":
+                self.read.set()
+                return ToolResult(f"read: {self.kept}")
+            if not ordered:
+                await self.read.wait()
+            self.kept = "new"
+            return ToolResult("written")
+
+    async def host(method, *args, **kwargs):
+        return await method(*args, **kwargs)
+
+    policy = Script(call_text("write") + call_text("read") + END, "It is 10063." + END)
+    await _run(policy, Toolbox([HostedTool(Notes(), "tool notes", host, 100)]), ordered_calls=ordered)
+    assert ("read: new" in policy.contexts[1]) is ordered
+
+
 def test_the_demos_demonstrations_are_what_its_template_renders():
     schema = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"expression": {}}}}}
     user = {"role": "user", "content": "What is 12*34?"}

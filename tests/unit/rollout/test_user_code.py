@@ -113,7 +113,7 @@ class Tells(Environment):
         self.value = value
 
     async def reset(self, **options):
-        return None
+        return "", {}
 
     async def step(self, action):
         return "", self.value, True, False, {}

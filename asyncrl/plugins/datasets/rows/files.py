@@ -9,7 +9,11 @@ or `answer`. GSM8K files work as they are.
 from __future__ import annotations
 
 import json
+import math
+import string
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -111,9 +115,11 @@ class FileDataset:
         for name in COMPLETION_FIELDS:
             if name in row:
                 found = row[name]
-                if found is None or found == []:
-                    raise ValueError(f"its {name!r} is {found!r}: give each row an answer, or leave the row out")
-                return [without_none(turn) for turn in found] if isinstance(found, list) else str(found)
+                if isinstance(found, list) and found:
+                    return [without_none(turn) for turn in found]
+                if not _is_plain(found):
+                    raise ValueError(f"its {name!r} is {found!r:.60}: give each row an answer, or leave the row out")
+                return str(found)
         names = ", ".join(COMPLETION_FIELDS)
         raise ValueError(f"the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
 
@@ -126,7 +132,7 @@ class FileDataset:
                 raise ValueError(
                     f"{place} has no {column!r}, which dataset.fields.{name} names; it has: {', '.join(record.fields)}"
                 ) from None
-        found = next((name for name in PROMPT_FIELDS if name in fields), "")
+        found = next((name for name in PROMPT_FIELDS if fields.get(name) not in (None, "", [])), "")
         if self._pairs and not found:
             found, fields = "prompt", with_common_prompt(fields)
         prompt = fields.get(found)
@@ -169,12 +175,27 @@ class FileDataset:
 
     def _templated(self, fields: Mapping[str, Any], prompt: str, template: str, place: str) -> str:
         try:
-            return template.format(**{**fields, "prompt": prompt})
+            return prompt if template == _UNCHANGED else _PLAIN_FIELDS.format(template, **{**fields, "prompt": prompt})
         except (LookupError, ValueError) as error:
             raise ValueError(
                 f"{place} does not fit prompt_template={template!r} ({type(error).__name__}: {error}): "
                 "name fields that every line has, and write {{ and }} for braces"
             ) from None
+
+
+def _is_plain(value: object) -> bool:
+    """True for text and numbers, which have one form as text."""
+    return isinstance(value, str) or (isinstance(value, Real | Decimal) and math.isfinite(value))
+
+
+class _PlainFields(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not _is_plain(value):
+            raise ValueError(f"a field is {value!r:.60}, which is neither text nor a number")
+        return str(super().format_field(value, format_spec))
+
+
+_PLAIN_FIELDS = _PlainFields()
 
 
 def _column(fields: Mapping[str, Any], name: str) -> Any:

@@ -25,7 +25,8 @@ MAX_ROWS = 1 << 27
 
 
 class Mixture:
-    """The rows of `sources`, in proportion to `weights`. A row without a field `source` gets its source's name there.
+    """The rows of `sources`, in proportion to `weights`. A row's field `source` is the name of its source, in
+    place of such a column.
 
     Raises:
         ValueError: a weight is not above 0, or the weights would repeat a source so often that `MAX_ROWS` is exceeded.
@@ -57,7 +58,7 @@ class Mixture:
     def row(self, index: int) -> Mapping[str, Any]:
         """Return row `index` of the mixture, with the name of its source under `source`."""
         source, row = self._at(index)
-        return {"source": self._names[source], **self._sources[source].row(row)}
+        return {**self._sources[source].row(row), "source": self._names[source]}
 
     def place(self, index: int) -> str:
         """Return the place of row `index` in its source."""

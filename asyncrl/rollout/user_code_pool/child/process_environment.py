@@ -17,9 +17,7 @@ from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, Lease
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
-
-_PARTS_OF_A_STEP = 5
+from asyncrl.rollout.user_code_pool.user_code_errors import parts_of, step_of
 
 
 class ProcessEnvironment(Environment):
@@ -53,14 +51,13 @@ class ProcessEnvironment(Environment):
     ) -> tuple[Any, Mapping[str, Any]]:
         """Call the environment's `reset`; the first call constructs the environment."""
         value = await self._runner.at_home(self._call("reset", [], {"seed": seed, "options": options}))
-        observation, info = self._parts("reset", value, 2)
+        observation, info = parts_of(f"{self._label}.reset", value, 2)
         return observation, info
 
     async def step(self, action: Any) -> StepResult:
         """Call the environment's `step`."""
         value = await self._runner.at_home(self._call("step", [action], {}))
-        observation, reward, terminated, truncated, info = self._parts("step", value, _PARTS_OF_A_STEP)
-        return observation, reward, terminated, truncated, info
+        return step_of(f"{self._label}.step", value)
 
     async def close(self) -> None:
         """Close the environment and return its process; further calls do nothing."""
@@ -137,12 +134,3 @@ class ProcessEnvironment(Environment):
         finally:
             if self._places is not None:
                 self._places.leave()
-
-    def _parts(self, method: str, value: Any, number: int) -> Any:
-        if not isinstance(value, list) or len(value) != number:
-            raise UserCodeError(
-                f"{self._label}.{method}",
-                f"returned {value!r:.80}; gymnasium's {method} returns {number} values",
-                how=f"returned what is no {method}",
-            )
-        return value

@@ -19,9 +19,11 @@ from asyncrl.comm import names
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.launch.commands.doctor.run import main
 from asyncrl.observe.doctor import Finding, Level, examine
+from asyncrl.observe.doctor.health import RUBRIC_FAILED
 from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History
 from asyncrl.observe.observer import RESTS
+from asyncrl.plugins.agents import verifiers_host
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 
@@ -77,6 +79,12 @@ def test_rewards_that_are_all_the_same_teach_nothing(run: Path, capsys: pytest.C
     assert "the rewards are all the same (mean 1)" in problems(run)["nothing-learnt"]
     assert main([str(run)], "asyncrl") == 1
     assert "troubleshooting.md#nothing-learnt" in capsys.readouterr().out
+
+
+def test_a_function_of_a_rubric_that_raises_is_told_by_its_name(run: Path) -> None:
+    change_rows(run, lambda _, row: row.update({"agent/rubric_failed/judge": 0.25, "agent/rubric_failed/rare": 0.01}))
+    assert f"agent/{verifiers_host.RUBRIC_FAILED}" == RUBRIC_FAILED
+    assert "judge raised in 25% of the last episodes, where it counts as 0" in problems(run)["rubric-fails"]
 
 
 @pytest.mark.parametrize("waits_for", ["thread", "process", "agent", "env"])

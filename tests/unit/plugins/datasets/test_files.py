@@ -117,3 +117,24 @@ def test_gsm8k_loads_and_every_reference_solution_earns_its_reward() -> None:
     dataset = FileDataset(path=str(GSM8K / "test.jsonl"))
     assert len(dataset) > 1000
     assert all(math_answer_reward(row, row["answer"]) == 1.0 for row in map(dataset.row, range(len(dataset))))
+
+
+def test_an_empty_column_is_passed_over_where_another_holds_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": null, "question": "2+2?"}\n{"prompt": "", "messages": [], "problem": "3"}\n'
+    )
+    rows = FileDataset(path=str(tmp_path / "rows.jsonl"))
+    assert [rows.row(number)["prompt"] for number in range(2)] == ["2+2?", "3"]
+
+
+@pytest.mark.parametrize("value", ["null", "[1]", '{"a": 1}', "NaN"])
+def test_what_is_neither_text_nor_a_number_is_put_into_no_prompt_and_is_no_demonstration(
+    tmp_path: Path, value: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "2+2?", "input": {value}, "answer": {value}}}\n')
+    with pytest.raises(ValueError, match=r"a field is .*, which is neither text nor a number"):
+        FileDataset(path=str(tmp_path / "rows.jsonl"), prompt_template="{prompt} {input}")
+    if value != "[1]":  # a list is messages
+        rows = FileDataset(path=str(tmp_path / "rows.jsonl"))
+        with pytest.raises(ValueError, match="give each row an answer"):
+            rows.demonstration(rows.row(0))

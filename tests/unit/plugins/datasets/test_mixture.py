@@ -58,6 +58,12 @@ def test_weights_that_make_no_mixture_are_refused() -> None:
         Mixture([Rows("a", 1000), Rows("b", 1)], [1, 10**6], ["a", "b"])
 
 
+def test_the_name_of_a_source_is_kept_from_a_column_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "numina.jsonl").write_text('{"source": "olympiads", "problem": "1+1=", "solution": "2"}\n')
+    mixture = Mixture([FileDataset(path=str(tmp_path / "numina.jsonl"))], [1.0], ["numina"])
+    assert mixture.row(0)["source"] == "numina"
+
+
 def test_a_changed_row_of_a_source_is_named(tmp_path: Path) -> None:
     def mixed(prompt: str) -> Mixture:
         path = tmp_path / "rows.jsonl"

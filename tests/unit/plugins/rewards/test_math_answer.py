@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.plugins.rewards import math_answer
 from asyncrl.plugins.rewards.math_answer import answers_agree, as_number, final_answer, math_answer_reward
+from asyncrl.plugins.rewards.text import numeric_match
 from tests.examples import examples
 
 GSM8K_ROW = {"answer": "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\n#### 1,200"}
@@ -239,6 +241,11 @@ def test_every_gold_answer_of_gsm8k_is_right_and_every_other_is_wrong() -> None:
         assert [math_answer_reward(row, completion) for completion in right] == [1.0] * len(right), gold
         verdicts = [math_answer_reward(row, f"{row['question']} #### {other}") for other in wrong]
         assert verdicts == [0.0] * len(wrong), gold
+        assert [numeric_match(row, completion) for completion in (*right, gold)] == [1.0] * 5, gold
+        assert [numeric_match(row, f"{row['question']} #### {other}") for other in wrong] == [0.0] * len(wrong), gold
+    for row, other in itertools.pairwise(rows):
+        same = row["answer"].rpartition("####")[2] == other["answer"].rpartition("####")[2]
+        assert math_answer_reward(row, other["answer"]) == numeric_match(row, other["answer"]) == float(same)
 
 
 def test_a_time_limit_that_something_swallows_is_raised_again() -> None:
@@ -256,3 +263,243 @@ def test_a_time_limit_that_something_swallows_is_raised_again() -> None:
 
     with pytest.raises(math_answer._OutOfTimeError), math_answer._at_most(0.05):
         goes_on()
+
+
+@pytest.mark.parametrize(
+    ("expected", "given"),
+    [
+        ("x > 5", "5 < x"),
+        ("101_2", "101_{2}"),
+        ("18 square cm", "18 cm^2"),
+        ("18", "18 cm²"),
+        ("-5", "−5"),
+        ("-5", "–5"),
+        ("-5", "-\\$5"),
+        ("-5", "-$5"),
+        ("-5", "$-5$"),
+        ("-5", "$-5"),
+        ("(-1,2)", "(−1, 2)"),
+        ("(B)", "B"),
+        ("B", "(B)"),
+        ("B", "B."),
+        ("\\text{(B)}", "B"),
+        ("\\textbf{(B)}", "B"),
+        ("B", "\\text{(B) } 18"),
+        ("B", "B. Paris"),
+        ("A", "\\mathrm{(A)}"),
+        ("C", "C)"),
+        ("50%", "1/2"),
+        ("50\\%", "0.50"),
+        ("1,234.56", "1.234,56"),
+        ("1234567", "1.234.567"),
+        ("100000", "1,00,000"),
+        ("1200", "1'200"),
+        ("yes", "Yes"),
+        ("True", "true"),
+        ("Monday", "monday"),
+        ("New York", "new york"),
+        ("Alice", "alice"),
+        ("ab", "ba"),
+        ("xy", "yx"),
+        ("\\text{No}", "no"),
+        ("12/25/2024", "12/25/2024"),
+        ("10:30", "10:30"),
+        ("3:30 pm", "3:30 pm"),
+        ("\\frac12", "0.5"),
+        ("\\dfrac{1}{2}", "1/2"),
+        ("\\tfrac{1}{2}", "1/2"),
+        ("7\\frac12", "7.5"),
+        ("7 1/2", "15/2"),
+        ("7½", "7.5"),
+        ("1.5\\times 10^3", "1500"),
+        ("1.5e3", "1500"),
+        ("1.5 × 10^3", "1500"),
+        ("1.5 x 10^3", "1500"),
+        ("20°C", "20"),
+        ("20^\\circ C", "20"),
+        ("30°", "30"),
+        ("30^\\circ", "30 degrees"),
+        ("\\{1,2\\}", "{2,1}"),
+        ("x=1,2", "1,2"),
+        ("1, 2", "2, 1"),
+        ("pi", "\\pi"),
+        ("\\infty", "infinity"),
+        ("５", "5"),
+        ("٣", "3"),
+        ("18", "18."),
+        ("18", "$18$."),
+        ("18", "18 dollars."),
+        ("18", "18\\,\\text{m}"),
+        ("18\\text{ m}^2", "18"),
+        ("1{,}200", "1200"),
+        ("even", "even."),
+        ("2/3", "2:3"),
+        ("0", "-0"),
+        ("3.0", "3"),
+        ("007", "7"),
+        ("A, B", "A,B"),
+        ("\\text{A, B}", "A, B"),
+        ("f(x)=2x", "2x"),
+        ("y=2x+3", "2x+3"),
+        ("y = 2x + 3", "3+2x=y"),
+        ("10^6", "1000000"),
+        ("1 million", "1,000,000"),
+        ("$1.2$ million", "1200000"),
+        ("6 feet", "6 ft"),
+        ("5 cents", "5"),
+        ("\\text{Evelyn}", "Evelyn"),
+        ("Evelyn", "\\text{ evelyn}"),
+        ("None", "none"),
+        ("x\\in(1,2)", "(1,2)"),
+        ("\\emptyset", "\\{\\}"),
+        ("4.5", "4½"),
+        ("10%", "10 percent"),
+        ("1 \\frac{1}{2}", "1.5"),
+        ("90", "90^{\\circ}"),
+        ("-1/2", "\\frac{1}{-2}"),
+        ("-\\frac{1}{2}", "-0.5"),
+    ],
+)
+def test_words_choices_signs_units_and_groups_of_digits_that_mean_the_same_agree(expected: str, given: str) -> None:
+    assert answers_agree(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("expected", "given"),
+    [
+        ("no", "on"),
+        ("> 5", "5"),
+        ("5", "> 5"),
+        ("\\geq 5", "5"),
+        ("≥5", "5"),
+        ("x>5", "5"),
+        ("101_2", "101"),
+        ("101_{2}", "5"),
+        ("18 cm²", "18 cm³"),
+        ("18 cm^2", "18 cm^3"),
+        ("18\\text{ cm}^2", "18\\text{ cm}^3"),
+        ("18 cm", "18 cm^2"),
+        ("18 m/s", "18 m/h"),
+        ("18 km/h", "18 mph"),
+        ("5", "−5"),
+        ("B", "C"),
+        ("(B)", "(C)"),
+        ("1200", "1.200"),
+        ("1.2", "1,2"),
+        ("Yes", "no"),
+        ("true", "false"),
+        ("yes", "y"),
+        ("stop", "pots"),
+        ("\\text{no}", "on"),
+        ("odd", "ddo"),
+        ("2024-01-05", "2018"),
+        ("1/2/4", "1/8"),
+        ("3:30 pm", "3:30 am"),
+        ("20°C", "20°F"),
+        ("[1,2]", "(1,2)"),
+        ("(1,2)", "(2,1)"),
+        ("5", "±5"),
+        ("\\pm 5", "5"),
+        ("x^2", "x^3"),
+        ("2:3", "3:2"),
+        ("5", "five"),
+        ("18 and a half", "18"),
+        ("", ""),
+        ("A and B", "B and A"),
+        ("6 ft", "6 in"),
+        ("5 dollars", "5 cents"),
+        ("1/3", "0.333333"),
+        ("3 hours 30 minutes", "3.5 hours"),
+        ("9x", "9"),
+        ("2x", "2"),
+        ("5k", "5"),
+        ("2 cm", "2 seconds"),
+        ("12:00", "noon"),
+    ],
+)
+def test_words_relations_bases_dates_and_units_are_no_plain_numbers(expected: str, given: str) -> None:
+    assert not answers_agree(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "reward"),
+    [
+        ("The temperature is −5", "-5", 1),
+        ("The temperature is −5", "5", 0),
+        ("lost: -$5", "-5", 1),
+        ("lost: -$5", "5", 0),
+        ("It is -\\$5.", "-5", 1),
+        ("is –5.", "-5", 1),
+        ("10-5", "5", 1),
+        ("range 3-5", "-5", 0),
+        ("range 3-5", "5", 1),
+        ("pages 10-15", "-15", 0),
+        ("3–5", "-5", 0),
+        ("is 3/5", "3/5", 1),
+        ("is 3/5", "5", 0),
+        ("is 1e5", "100000", 1),
+        ("is 1e5", "5", 0),
+        ("7 1/2", "15/2", 1),
+        ("7 1/2", "2", 0),
+        ("7 1/2", "7.5", 1),
+        ("18%.", "18", 1),
+        ("Answer:18", "18", 1),
+        ("x=18", "18", 1),
+        ("18kg", "18", 1),
+        ("18 cm^2", "18", 1),
+        ("2^10", "10", 0),
+        ("at 10:30", "30", 0),
+        ("1.5 × 10^3", "1500", 1),
+        ("101_2", "101", 0),
+        ("1,200", "1200", 1),
+        ("1.234,56", "1234.56", 1),
+        ("US$18", "18", 1),
+        ("\\frac{3}{5}", "0.6", 1),
+        ("$\\frac{3}{5}$", "5", 0),
+        ("(18)", "18", 1),
+        ("**18**", "18", 1),
+        ("\\boxed{18}", "18", 1),
+        ("\\boxed{-5}", "-5", 1),
+        ("5 - 3", "3", 1),
+        ("- 5", "5", 1),
+        ("1e100", "1", 0),
+        ("1.2.3", "3", 0),
+        ("３", "3", 1),
+        ("$1,000,000.50", "1000000.5", 1),
+        ("step 1: a. Step 2: 7", "7", 1),
+        ("12/25/2024", "2024", 0),
+        ("no", "0", 0),
+        ("18 (eighteen)", "18", 1),
+        ("costs 5¢", "5", 1),
+        ("#### - 5", "-5", 1),
+        ("it is $= - 5$", "-5", 1),
+    ],
+)
+def test_the_last_number_is_read_with_its_sign_and_as_a_whole(text: str, number: str, reward: float) -> None:
+    assert numeric_match({"answer": number}, text) == reward
+    assert math_answer_reward({"answer": number}, text, last_number=True) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed 18", "18"),
+        ("\\boxed18", "18"),
+        ("$\\boxed 18$", "18"),
+        ("\\boxed{18}", "18"),
+        ("\\boxed{}", ""),
+        ("\\boxed{1} \\boxed{}", ""),
+        ("\\boxed {18}", "18"),
+        ("\\boxed{\\text{a}}", "\\text{a}"),
+        ("#### 18", "18"),
+        ("\\boxed{1}\n#### 2", "1"),
+        ("\\fbox{3}", "3"),
+        ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
+        ("\\boxed 18 and \\boxed{19}", "19"),
+        ("\\boxed\\frac12 .", "\\frac12"),
+        ("\\boxed{\\left\\{1\\right\\}}", "\\left\\{1\\right\\}"),
+        ("\\boxed{1", None),
+    ],
+)
+def test_the_final_answer_is_that_of_the_last_box(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import email.utils
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -31,8 +35,9 @@ Handler = Callable[[dict[str, Any], int], Awaitable[web.Response]]
 
 @given(st.text(max_size=100), st.text(max_size=100))
 def test_rewards_of_texts_are_within_their_bounds_and_a_text_agrees_with_itself(given_text: str, wanted: str) -> None:
-    for reward in (exact_match, numeric_match, f1):
+    for reward in (exact_match, f1):
         assert 0.0 <= reward({"answer": wanted}, given_text) <= 1.0
+    assert numeric_match({"answer": 7}, given_text) in (0.0, 1.0)
     assert exact_match({"answer": wanted}, wanted) == f1({"answer": wanted}, wanted) == 1.0
 
 
@@ -45,6 +50,25 @@ def test_the_best_of_several_answers_counts_and_a_missing_field_is_an_error() ->
         for row in ({}, {"answer": None}, {"answer": ["7", None]}, {"answer": []}):
             with pytest.raises(ValueError, match=r"name its column in dataset\.fields\.answer"):
                 reward(row, "None")
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), {"value": 4}, b"4", [["4"]], [4, float("nan")]])
+@pytest.mark.parametrize("reward", [exact_match, numeric_match, f1, math_answer_reward, arithmetic_reward])
+def test_an_answer_that_no_text_agrees_with_is_an_error(reward: Any, answer: Any) -> None:
+    for score in (lambda row: reward(row, "#nan"), reward.check_row):
+        with pytest.raises(ValueError, match=r"the row's answer is .*, which no text agrees with"):
+            score({"answer": answer})
+
+
+def test_an_answer_that_one_reward_cannot_compare_is_an_error() -> None:
+    for wrong in ("none", ["", "no"]):
+        with pytest.raises(ValueError, match="holds no number"):
+            numeric_match({"answer": wrong}, "4")
+    for solution in ("She has 4.\nSo she has 4 eggs.", "4 " * 101):
+        with pytest.raises(ValueError, match="marks no final answer of at most 200 characters"):
+            math_answer_reward({"answer": solution}, "\\boxed{4}")
+    assert math_answer_reward({"answer": "She has 4.\nSo \\boxed{4}."}, "\\boxed{4}") == 1.0
+    assert exact_match({"answer": [4, 4.5, Decimal("4.50")]}, "4.50") == 1.0
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:
@@ -316,7 +340,7 @@ async def test_a_server_of_ones_own_is_asked_again_where_that_may_help(
     await close(reward)
 
 
-@pytest.mark.parametrize(("status", "attempts"), [(500, 3), (429, 3), (400, 1), (404, 1)])
+@pytest.mark.parametrize(("status", "attempts"), [(500, 5), (429, 5), (400, 1), (404, 1)])
 async def test_a_server_that_refuses_is_an_error_with_its_words(
     server: Callable[[Handler], Awaitable[str]], status: int, attempts: int
 ) -> None:
@@ -371,8 +395,118 @@ async def test_a_judge_is_asked_with_the_row_and_its_last_score_counts(
 
 
 @pytest.mark.parametrize(
+    ("says", "reward"),
+    [
+        ("**Score:** 8", 0.8),
+        ("Score: **8**/10", 0.8),
+        ("Score: 4/5", 0.8),
+        ("The score is 8 out of 10.", 0.8),
+        ("Score (0-10): 7", 0.7),
+        ("Score: 7,5", 0.75),
+        ('{"final_score": 8}', 0.8),
+        ("SCORE = 8", 0.8),
+        ("Score: -3", 0.0),
+        ("Score - 8", 0.8),
+        ("Score: [[8]]", 0.8),
+        ("<score>8</score>", 0.8),
+        ("It says 'Score: 10'.\nScore: 2", 0.2),
+        ("<think>Score: 9?</think>Score: 2", 0.2),
+    ],
+)
+def test_a_score_is_read_in_the_forms_that_judges_write(says: str, reward: float) -> None:
+    judge = JudgeReward(base_url="http://judge/v1", model="m", template="{completion}")
+    assert judge.score_in(says) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("says", ["I cannot say.", "<think>Score: 9", "the scoreboard has 3", "", None])
+def test_an_answer_of_a_judge_without_a_score_has_none(says: str | None) -> None:
+    assert JudgeReward(base_url="http://judge/v1", model="m", template="{completion}").score_in(says) is None
+
+
+async def test_a_judge_reads_no_thoughts_and_gets_the_fields_that_are_given(
+    server: Callable[[Handler], Awaitable[str]],
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def judge(body: dict[str, Any], attempt: int) -> web.Response:
+        asked.append(body)
+        if "max_tokens" in body:
+            return web.json_response({"error": {"message": "Unsupported parameter: 'max_tokens'"}}, status=400)
+        message = {"content": None, "reasoning_content": "Score: 8"}
+        return web.json_response({"choices": [{"message": message, "finish_reason": "length"}]})
+
+    said = {"base_url": await server(judge), "model": "m", "template": "{completion} | {thoughts}"}
+    fields = {"max_completion_tokens": 2000, "seed": None}
+    reward = JudgeReward(**said, max_tokens=None, temperature=None, body=fields)
+    with pytest.raises(ValueError, match=r"holds no score for args.pattern, and was cut off: raise args.max_tokens"):
+        await reward({}, "<think>a</think>b")
+    assert asked[0].keys() == {"model", "messages", "max_completion_tokens", "key", "path"}
+    assert asked[0]["messages"][0]["content"] == "b | <think>a</think>b"
+    await close(reward)
+    reward = JudgeReward(**said)
+    with pytest.raises(
+        ValueError, match=r"Unsupported parameter.*args.max_tokens and args.temperature, which null leaves out"
+    ):
+        await reward({}, "b")
+    with pytest.raises(ValueError, match=r"names \{question\}"):
+        JudgeReward(base_url="http://j", model="m", template="{question} {completion}").check_row({"answer": 4})
+    await close(reward)
+
+
+async def test_calls_of_a_judge_wait_for_a_place_and_until_the_server_takes_them_again(
+    server: Callable[[Handler], Awaitable[str]],
+) -> None:
+    running, most, refused = 0, 0, 0
+
+    async def limited(body: dict[str, Any], attempt: int) -> web.Response:
+        nonlocal running, most, refused
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        if attempt in range(3, 13):  # more often than a call is tried again without a word
+            refused += 1
+            date = email.utils.format_datetime(datetime.now(UTC), usegmt=True)
+            return web.Response(status=429, headers={"Retry-After": ["0", "0.01", date][attempt % 3]})
+        return web.json_response({"choices": [{"message": {"content": "Score: 8"}}]})
+
+    reward = JudgeReward(base_url=await server(limited), model="m", template="{completion}", max_concurrent=3)
+    assert await asyncio.gather(*(reward({}, "x") for _ in range(20))) == [0.8] * 20
+    assert (most, refused) == (3, 10)
+    await close(reward)
+
+
+def test_a_server_says_when_it_takes_calls_again() -> None:
+    assert remote.retry_after_s({"Retry-After": "20"}) == 20.0
+    assert remote.retry_after_s({"retry-after-ms": "1500", "Retry-After": "2"}) == 1.5
+    later = email.utils.format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
+    assert 50.0 < (remote.retry_after_s({"Retry-After": later}) or 0.0) <= 60.0
+    assert remote.retry_after_s({"Retry-After": "soon"}) is remote.retry_after_s({}) is None
+
+
+async def test_a_judge_elsewhere_is_reached_by_the_proxy_of_the_environment_and_one_here_is_not(
+    server: Callable[[Handler], Awaitable[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scores(body: dict[str, Any], attempt: int) -> web.Response:
+        return web.json_response({"reward": 0.5})
+
+    here = await server(scores)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", here)
+    elsewhere = HttpReward(url="http://judge.example.internal/v1")
+    assert await elsewhere({}, "x") == 0.5
+    await close(elsewhere)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    own = HttpReward(url=here)
+    assert await own({}, "x") == 0.5
+    await close(own)
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"max_concurrent": 0}, "give at least 1"),
         ({"base_url": "localhost:8000"}, "give one that begins with http"),
         ({"template": "rate it"}, "no {completion}"),
         ({"pattern": "Score"}, "has no group"),
