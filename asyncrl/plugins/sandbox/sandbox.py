@@ -39,6 +39,7 @@ from typing import IO
 
 from asyncrl.plugins.sandbox.system_calls import refusing_filter
 from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
+from asyncrl.runtime.process.hardware import usable_cores
 
 _CHUNK = 1 << 16
 _START = """
@@ -112,7 +113,7 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, parallel: int = 0, packages: Sequence[str] = ()) -> None:
         self.limits = limits or Limits()
-        self._places = threading.BoundedSemaphore(parallel or len(os.sched_getaffinity(0)))
+        self._places = threading.BoundedSemaphore(parallel or usable_cores())
         self._python = os.path.realpath(sys.executable)
         library = Path(os.__file__).resolve().parent
         self._installed_in = sorted({_folder_of(package) for package in packages})

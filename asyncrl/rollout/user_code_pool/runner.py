@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from asyncrl.rollout.user_code_pool.running_calls import RunningCalls
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.user_code_pool.user_loop import UserLoop, run_on
+from asyncrl.runtime.process.hardware import usable_cores
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
@@ -139,7 +139,7 @@ class UserCodeRunner:
         self._users = UserLoop()
         self.running = RunningCalls(self._users, settings.slow_call_s)
         self._threads = CodeThreads(settings.threads, self.running)
-        self._pool = ProcessPool(settings.processes or max(2, len(os.sched_getaffinity(0))), limits)
+        self._pool = ProcessPool(settings.processes or max(2, usable_cores()), limits)
         self._leased = {
             activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
             for activity, seats in (

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from asyncrl.config.memory_advice import OUT_OF_MEMORY
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
+from asyncrl.runtime.process.hardware import count_gpus, free_memory, host_memory, visible_gpus
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _GIB = 1 << 30
@@ -65,8 +65,8 @@ def shortage(who: str, what: str, device: torch.device, error: BaseException) ->
     if device.type == "cuda":
         name, figures = _gpu_in_use(device)
     else:
-        memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
-        name, figures = "the CPU", _figures(memory.available, memory.total, own)
+        own = psutil.Process().memory_info().rss
+        name, figures = "the CPU", _figures(free_memory(), host_memory(), own)
     return f"{OUT_OF_MEMORY}: {who} on {name} in {what}: it tried to allocate {wanted}; {figures}"
 
 
@@ -93,8 +93,7 @@ def device_line(device: torch.device, dtype: torch.dtype, attention: str) -> str
         free, total = torch.cuda.mem_get_info(device)
         name = f"{torch.cuda.get_device_name(device)} ({device})"
     else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+        free, total = free_memory(), host_memory()
         name = f"the CPU ({_cpu_name()}, {torch.get_num_threads()} threads)"
     of_type = str(dtype).removeprefix("torch.")
     return (

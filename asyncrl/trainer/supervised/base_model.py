@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
+from asyncrl.comm.files.private_files import NotPrivate, check_tree, make_private_folder
 from asyncrl.config.load import experiments_dir
 from asyncrl.models.model_config import for_all_versions, read_model_config
 from asyncrl.models.weights import atomic_dir
@@ -132,7 +132,12 @@ def ensure_base_model(config: SFTConfig) -> Path:
         with _only_one(folder.parent):
             if not _is_model(folder):  # else another launch has made the model meanwhile
                 _copy(shipped, folder) if _is_model(shipped := shipped_dir(config)) else _make(config, folder)
-    elif folder.parents[1] != Path(config.fileroot).expanduser().resolve():
+    elif folder.lstat().st_uid != 0:  # else of an image that root made
+        try:
+            check_tree(folder)  # another user of a shared folder could have put anything there
+        except (NotPrivate, OSError) as error:
+            raise BaseModelError(f"fileroot={config.fileroot!r}: {error}") from error
+    if folder.parents[1] != Path(config.fileroot).expanduser().resolve():
         _note(f"base model: {folder} (fileroot={config.fileroot} has none of its own)")
     return folder
 
