@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        return refuse(f"{error.filename}: {error.strerror}; what a run writes is its user's alone: use it as that user")
     except RuntimeError as error:
         if traceback.extract_tb(error.__traceback__)[-1].name != "expanduser":
             raise

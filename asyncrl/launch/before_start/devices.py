@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.machine_limits import host_memory
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import adopts, guests_of
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
-from asyncrl.runtime.process.hardware import gpu_details, host_memory
+from asyncrl.runtime.process.hardware import gpu_details
 
 COUNT_LIMIT_S = 120.0
 _GIB = 1 << 30

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
+from asyncrl.config.machine_limits import host_memory
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.inference.settings import guests_of
 from asyncrl.launch.previews.guest_memory import problems
@@ -20,7 +21,7 @@ from asyncrl.launch.previews.rank_memory import GIB, RUNTIME_BYTES, RankRow, all
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import with_types
-from asyncrl.runtime.process.hardware import gpu_details, host_memory
+from asyncrl.runtime.process.hardware import gpu_details
 from asyncrl.trainer.parallel.placement import engine_of, placement
 from asyncrl.trainer.supervised.settings import SFTConfig
 

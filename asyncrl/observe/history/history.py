@@ -57,11 +57,7 @@ class History:
     def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS, keep_from: int | None = None) -> None:
         folder = folder.expanduser().resolve()
         self.folder = folder if folder.is_dir() else folder.parent
-        try:
-            is_run = (self.folder / CONFIG_FILE).is_file()
-        except PermissionError as error:
-            raise ValueError(f"{folder} is another user's: only they can read the run's files") from error
-        if not is_run:
+        if not (self.folder / CONFIG_FILE).is_file():
             raise ValueError(
                 f"{folder} is no run: it has no {CONFIG_FILE}; give the folder <fileroot>/<experiment>/<trial>"
             )

@@ -37,9 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from asyncrl.config.machine_limits import usable_cores
 from asyncrl.plugins.sandbox.system_calls import refusing_filter
 from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
-from asyncrl.runtime.process.hardware import usable_cores
 
 _CHUNK = 1 << 16
 _START = """

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from asyncrl.api.reward import RunIn
 from asyncrl.comm.waits.running_time import RunningTimeout
+from asyncrl.config.machine_limits import usable_cores
 from asyncrl.config.plugin_code.daemon_threads import DaemonThreads, UnusualExit
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
@@ -23,7 +24,6 @@ from asyncrl.rollout.user_code_pool.running_calls import RunningCalls
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.user_code_pool.user_loop import UserLoop, run_on
-from asyncrl.runtime.process.hardware import usable_cores
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""

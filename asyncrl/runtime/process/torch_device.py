@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from asyncrl.config.machine_limits import free_memory, host_memory
 from asyncrl.config.memory_advice import OUT_OF_MEMORY
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.runtime.process.hardware import count_gpus, free_memory, host_memory, visible_gpus
+from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _GIB = 1 << 30

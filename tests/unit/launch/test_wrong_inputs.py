@@ -6,6 +6,7 @@ The whole command runs in this process, up to where it would start processes; th
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import json
 import shutil
@@ -587,3 +588,17 @@ def test_without_a_home_a_path_below_it_is_refused_in_one_line(
         (line,) = capsys.readouterr().err.splitlines()
         assert "HOME is not set" in line
         assert "set HOME to a folder of this user, or give whole paths" in line
+
+
+@pytest.mark.parametrize("command", ["doctor", "dashboard", "audit", "trace", "clean", "show", "join", "eval"])
+def test_another_users_run_is_refused_in_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for name in ("is_dir", "is_file", "exists", "stat", "open", "iterdir"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert main([command, str(tmp_path), *(["--kind", "rollout_worker"] if command == "join" else [])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Permission denied" in line
