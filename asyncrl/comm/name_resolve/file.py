@@ -8,7 +8,8 @@ entry would misdirect a process, and a user who can open the lock can hold it.
 
 A lease is the file's modification time plus the seconds written in it. Its owner renews it by touching the file through
 a descriptor whose content it has checked. So an owner that was stalled can only touch its own file. "Now" is the file
-system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
+system's own clock (the modification time of a probe file), so machines whose clocks differ agree. That clock may be
+set: who follows an entry measures what is left of its lease by the monotonic clock.
 
 To follow entries, `_Scan` opens the directory and checks its modification time: ten times a second while entries
 change, twice a second later. Entries appear,
@@ -100,7 +101,7 @@ class FileResolver(NameResolver):
             try:
                 with self._path(name).open("rb") as file:
                     record = _load(file)
-                    return record.value if self._clock.now() < _expiry(record, os.fstat(file.fileno())) else None
+                    return record.value if self._clock.left_s(record, os.fstat(file.fileno())) > 0.0 else None
             except FileNotFoundError:
                 return None
 
@@ -128,7 +129,7 @@ class FileResolver(NameResolver):
             try:
                 with self._path(name).open("rb") as file:
                     record = _load(file)
-                    living = self._clock.now() < _expiry(record, os.fstat(file.fileno()))
+                    living = self._clock.left_s(record, os.fstat(file.fileno())) > 0.0
             except FileNotFoundError:
                 return False
             if only_own and record.owner != self._owner:
@@ -156,7 +157,7 @@ class FileResolver(NameResolver):
                     record = _load(file)
                     if record.owner != self._owner:
                         return False
-                    if self.fences and self._clock.now() >= _expiry(record, os.fstat(file.fileno())):
+                    if self.fences and self._clock.left_s(record, os.fstat(file.fileno())) <= 0.0:
                         return self._renew_unless_fenced(file)
                     os.utime(file.fileno())
                     return True
@@ -205,9 +206,10 @@ class FileResolver(NameResolver):
 
 @dataclass(slots=True)
 class _Seen:
-    """An entry as it was read; `expires` in seconds of the file system's clock."""
+    """An entry as it was read; `changed` is its modification time in ns, `expires` in s of the monotonic clock."""
 
     record: _Record
+    changed: int
     expires: float
 
 
@@ -230,14 +232,13 @@ class _Scan:
             changed = os.fstat(descriptor).st_mtime_ns
         finally:
             os.close(descriptor)
-        now = self._clock.now()
         if changed != self._changed:
-            self._seen, self._changed = self._read(), changed
-            if now < changed / 1e9 + _RACY_S:
-                self._changed = None
+            is_racy = self._clock.now() < changed / 1e9 + _RACY_S
+            self._seen, self._changed = self._read(), None if is_racy else changed
         else:
-            for name in [name for name, seen in self._seen.items() if seen.expires <= now]:
+            for name in [name for name, seen in self._seen.items() if seen.expires <= time.monotonic()]:
                 self._look_at_lease(name)
+        now = time.monotonic()
         return {name: seen.record.value for name, seen in self._seen.items() if now < seen.expires}
 
     def _read(self) -> dict[str, _Seen]:
@@ -245,14 +246,19 @@ class _Scan:
         for name in _names(self._directory, self._root):
             with contextlib.suppress(FileNotFoundError), _path(self._directory, name).open("rb") as file:
                 record = _load(file)
-                seen[name] = _Seen(record, _expiry(record, os.fstat(file.fileno())))
+                seen[name] = self._seen_now(record, os.fstat(file.fileno()))
         return seen
+
+    def _seen_now(self, record: _Record, file: os.stat_result) -> _Seen:
+        return _Seen(record, file.st_mtime_ns, time.monotonic() + self._clock.left_s(record, file))
 
     def _look_at_lease(self, name: str) -> None:
         """Read the present end of the entry's lease. Its owner may have renewed it, even after it ran out."""
         seen = self._seen[name]
         with contextlib.suppress(FileNotFoundError):  # the next look sees the directory changed
-            seen.expires = _expiry(seen.record, os.stat(_path(self._directory, name)))
+            file = os.stat(_path(self._directory, name))
+            if file.st_mtime_ns != seen.changed:  # else nobody has renewed it, whatever became of the clock
+                self._seen[name] = self._seen_now(seen.record, file)
 
 
 class _FileSystemClock:
@@ -264,10 +270,23 @@ class _FileSystemClock:
         self._probed = float("-inf")
         self._lock = threading.Lock()
 
-    def now(self) -> float:
+    def left_s(self, record: _Record, file: os.stat_result) -> float:
+        """Return the seconds until the lease of the entry in `file` runs out unless it is renewed: at most the lease.
+
+        If the lease seems to have run out, or to have just begun in the future, the clock may have been set: it is read
+        again.
+        """
+        if record.lease_s is None:
+            return math.inf
+        left_s = file.st_mtime + record.lease_s - self.now()
+        if not 0.0 < left_s <= record.lease_s + _RACY_S:
+            left_s = file.st_mtime + record.lease_s - self.now(fresh=True)
+        return min(left_s, record.lease_s)
+
+    def now(self, *, fresh: bool = False) -> float:
         """Return the file system's time, in seconds since the epoch."""
         with self._lock:
-            if time.monotonic() > self._probed + _CLOCK_PROBE_S:
+            if fresh or time.monotonic() > self._probed + _CLOCK_PROBE_S:
                 with tempfile.TemporaryFile(dir=self._directory) as probe:
                     os.utime(probe.fileno())
                     self._probed = time.monotonic()
@@ -284,11 +303,6 @@ def _names(directory: Path, root: str) -> list[str]:
     files = [entry for entry in os.listdir(directory) if entry.endswith(_SUFFIX) and not entry.startswith(".")]
     names = [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
     return [name for name in names if is_below(name, root)]
-
-
-def _expiry(record: _Record, file: os.stat_result) -> float:
-    """Return when the entry in `file` expires unless it is renewed, in seconds of the file system's clock."""
-    return math.inf if record.lease_s is None else file.st_mtime + record.lease_s
 
 
 def _load(file: BinaryIO) -> _Record:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.name_resolve import FileResolver, NameResolveError
+from asyncrl.comm.name_resolve import file as file_module
 from asyncrl.comm.name_resolve.file import _FileSystemClock, _Scan
 from asyncrl.comm.name_resolve.subtree import GRACE_S, Subtree
 
@@ -122,7 +123,7 @@ class FileSystemClock(_FileSystemClock):
     def __init__(self, folder: Path) -> None:
         self.folder, self.ahead_s = folder, 0.1
 
-    def now(self) -> float:
+    def now(self, *, fresh: bool = False) -> float:
         return self.folder.stat().st_mtime + self.ahead_s
 
 
@@ -172,3 +173,38 @@ def test_a_lease_that_runs_out_and_one_that_comes_back_are_seen_though_the_folde
     assert scan.look() == {}
     assert resolver._renew("w/0")
     assert scan.look() == {"w/0": "x"}
+
+
+@pytest.mark.parametrize("set_by_s", [-7200.0, 7200.0])
+def test_a_clock_that_is_set_ends_no_lease_that_is_renewed_and_one_that_is_not_ends(
+    resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_by_s: float
+) -> None:
+    folder, now = tmp_path / "names", [0.0]
+    for name in ("w/0", "w/1"):
+        resolver.add(name, "x", lease_s=60.0)
+    resolver._renewer.stop()
+    _age(folder, 60.0)
+    monkeypatch.setattr(file_module.time, "monotonic", lambda: now[0])
+    clock = _FileSystemClock(folder)
+    monkeypatch.setattr(resolver, "_clock", clock)
+    scan = _Scan(folder, "w", clock)
+    assert scan.look().keys() == {"w/0", "w/1"}
+
+    def ticks(seconds: float) -> None:
+        now[0] += seconds
+        before = clock.now()
+        monkeypatch.setattr(clock, "now", lambda *, fresh=False: before + seconds + (set_by_s if fresh else 0.0))
+
+    ticks(20.0)
+    written = time_of(folder / "w+0.json") + 20.0 + set_by_s
+    os.utime(folder / "w+0.json", (written, written))  # its owner renews it by the clock that was just set
+    assert resolver.get("w/0") == "x"
+    assert scan.look().keys() == {"w/0", "w/1"}, "followers measure by their own clock"
+    now[0] += 45.0
+    written += 45.0
+    os.utime(folder / "w+0.json", (written, written))
+    assert scan.look().keys() == {"w/0"}
+
+
+def time_of(file: Path) -> float:
+    return file.stat().st_mtime
