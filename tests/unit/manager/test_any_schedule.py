@@ -32,6 +32,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -225,6 +226,7 @@ class Schedule(RuleBasedStateMachine):
         """The trained policies."""
         self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
         self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also where the schedule fails
         self.ids = (f"r{number}" for number in itertools.count())
         self.numbers = itertools.count(1)
         self.highest = -1
