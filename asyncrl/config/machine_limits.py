@@ -37,7 +37,8 @@ def usable_cores() -> int:
     """
     cores = float(len(os.sched_getaffinity(0)))
     quotas = [text.split() for text in _of_groups("cpu", "cpu.max")]
-    quotas += zip(_of_groups("cpu", "cpu.cfs_quota_us"), _of_groups("cpu", "cpu.cfs_period_us"), strict=False)
+    both = zip(_of_groups("cpu", "cpu.cfs_quota_us"), _of_groups("cpu", "cpu.cfs_period_us"), strict=False)
+    quotas += map(list, both)
     for quota, period in quotas:
         if quota.strip().isdecimal():  # else max, or -1: none
             cores = min(cores, int(quota) / int(period))

@@ -42,6 +42,7 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    _open_standard_streams()
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
     except PermissionError as error:
@@ -55,6 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"'~' stands for no folder: HOME is not set, and user {os.getuid()} has no home in the password file; set "
             "HOME to a folder of this user, or give whole paths (fileroot=/...)"
         )
+
+
+def _open_standard_streams() -> None:
+    """Open what the caller closed (`>&-`, some schedulers) to nowhere: else the next pipe would get its number, and be
+    taken for the output of every process that is started.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as this process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _main(argv: list[str]) -> int:

@@ -16,7 +16,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.runtime.process.hardware import gpu_details, host_memory
+from asyncrl.config.machine_limits import host_memory
+from asyncrl.runtime.process.hardware import gpu_details
 from gpu_rows.bench import GIB, MODEL, Bench, Figure, LeftOut, tried
 
 ROOT = Path(__file__).parents[2]

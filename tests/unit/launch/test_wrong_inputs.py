@@ -10,6 +10,8 @@ import errno
 import functools
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -602,3 +604,20 @@ def test_another_users_run_is_refused_in_one_line(
     assert main([command, str(tmp_path), *(["--kind", "rollout_worker"] if command == "join" else [])]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "Permission denied" in line
+
+
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_closed_standard_streams_are_those_of_no_pipe_that_is_opened_later(closed: tuple[int, ...]) -> None:
+    program = f"""
+import os, sys
+told = os.dup(1)
+for number in {closed}:
+    os.close(number)
+if 1 in {closed}:
+    sys.stdout = None
+from asyncrl.launch.__main__ import main
+main(["--cfg", "job", "async_ppo"])
+os.write(told, b"%d" % min(os.pipe()))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert int(ended.stdout) > 2, ended.stderr
