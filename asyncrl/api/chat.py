@@ -93,7 +93,7 @@ class ChatClient(GenerationClient, Protocol):
         Other messages begin a new branch, which becomes a separate sample.
 
         Args:
-            messages: the whole conversation, ending in a user's or a tool's message.
+            messages: the whole conversation; a new answer follows its last message.
             tools: tools that the model may call.
             sampling: sampling parameters; None: those of the prompt. The random stream depends on the seeds of prompt,
                 episode, conversation and call, so no two calls draw the same numbers.

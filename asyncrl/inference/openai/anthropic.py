@@ -12,9 +12,9 @@ from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolSchema
 from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
+    answer_format,
     forced_call,
     function_tool,
-    one_call_at_a_time,
     sampling_of,
 )
 from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
@@ -47,16 +47,25 @@ class Body(msgspec.Struct):
     tools: list[Json] = msgspec.field(default_factory=list)
     tool_choice: Json = msgspec.field(default_factory=lambda: {"type": "auto"})
     thinking: Thinking = msgspec.field(default_factory=Thinking)
+    output_config: Json = msgspec.field(default_factory=dict)
     stream: bool = False
 
 
 SURFACE: Final = SupportedParameters(
     Body,
     ignored=frozenset(
-        ["metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics", "user_profile_id"]
+        (
+            *("metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics", "user_profile_id"),
+            *("betas", "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token", "context_management"),
+        )
     ),
-    neutral={"output_config": ({},)},
-    hints={"output_config": "neither effort nor form of an answer can be set", "container": "give it a tool"},
+    neutral={"mcp_servers": ([],)},
+    hints={
+        "compaction": "ask for a summary in a message",
+        "container": "give it a tool",
+        "mcp_servers": "give it their tools",
+        "thread": "send the whole conversation",
+    },
 )
 
 
@@ -93,7 +102,10 @@ class CountBody(msgspec.Struct):
 
 
 COUNT: Final = SupportedParameters(
-    CountBody, SURFACE.ignored | {"model", "tool_choice", "thinking"}, SURFACE.neutral, SURFACE.hints
+    CountBody,
+    SURFACE.ignored | {"model", "tool_choice", "thinking", "output_config", "compaction"},
+    SURFACE.neutral,
+    SURFACE.hints,
 )
 
 
@@ -107,8 +119,10 @@ class Messages:
         tools = _tools(asked.tools)
         if asked.tool_choice.get("type") not in ("auto", "none"):
             raise forced_call(asked.tool_choice)
-        if tools and asked.tool_choice.get("disable_parallel_tool_use"):
-            raise one_call_at_a_time("tool_choice", asked.tool_choice)
+        for name, value in asked.output_config.items():
+            if name not in ("effort", "format"):
+                raise refused(f"output_config.{name}", value, "effort, which is ignored, and format are known")
+        answer_format("output_config.format", asked.output_config.get("format") or {})
         sampling = sampling_of(
             max_new_tokens=asked.max_tokens,
             temperature=asked.temperature,
@@ -117,7 +131,13 @@ class Messages:
             stop=asked.stop_sequences,
         )
         messages, choice = messages_of(asked.system, asked.messages), str(asked.tool_choice["type"])
-        return ApiCall(asked.model, messages, tools, choice, sampling, stream=asked.stream, body=asked)
+        begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") and messages[-1]["content"]
+        return ApiCall(
+            *(asked.model, messages, tools, choice, sampling),
+            stream=asked.stream,
+            continue_last=bool(begun),
+            body=asked,
+        )
 
     def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         (reply,) = replies
@@ -187,8 +207,10 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
             messages += _of_user(blocks, where)
         elif found.role == "assistant":
             messages.append(_of_assistant(blocks, where))
+        elif found.role == "system":
+            messages.append({"role": "system", "content": text_of(found.content, f"{where}.content", _TEXT)})
         else:
-            raise refused(f"{where}.role", found.role, "user and assistant are known")
+            raise refused(f"{where}.role", found.role, "user, assistant and system are known")
     return messages
 
 

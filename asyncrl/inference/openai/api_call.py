@@ -32,6 +32,7 @@ class ApiCall:
         sampling: the request's changes to the session's sampling.
         n: number of answers.
         stream: whether the answer is a stream of events.
+        continue_last: whether the answer continues the last message, an assistant's.
         body: the request, for parts that only its API knows.
     """
 
@@ -42,6 +43,7 @@ class ApiCall:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     stream: bool = False
+    continue_last: bool = False
     body: Any = None
 
     def sampled_by(self, session: SamplingParams) -> SamplingParams:
@@ -128,24 +130,17 @@ def json_arguments(text: str, where: str) -> str:
     return text or "{}"
 
 
-def one_call_at_a_time(param: str, value: object) -> ApiError:
-    """Return the refusal of a parameter that would forbid several calls in one answer."""
-    return refused(param, value, "the policy is not kept from calling several tools at a time; leave it out")
-
-
 def forced_call(value: object) -> ApiError:
     """Return the refusal of a `tool_choice` that would force a call."""
     return refused("tool_choice", value, "the policy cannot be forced to call a tool; use auto or none")
 
 
-def check_tool_use(tools: Sequence[ToolSchema], choice: object, *, parallel: bool) -> None:
-    """Check OpenAI's parameters `tool_choice` and `parallel_tool_calls`.
+def check_tool_choice(choice: object) -> None:
+    """Check OpenAI's parameter `tool_choice`.
 
     Raises:
-        ApiError: they would force a call, or forbid several calls in one answer.
+        ApiError: it would force a call.
     """
-    if tools and not parallel:
-        raise one_call_at_a_time("parallel_tool_calls", parallel)
     if choice not in ("auto", "none"):
         raise forced_call(choice)
 

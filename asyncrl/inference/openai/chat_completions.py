@@ -15,10 +15,10 @@ from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
     answer_format,
-    check_tool_use,
+    check_tool_choice,
     sampling_of,
 )
-from asyncrl.inference.openai.api_errors import ApiError, invalid
+from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
 from asyncrl.inference.openai.chat_messages import messages_of, token_logprobs, told, tools_of
 from asyncrl.inference.openai.sse import DONE, frame, pieces
 from asyncrl.inference.openai.supported_parameters import IGNORED_BY_OPENAI, SupportedParameters
@@ -45,7 +45,6 @@ class Body(msgspec.Struct):
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     tools: list[Json] = msgspec.field(default_factory=list)
     tool_choice: str | Json = "auto"
-    parallel_tool_calls: bool = True
     logprobs: bool = False
     response_format: Json = msgspec.field(default_factory=dict)
 
@@ -53,6 +52,8 @@ class Body(msgspec.Struct):
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
     return_token_ids: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 OFF: Final = (False, 0)
@@ -69,6 +70,7 @@ SURFACE: Final = SupportedParameters(
         "cache_salt",
         "priority",
         "request_id",
+        "parallel_tool_calls",
     },
     neutral={
         "frequency_penalty": (0,),
@@ -82,8 +84,6 @@ SURFACE: Final = SupportedParameters(
         "min_tokens": (0,),
         "ignore_eos": OFF,
         "echo": OFF,
-        "add_generation_prompt": (True,),
-        "continue_final_message": OFF,
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "include_stop_str_in_output": OFF,
@@ -170,7 +170,14 @@ def call_of(body: Body) -> ApiCall:
     if not 1 <= body.n <= MAX_ANSWERS:
         raise invalid("n", f"{body.n} answers; ask for 1 to {MAX_ANSWERS}")
     tools = tools_of(body.tools)
-    check_tool_use(tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    check_tool_choice(body.tool_choice)
+    if body.add_generation_prompt == body.continue_final_message:
+        raise refused(
+            "add_generation_prompt",
+            body.add_generation_prompt,
+            "an answer either begins (the default) or continues the last message (continue_final_message=True with "
+            "add_generation_prompt=False)",
+        )
     answer_format("response_format", body.response_format)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = sampling_of(
@@ -183,7 +190,15 @@ def call_of(body: Body) -> ApiCall:
         stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
     )
     return ApiCall(
-        body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling, body.n, body.stream, body
+        body.model,
+        messages_of(body.messages),
+        tools,
+        str(body.tool_choice),
+        sampling,
+        body.n,
+        body.stream,
+        body.continue_final_message,
+        body,
     )
 
 

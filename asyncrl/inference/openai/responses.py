@@ -6,6 +6,7 @@ conversation while the session is open; each session has its own instance.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from asyncrl.inference.openai.api_call import (
     ApiCall,
     Json,
     answer_format,
-    check_tool_use,
+    check_tool_choice,
     function_tool,
     sampling_of,
 )
@@ -39,6 +40,10 @@ from asyncrl.inference.openai.supported_parameters import IGNORED_BY_OPENAI, Sup
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")
 _TEXT: Final = ("input_text", "output_text", "text")
+NOT_OFFERED: Final = frozenset(("web_search", "web_search_preview", "namespace", "tool_search"))
+"""Tools that OpenAI's side runs or resolves itself, and which Codex sends unasked. The policy is not told of them."""
+
+_log = logging.getLogger(__name__)
 
 
 class Body(msgspec.Struct):
@@ -53,7 +58,6 @@ class Body(msgspec.Struct):
     top_p: float | None = None
     tools: list[Json] = msgspec.field(default_factory=list)
     tool_choice: str | Json = "auto"
-    parallel_tool_calls: bool = True
     text: Json = msgspec.field(default_factory=dict)
     include: list[str] = msgspec.field(default_factory=list)
     metadata: Json = msgspec.field(default_factory=dict)
@@ -62,10 +66,16 @@ class Body(msgspec.Struct):
 
 SURFACE: Final = SupportedParameters(
     Body,
-    ignored=IGNORED_BY_OPENAI | {"reasoning", "stream_options", "max_tool_calls"},
-    neutral={"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,), "context_management": ([],)},
+    ignored=IGNORED_BY_OPENAI
+    | {"reasoning", "stream_options", "max_tool_calls", "parallel_tool_calls"}
+    | {"context_management", "client_metadata"},
+    neutral={"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)},
     hints={
+        "access_programs": "leave it out",
         "background": "wait for the answer",
+        "background_options": "wait for the answer",
+        "image": "leave it out",
+        "moderation": "leave it out",
         "conversation": "use previous_response_id, or send the whole input",
         "prompt": "send the input itself",
         "truncation": "an input that is too long is refused",
@@ -110,7 +120,7 @@ class Responses:
                 raise refused("include", name, f"{' and '.join(_INCLUDED)} are known")
         answer_format("text.format", asked.text.get("format") or {})
         tools = _tools(asked.tools)
-        check_tool_use(tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
+        check_tool_choice(asked.tool_choice)
         said = [*self._before(asked.previous_response_id), *_messages(asked.input)]
         if not said:
             raise invalid("input", "empty; give at least one message")
@@ -223,8 +233,11 @@ def _messages(given: str | Sequence[Json]) -> list[Message]:
 def _tools(given: Sequence[Json]) -> list[ToolSchema]:
     tools = []
     for number, tool in enumerate(given):
-        if tool.get("type") != "function":
-            raise refused(f"tools[{number}].type", tool.get("type"), "functions alone are supported")
+        if (kind := tool.get("type")) in NOT_OFFERED:
+            _log.info("a response is asked for with a tool of the type %s, which is left out", kind)
+            continue
+        if kind != "function":
+            raise refused(f"tools[{number}].type", kind, "functions alone are supported")
         found = convert(tool, _Tool, f"tools[{number}]")
         tools.append(function_tool(found.name, found.description, found.parameters))
     return tools

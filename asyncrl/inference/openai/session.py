@@ -30,6 +30,19 @@ _T = TypeVar("_T")
 class RecordingClient(ChatClient, Protocol):
     """A policy that records its answers, and can remove them again."""
 
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        sampling: SamplingParams | None = None,
+        tool_choice: str = "auto",
+        n: int = 1,
+        continue_last: bool = False,
+    ) -> ChatReply:
+        """As `ChatClient.chat`; with `continue_last` the answer continues the last message, an assistant's."""
+        ...
+
     @property
     def max_context(self) -> int:
         """Most tokens that a conversation may have, prompt and answers; 0: no limit."""
@@ -166,7 +179,12 @@ class Session:
     async def _replies(self, call: ApiCall) -> Sequence[ChatReply]:
         sampling = call.sampled_by(self.sampling)
         reply = await self.client.chat(
-            call.messages, tools=call.tools, sampling=sampling, tool_choice=call.tool_choice, n=call.n
+            call.messages,
+            tools=call.tools,
+            sampling=sampling,
+            tool_choice=call.tool_choice,
+            n=call.n,
+            continue_last=call.continue_last,
         )
         return (reply, *reply.alternatives)
 

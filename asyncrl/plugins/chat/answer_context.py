@@ -11,7 +11,7 @@ from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.settings import Reasoning
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.chat.turn_recorder import TurnRecorder
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_messages
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_turns
 from asyncrl.plugins.datasets.templates.picture_parts import Rendered
 
 
@@ -45,17 +45,23 @@ def find_context(
     reasoning: Reasoning,
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
+    *,
+    continue_last: bool = False,
 ) -> Context:
     """Return the context of the answer to `messages`: a recorded conversation, extended, or a new rendering.
 
     Args:
         reasoning: treatment of earlier reasoning that the template hides.
+        continue_last: the answer continues the last message, which is always rendered anew.
 
     Raises:
         ChatError: the messages are not a conversation, or the template refuses them.
     """
-    if (wrong := wrong_messages(messages)) is not None:
+    if (wrong := wrong_turns(messages)) is not None:
         raise ChatError(f"these messages are not a valid conversation: {wrong}")
+    if continue_last:
+        turn, _ = recorder.find(messages[:-1], tools)
+        return Context(None, chat.continued(with_reasoning(turn, messages), tools), tuple(messages[:-1]), turn)
     turn, covered = recorder.find(messages, tools)
     if turn is not None and (given := _extension(chat, reasoning, turn, messages, covered, tools)) is not None:
         return Context(turn, given, tuple(messages[covered:]), turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 import itertools
@@ -42,6 +43,8 @@ from asyncrl.plugins.datasets.templates.picture_parts import with_content
 _log = logging.getLogger(__name__)
 
 TOOL_CHOICES = ("auto", "none")
+RENDERED_ON_LOOP_CHARS = 20_000
+"""Longest conversation, in characters, that is rendered and tokenised on the event loop, not in a thread."""
 
 
 class ConversationEnded(RuntimeError):
@@ -224,8 +227,13 @@ class EpisodeClient:
         sampling: SamplingParams | None = None,
         tool_choice: str = "auto",
         n: int = 1,
+        continue_last: bool = False,
     ) -> ChatReply:
         """See `asyncrl.api.ChatClient`.
+
+        Args:
+            continue_last: the answer continues the last message, an assistant's. The reply's `message` has the text of
+                both, its `content` that of the answer alone.
 
         Raises:
             ChatError: these messages cannot be rendered, or an argument is wrong.
@@ -242,7 +250,10 @@ class EpisodeClient:
         chat, wanted = self._chat(), sampling or self._prompt.sampling
         check_stop_strings(wanted.stop)
         messages = [_read(message) for message in messages]
-        context = self._find_context(messages, tools)
+        if sum(len(str(message.get("content"))) for message in messages) > RENDERED_ON_LOOP_CHARS:
+            context = await asyncio.to_thread(self._find_context, messages, tools, continue_last=continue_last)
+        else:
+            context = self._find_context(messages, tools, continue_last=continue_last)
         ids = context.ids
         self._check_drift(context, ids, messages, tools)
         state = self._begun(context.parent, context.before, len(ids))
@@ -256,8 +267,9 @@ class EpisodeClient:
         self._counts["calls"] += 1
         self._counts["extended" if context.parent else "branches"] += 1
         offered = tools if tool_choice == "auto" else ()
+        begun = str(messages[-1]["content"]) if continue_last else ""
         first, *others = [
-            reply_of(chat, ids, completion, offered, drawn.stop, f"{seed}/{index}")
+            reply_of(chat, ids, completion, offered, drawn.stop, f"{seed}/{index}", begun)
             for index, completion in enumerate(result.completions)
         ]
         for reply in (first, *others):
@@ -319,8 +331,13 @@ class EpisodeClient:
             )
         return self._format
 
-    def _find_context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Context:
-        return find_context(self._chat(), self._recorder, self._prompt, self._rules.reasoning, messages, tools)
+    def _find_context(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, continue_last: bool = False
+    ) -> Context:
+        rules = self._rules.reasoning
+        return find_context(
+            self._chat(), self._recorder, self._prompt, rules, messages, tools, continue_last=continue_last
+        )
 
     def _check_drift(
         self, context: Context, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]

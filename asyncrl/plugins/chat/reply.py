@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, ToolCall, ToolSchema, answer_text
 from asyncrl.api.seeds import seed_from
+from asyncrl.plugins.chat.parsers import common_length
 from asyncrl.plugins.chat.stop_strings import before_stop, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
 
@@ -19,6 +20,7 @@ def reply_of(
     tools: Sequence[ToolSchema],
     stop: Sequence[str],
     name: str,
+    begun: str = "",
 ) -> ChatReply:
     """Parse an answer into a reply.
 
@@ -26,10 +28,12 @@ def reply_of(
         tools: tools that were offered; without any, text that looks like a call stays text.
         stop: stop strings of the request.
         name: name of the answer, from which the ids of its calls are derived.
+        begun: text of the assistant's message that the answer continues; it is part of the reply's message alone.
     """
     ended = completion.finish_reason == FinishReason.stop
-    text = chat.answer_text(prompt_ids, completion.token_ids, ended=ended)
-    parsed = chat.parsed(before_stop(text, stop) if ended else text, tools)
+    text = chat.answer_text(() if begun else prompt_ids, completion.token_ids, ended=ended)
+    parsed = chat.parsed(begun + (before_stop(text, stop) if ended else text), tools)
+    content = parsed.content[common_length(begun, parsed.content) :]
     calls = tuple(
         ToolCall(f"c{seed_from('call', name, number):08x}", call.name, call.arguments)
         for number, call in enumerate(parsed.calls)
@@ -44,7 +48,7 @@ def reply_of(
         finish = ChatFinish.tool_calls if calls else ChatFinish.stop
     return ChatReply(
         message,
-        parsed.content,
+        content,
         parsed.reasoning,
         calls,
         parsed.malformed,

@@ -27,7 +27,7 @@ from asyncrl.api import Message, ToolSchema
 from asyncrl.api.thoughts import opened_thoughts
 from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_messages
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_turns
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
 from asyncrl.plugins.datasets.templates.picture_parts import Rendered, pictures_of, without_pictures
 
@@ -149,7 +149,7 @@ class ChatFormat:
             raise ChatError(
                 f"the conversation offers tools, and rollout.chat.parser={self.parser.name}: {self._unread}"
             )
-        if (wrong := wrong_messages(messages)) is not None:
+        if (wrong := wrong_turns(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         try:
             return self._prompts.conversation(self._template.messages(messages), tools)
@@ -164,10 +164,30 @@ class ChatFormat:
         Raises:
             ChatError: the messages are malformed, or the template refuses them.
         """
-        if (wrong := wrong_messages([*messages, _MORE] if messages else messages)) is not None:
+        if (wrong := wrong_turns(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         try:
             return self._prompts.conversation(self._template.messages(messages), tools, to_answer=False)
+        except ChatError:
+            raise
+        except ValueError as error:
+            raise ChatError(str(error)) from None
+
+    def continued(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered:
+        """Return token ids and pictures of a conversation whose last message the answer continues.
+
+        They end with that message's text, as the template writes it.
+
+        Raises:
+            ChatError: the last message is not an assistant's text, or the template does not show that text as it is.
+        """
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(last.get("content"), str):
+            raise ChatError("only an assistant's text is continued; the last message is another one")
+        mark = _absent(messages, tools)
+        marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
+        try:
+            return self._prompts.conversation(self._template.messages(marked), tools, to_answer=False, until=mark)
         except ChatError:
             raise
         except ValueError as error:
@@ -179,7 +199,7 @@ class ChatFormat:
         None if this template's conversations are not extended by messages of this kind.
         """
         kind = kind_of(new)
-        if kind is None or kind in self.findings.refused or wrong_messages(new) is not None:
+        if kind is None or kind in self.findings.refused or wrong_turns(new) is not None:
             return None
         plain = without_pictures(new)
         places = StandIns(self.tokenizer, reply, plain, tools)

@@ -15,6 +15,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from asyncrl.api import Completion, Message, Sample, ToolSchema
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.plugins.chat.conversation import Turn, branches, sample_of
@@ -52,13 +54,13 @@ class TurnRecorder:
 
     def find_ids(self, token_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> Turn | None:
         """Return the turn that `token_ids`, with `pictures` at spans of them, continue; None without one."""
-        for length in sorted(self._by_ids, reverse=True):
-            if length <= len(token_ids):
-                shown = [placed for placed in pictures if placed.position < length]
-                turn = self._by_ids[length].get(_ids_key(token_ids[:length], shown))
-                if turn is not None:
-                    return turn
-        return None
+        whole, digest, found, read = _bytes_of(token_ids), hashlib.blake2b(digest_size=16), None, 0
+        for length in sorted(length for length in self._by_ids if length <= len(token_ids)):
+            digest.update(whole[_BYTES * read : _BYTES * length])
+            read, of_prefix = length, digest.copy()
+            of_prefix.update(_shown([placed for placed in pictures if placed.position < length]))
+            found = self._by_ids[length].get(of_prefix.digest(), found)
+        return found
 
     def forget(self, completion: Completion) -> None:
         """Remove an answer that the agent never received, unless a later turn continues it."""
@@ -136,5 +138,16 @@ def _ids_key(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
 
 def bytes_of_ids(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
     """Return bytes that are equal for equal ids with the same pictures at the same spans."""
-    shown = "".join(f"{placed.position} {placed.length} {placed.picture.sha256};" for placed in pictures)
-    return b"".join(token.to_bytes(4, "little", signed=True) for token in ids) + shown.encode()
+    return _bytes_of(ids) + _shown(pictures)
+
+
+_BYTES = 4
+"""Bytes of a token id."""
+
+
+def _bytes_of(ids: Sequence[int]) -> bytes:
+    return np.fromiter(ids, dtype="<i4", count=len(ids)).tobytes()
+
+
+def _shown(pictures: Sequence[PlacedPicture]) -> bytes:
+    return "".join(f"{placed.position} {placed.length} {placed.picture.sha256};" for placed in pictures).encode()

@@ -182,7 +182,7 @@ class PromptFormat:
             raise InvalidPrompt(str(error)) from None
 
     def conversation(
-        self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True
+        self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True, until: str = ""
     ) -> Rendered:
         """Return token ids of messages through the chat template; names of control tokens within them stay text.
 
@@ -190,9 +190,10 @@ class PromptFormat:
             turns: the messages, with their pictures loaded.
             tools: tools that the template describes.
             to_answer: True adds the generation prompt.
+            until: text of the messages from which on nothing is returned; empty: return all.
 
         Raises:
-            ChatError: the template refuses them.
+            ChatError: the template refuses them, or leaves `until` out.
             ValueError: the tokenizer does not know a character, or the template or the tokenizer does not show the
                 pictures.
         """
@@ -200,6 +201,10 @@ class PromptFormat:
         plain = without_pictures(turns)
         places = StandIns(self.tokenizer, plain, tools)
         text = self.chat.render_turns(places.put(plain), places.put(tools), to_answer=to_answer)
+        if until:
+            text, found, _ = text.rpartition(until)
+            if not found:
+                raise ChatError("the chat template leaves out the message that is to be continued")
         return self.encoded(places, text, [*pictures_of(turns)])
 
     def encoded(self, places: StandIns, text: str, pictures: Sequence[Picture]) -> Rendered:

@@ -57,6 +57,7 @@ class RulePolicy:
         sampling: SamplingParams | None = None,
         tool_choice: str = "auto",
         n: int = 1,
+        continue_last: bool = False,
     ) -> ChatReply:
         self.asked.append({"messages": list(messages), "tools": list(tools), "sampling": sampling} | {"n": n})
         await self._wait()

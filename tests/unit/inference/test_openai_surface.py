@@ -9,12 +9,18 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
 
 from asyncrl.api import SamplingParams
+from asyncrl.inference.openai import anthropic as api_of_anthropic
+from asyncrl.inference.openai import chat_completions, responses
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.api_call import ApiCall
 from asyncrl.inference.openai.api_errors import ApiError
@@ -58,7 +64,8 @@ def parts(kind: str) -> Any:
         (chat, {"chat_template_kwargs": {"enable_thinking": False}}, "dataset.chat_template_args"),
         (chat, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required'"),
         (chat, {"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
-        (chat, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=False"),
+        (chat, {"add_generation_prompt": False}, "add_generation_prompt=False"),
+        (chat, {"continue_final_message": True}, "add_generation_prompt=True"),
         (chat, {"tools": [{"type": "custom"}]}, "tools[0].type='custom'"),
         (chat, {"response_format": {"type": "grammar"}}, "response_format"),
         (chat, {"messages": parts("image_url")}, "messages[0].content[0]: part 0 of a message: a picture without"),
@@ -77,7 +84,7 @@ def parts(kind: str) -> Any:
         (respond, {"background": True}, "background=True"),
         (respond, {"conversation": "c"}, "use previous_response_id"),
         (respond, {"previous_response_id": "resp_1"}, "'resp_1' is not a response of this session"),
-        (respond, {"tools": [{"type": "web_search"}]}, "tools[0].type='web_search'"),
+        (respond, {"tools": [{"type": "code_interpreter"}]}, "tools[0].type='code_interpreter'"),
         (respond, {"include": ["file_search_call.results"]}, "file_search_call.results"),
         (respond, {"truncation": "auto"}, "truncation='auto'"),
         (respond, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type='item_reference'"),
@@ -87,7 +94,10 @@ def parts(kind: str) -> Any:
         (message, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type='bash_20250124'"),
         (message, {"tool_choice": {"type": "any"}}, "tool_choice"),
         (message, {"messages": parts("image")}, "part 0 of a message: a picture without content"),
-        (message, {"output_config": {"effort": "low"}}, "output_config"),
+        (message, {"output_config": {"task_budget": {"total": 9}}}, "output_config.task_budget"),
+        (message, {"output_config": {"format": {"type": "grammar"}}}, "output_config.format"),
+        (message, {"mcp_servers": [{"url": "https://example.org", "name": "x", "type": "url"}]}, "mcp_servers"),
+        (message, {"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role='critic'"),
     ],
 )
 def test_what_would_change_the_meaning_is_refused_by_name(
@@ -109,7 +119,14 @@ def test_what_would_change_the_meaning_is_refused_by_name(
         (chat, {"seed": 7, "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}),
         (chat, {"presence_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0, "modalities": ["text"], "tools": []}),
         (chat, {"frequency_penalty": None, "functions": None, "colour": None}),
-        (chat, {"parallel_tool_calls": False}),
+        (chat, {"parallel_tool_calls": False, "add_generation_prompt": True, "continue_final_message": False}),
+        (respond, {"parallel_tool_calls": False, "client_metadata": {"id": "x"}}),
+        (respond, {"context_management": [{"type": "compaction"}]}),
+        (respond, {"tools": [{"type": "web_search"}, {"type": "namespace", "name": "multi_agent_v1", "tools": []}]}),
+        (message, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+        (message, {"output_config": {"effort": "high"}, "mcp_servers": [], "betas": ["x"]}),
+        (message, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+        (message, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
         (respond, {"store": False, "truncation": "disabled", "reasoning": {"effort": "low"}, "prompt_cache_key": "k"}),
         (message, {"metadata": {"user_id": "u"}, "service_tier": "auto"}),
     ],
@@ -118,6 +135,69 @@ def test_what_asks_for_nothing_changes_nothing(read: Callable[..., ApiCall], giv
     call, plain = read(**given), read()
     assert (call.messages, call.tools, call.n) == (plain.messages, plain.tools, 1)
     assert call.sampling == plain.sampling
+
+
+OF_OTHERS = {"extra_headers", "extra_query", "extra_body", "timeout"}
+"""Parameters of the clients' methods that are no part of a request."""
+
+
+@pytest.mark.parametrize(
+    ("surface", "params"),
+    [
+        (chat_completions.SURFACE, completion_create_params.CompletionCreateParamsNonStreaming),
+        (chat_completions.SURFACE, completion_create_params.CompletionCreateParamsStreaming),
+        (responses.SURFACE, response_create_params.ResponseCreateParamsNonStreaming),
+        (responses.SURFACE, response_create_params.ResponseCreateParamsStreaming),
+        (api_of_anthropic.SURFACE, message_create_params.MessageCreateParamsStreaming),
+        (api_of_anthropic.SURFACE, beta_message_create_params.MessageCreateParamsStreaming),
+        (api_of_anthropic.COUNT, message_count_tokens_params.MessageCountTokensParams),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_each_parameter_of_the_clients_is_used_ignored_or_refused_with_a_reason(surface: Any, params: Any) -> None:
+    names = set(get_type_hints(params))
+    known = {*surface.used.__struct_fields__, *surface.ignored, *surface.neutral, *surface.hints}
+    assert len(names) > 5
+    assert names - known - OF_OTHERS == set()
+
+
+def test_an_assistants_last_text_is_continued_at_anthropics_and_on_request_at_openais() -> None:
+    said: Any = [USER, {"role": "assistant", "content": "The sum"}]
+    assert message(messages=said).continue_last
+    assert message(messages=said).messages[-1] == {"role": "assistant", "content": "The sum"}
+    assert not message(messages=[USER]).continue_last
+    assert not chat(messages=said).continue_last
+    assert chat(messages=said, add_generation_prompt=False, continue_final_message=True).continue_last
+    assert not respond(input=said).continue_last
+
+
+def test_claude_codes_and_codex_requests_are_read() -> None:
+    claude = message(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "system", "content": "There are sub-agents."},
+        ],
+        system=[{"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}],
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+        metadata={"user_id": "u"},
+        stream=True,
+    )
+    assert [each["role"] for each in claude.messages] == ["system", "user", "system"]
+    codex = respond(
+        instructions="You are Codex.",
+        tools=[{"type": "function", "name": "shell", "strict": False, "parameters": {}}, {"type": "web_search"}],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        reasoning={"effort": "medium"},
+        store=False,
+        stream=True,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="k",
+        client_metadata={"x": "y"},
+    )
+    assert [each["function"]["name"] for each in codex.tools] == ["shell"]
 
 
 def test_a_request_says_how_it_is_sampled_within_the_experiments_length() -> None:

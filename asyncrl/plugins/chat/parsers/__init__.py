@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from asyncrl.api.chat import ToolCall, ToolSchema
 from asyncrl.plugins.chat.parsers.bare import BareFormat
-from asyncrl.plugins.chat.parsers.base import CallFormat, Parsed, Parser
+from asyncrl.plugins.chat.parsers.base import CallFormat, Parsed, Parser, common_length
 from asyncrl.plugins.chat.parsers.keyed import KeyedFormat
 from asyncrl.plugins.chat.parsers.literals import LiteralFormat
 from asyncrl.plugins.chat.parsers.marked import MarkedFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
 
-__all__ = ["FORMATS", "Parsed", "Parser", "parser", "readers", "why_unread"]
+__all__ = ["FORMATS", "Parsed", "Parser", "common_length", "parser", "readers", "why_unread"]
 
 FORMATS: dict[str, CallFormat | None] = {
     # Hermes, Qwen2.5, Qwen3
@@ -230,11 +230,6 @@ def _written(template: ChatTemplate, count: int) -> str | None:
     head, found, tail = plain.rpartition(_ANSWERED)
     if not found:
         return None
-    begin = _common(head, whole)
-    end = _common(tail[::-1], whole[begin:][::-1])
+    begin = common_length(head, whole)
+    end = common_length(tail[::-1], whole[begin:][::-1])
     return whole[begin : len(whole) - end]
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

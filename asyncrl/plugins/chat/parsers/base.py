@@ -245,3 +245,8 @@ def after_blanks(text: str, at: int) -> int:
 def as_json(call: RawCall | ToolCall, arguments_key: str) -> str:
     """Return the call as a JSON object."""
     return json.dumps({"name": call.name, arguments_key: dict(call.arguments)}, ensure_ascii=False)
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

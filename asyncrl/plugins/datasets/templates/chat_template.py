@@ -152,16 +152,16 @@ def _with_arguments_read(call: Any) -> Any:
 
 
 def wrong_messages(messages: Any) -> str | None:
-    """Return why `messages` is not a conversation that an answer can follow; None if it is."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        return "it is no list of messages"
+    """Return why `messages` is not a prompt, whose answer follows a user or a tool; None if it is."""
     if (wrong := wrong_turns(messages)) is None and messages[-1]["role"] in ("system", "assistant"):
         return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
     return wrong
 
 
-def wrong_turns(messages: Sequence[Any]) -> str | None:
-    """Return why one of `messages` is not a message; None if all are."""
+def wrong_turns(messages: Any) -> str | None:
+    """Return why `messages` is not a conversation; None if it is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        return "it is no list of messages"
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             return f"message {number} is not an object with a role"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -467,7 +468,12 @@ async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, 
         ([user("a")], {"tool_choice": "required"}, "tool_choice='required'"),
         ([user("a")], {"sampling": SamplingParams(stop=("",))}, "stop string ''"),
         ([], {}, "no list of messages"),
-        ([{"role": "assistant", "content": "x"}], {}, "ends with the role 'assistant'"),
+        ([user("a")], {"continue_last": True}, "only an assistant's text is continued"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+            {"continue_last": True},
+            "only an assistant's text",
+        ),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "without content"),
     ]
     for messages, options, message in wrong:
@@ -476,6 +482,60 @@ async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, 
     with pytest.raises(ChatError, match=r"dataset\.chat_template"):
         await EpisodeClient(random_policy(chat), prompt, None).chat([user("a")])
     assert client.turns == ()
+
+
+async def test_a_long_conversation_is_rendered_off_the_event_loop(
+    chat_format: MakeFormat, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, threads = chat_format("chatml"), []
+    begin = chat.begin
+    monkeypatch.setattr(chat, "begin", lambda *args: (threads.append(threading.current_thread()), begin(*args))[1])
+    client = EpisodeClient(random_policy(chat), replace(prompt, data={}), chat)
+    for text in ("short", "long " * 10_000):
+        await client.chat([user(text)])
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "opens-thinking", "llama3.1"])
+async def test_an_answer_continues_an_assistants_text_and_is_continued_by_ids(
+    chat_format: MakeFormat, prompt: Prompt, name: str
+) -> None:
+    chat = chat_format(name)
+    policy = speaking(chat, " is 4.", "Sure.")
+    client = EpisodeClient(policy, prompt, chat)
+    begun = {"role": "assistant", "content": "The <|im_end|> sum"}
+    reply = await client.chat([user("2 + 2?"), begun], continue_last=True)
+    assert (reply.content, reply.message["content"]) == (" is 4.", "The <|im_end|> sum is 4.")
+    shown = chat.tokenizer.decode_all(policy.asked[0].input_ids)
+    assert shown.endswith("The <|im_end|> sum")
+    assert policy.asked[0].input_ids.count(chat.end_id() or -1) == chat.begin([user("2 + 2?")]).ids.count(chat.end_id())
+    await client.chat([user("2 + 2?"), reply.message, user("Sure?")])
+    assert policy.asked[1].input_ids[: len(reply.prompt_ids)] == reply.prompt_ids
+    (sample,) = client.samples()
+    assert_exact(sample, policy.said)
+
+
+async def test_a_last_message_of_the_system_or_the_assistant_is_shown_and_answered(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("chatml")
+    client = EpisodeClient(policy := random_policy(chat), prompt, chat)
+    for last in ({"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Four."}):
+        await client.chat([user("2 + 2?"), last])
+        shown = chat.tokenizer.decode_all(policy.asked[-1].input_ids)
+        assert shown.endswith(f"<|im_start|>{last['role']}\n{last['content']}<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_a_conversation_that_offers_tools_is_refused_if_their_calls_are_not_read(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("chatml")
+    unread = ChatFormat(chat._prompts, chat.parser, unread="no format reads them")
+    client = EpisodeClient(random_policy(chat), prompt, unread)
+    await client.chat([user("a")])
+    with pytest.raises(ChatError, match=r"offers tools, and rollout\.chat\.parser=hermes: no format reads them"):
+        await client.chat([user("b")], tools=TOOLS)
 
 
 async def test_tool_choice_none_leaves_calls_as_text(chat_format: MakeFormat, prompt: Prompt) -> None:
