@@ -24,7 +24,7 @@ from losses import LiveBytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.trainer.model.chunked_logprobs import MAX_LOGITS_BYTES, EntropyMode, token_logprobs
+from asyncrl.models.chunked_logprobs import MAX_LOGITS_BYTES, EntropyMode, token_logprobs
 
 Form = Callable[[Tensor, Tensor, nn.Linear, EntropyMode], tuple[Tensor, Tensor]]
 TEMPERATURE = 0.7

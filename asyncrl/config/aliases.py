@@ -196,6 +196,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("recompute_granularity", "slime", "trainer.gradient_checkpointing=true"),
     Alias("trainer.model.ac", "prime-rl", "trainer.gradient_checkpointing"),
     Alias("ref_load", "slime", "algorithm.reference.path", "a Hugging Face folder", _NEVER),
+    Alias("cast_lm_head_to_fp32", "TRL", "model.float32_head", "here of the servers too"),
     # Optimizer
     Alias("learning_rate", "TRL, OpenRLHF", "optimizer.lr"),
     Alias("actor.optim.lr", "verl, siiRL", "optimizer.lr"),

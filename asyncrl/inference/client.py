@@ -299,10 +299,16 @@ class GenerationServerClient:
         reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
 
-    async def shares_prefixes(self) -> bool:
-        """True if new requests reuse the cache of earlier ones (SGLang's radix cache)."""
+    async def shares_older_prefixes(self) -> bool:
+        """True if new requests reuse what earlier ones cached under older weights (SGLang's radix cache)."""
         info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
-        return not (isinstance(info, dict) and info.get("disable_radix_cache"))
+        known = info if isinstance(info, dict) else {}
+        return not (known.get("disable_radix_cache") or known.get("prefix_cache_by_version"))
+
+    async def computes_head_in_float32(self) -> bool:
+        """True if this SGLang server was started with `--enable-fp32-lm-head`."""
+        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
+        return isinstance(info, dict) and info.get("enable_fp32_lm_head") is True
 
     async def pause(self, mode: PauseMode = PauseMode.abort, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating. With `abort`, running requests are answered with their tokens so far. Later requests are

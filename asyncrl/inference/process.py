@@ -29,7 +29,7 @@ from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
 from asyncrl.inference.figures import EngineFigures
 from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
-from asyncrl.inference.sglang.server_checks import check_kept_requests, check_pictures
+from asyncrl.inference.sglang.server_checks import check_head, check_kept_requests, check_pictures
 from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
@@ -187,6 +187,7 @@ class GenerationServer(AsyncWorker):
         """
         await check_kept_requests(url, self.config, self.http_security)
         await check_pictures(url, self.config, self.http_security)
+        await check_head(url, self.config, self.http_security)
 
     def _register(self, served: ServedEngine) -> None:
         """Publish the engine's address with a lease, and report to the launcher that it serves."""

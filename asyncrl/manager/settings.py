@@ -188,9 +188,9 @@ class ManagerConfig:
     )
     logprob_check_tolerance: Optional[float] = setting(
         None,
-        "largest difference per token between a server's and the trainer's log-probabilities of fixed prompts after an "
-        "update; beyond it the server is quarantined and updated again; null: 1e-3 if both compute in float32, 1 if "
-        "servers quantise, else 0.5; 0: not checked",
+        "largest mean difference per token between a server's and the trainer's log-probabilities of a fixed prompt "
+        "after an update; beyond it the server is quarantined and updated again; null: 1e-3 if both compute in "
+        "float32, 1 if servers quantise, else 0.5; 0: not checked",
         unit="nats",
         minimum=0.0,
     )

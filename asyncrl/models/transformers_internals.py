@@ -125,6 +125,34 @@ def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tenso
     return logits_of
 
 
+def float32_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `F.linear` of the values of any types, computed in float32."""
+    return nn.functional.linear(states.float(), weight.float(), None if bias is None else bias.float())
+
+
+def compute_head_in_float32(model: PreTrainedModel) -> None:
+    """Make the output embedding of `model` compute logits in float32, from its weights as they are.
+
+    Raises:
+        ValueError: the output embedding is not a linear layer.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"model.float32_head=true: the output embedding of {type(model).__name__} is no linear layer; set it to "
+            "false"
+        )
+    head.forward = lambda states: float32_linear(states, head.weight, head.bias)  # type: ignore[method-assign, assignment]
+
+
+def weight_used_in_float32(model: PreTrainedModel) -> Tensor | None:
+    """Return the weight of an output embedding of another type that computes in float32; None if there is none."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear) or "forward" not in vars(head) or head.weight.dtype == torch.float32:
+        return None
+    return head.weight
+
+
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a causal language model that computes hidden states."""
     if model.base_model is not model:

@@ -135,6 +135,11 @@ class ModelConfig:
         "round",
         fixed=True,
     )
+    float32_head: bool = setting(
+        False,
+        "training ranks and servers compute logits in float32, from the output embedding's weights as they are; in "
+        "bfloat16 the logits' own rounding is a part of what the two differ by (ppo/engine_gap)",
+    )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
         "attention of the training ranks; sdpa, flex_attention (torch's kernel for GPUs, compiled at the first step; "

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.trainer.batches.micro_batch import one_micro_batch
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode, token_logprobs
+from asyncrl.models.chunked_logprobs import EntropyMode, token_logprobs
 from asyncrl.trainer.model.layout_parity import SequenceLayout, layouts
 from asyncrl.trainer.settings import AttentionImplementation
 from gpu_rows.bench import Bench, Figure, tried

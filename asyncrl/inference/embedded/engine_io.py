@@ -155,11 +155,13 @@ class Job:
         on_progress: called on the engine's thread after every step that continued a sample of the job, with its index
             and the output so far. It must be quick.
         shown: prompt of each sample, if the model takes pictures.
+        failure: why it cannot be answered; set by the engine's thread.
     """
 
     inputs: tuple[GenerationInput, ...]
     on_progress: Callable[[int, GenerationOutput], None] | None = None
     shown: tuple[ShownPrompt, ...] = ()
+    failure: RequestError | None = None
     future: Future[list[GenerationOutput]] = field(default_factory=Future)
 
 

@@ -20,7 +20,7 @@ from asyncrl.inference.settings import Quantization
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
 from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.transformers_internals import language_model
+from asyncrl.models.transformers_internals import compute_head_in_float32, language_model
 from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
@@ -33,14 +33,20 @@ times as long, about a decode step of a small model.
 """
 
 
-def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTrainedModel:
-    """Load the causal LM in the folder `path` onto its device, and set this process up for `threads` CPU threads."""
+def load_model(path: Path, *, device: str, dtype: Dtype, threads: int, float32_head: bool = False) -> PreTrainedModel:
+    """Load the causal LM in the folder `path` onto its device, and set this process up for `threads` CPU threads.
+
+    Args:
+        float32_head: compute its logits in float32.
+    """
     torch.set_num_threads(threads)
     sys.setswitchinterval(_THREAD_SWITCH_S)
     check_whole(path)
     kind: Any = language_model(path)
     model: PreTrainedModel = kind.from_pretrained(path, dtype=str(dtype.on(device)), local_files_only=True)
     torch.nn.Module.to(model, device=torch.device(device))
+    if float32_head:
+        compute_head_in_float32(model)
     return model
 
 
@@ -65,7 +71,13 @@ def load_engine(config: ExperimentConfig, *, guest: bool) -> GenerationEngine:
     generation = config.generation
     path = Path(str(config.model.path))
     device = choose_device("generation.device", generation.device)
-    model = load_model(path, device=str(device), dtype=generation.dtype, threads=generation.threads)
+    model = load_model(
+        path,
+        device=str(device),
+        dtype=generation.dtype,
+        threads=generation.threads,
+        float32_head=config.model.float32_head,
+    )
     kernel = attention_kernel(model.config.to_dict(), "sdpa", device, model.dtype)
     logger.info("%s", device_line(device, model.dtype, f"over the cached tokens of all samples ({kernel})"))
     try:

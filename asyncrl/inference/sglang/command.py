@@ -53,6 +53,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "ssl_certfile": "the run's own certificate is used; system.encrypt=false turns it off",
     "config": "give its entries in generation.sglang.args",
     "weight_version": "policy versions are the run's",
+    "enable_fp32_lm_head": "set model.float32_head, which the training ranks follow too",
 }
 """Flags that `generation.sglang.args` may not hold, and what to do instead."""
 DROPPED_FLAGS: Mapping[str, str] = {"torchao_config": "use quantization (fp8, w8a8_int8)"}
@@ -125,6 +126,7 @@ def build_command(
         "enable_metrics": True,
         "log_level": "warning",  # info is a line per batch; generation.sglang.args.log_level=info brings them back
         "sleep_on_idle": True,
+        "enable_fp32_lm_head": config.model.float32_head,
     }
     if config.manager.update_mode == UpdateMode.in_place:
         flags["disable_radix_cache"] = True  # it would never be emptied, and return keys of ever older weights

@@ -19,7 +19,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import EngineStartError
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, adopts
 from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
@@ -56,12 +56,32 @@ async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, ti
             "does not say which weights each token of its answers is of (no weight_versions); use SGLang 0.5.20 or "
             "newer, or update_mode=interrupt"
         )
-    if mode == UpdateMode.in_place and await client.shares_prefixes():
+    if mode == UpdateMode.in_place and await client.shares_older_prefixes():
         return (
             "shares cached prefixes among requests, and would give new ones keys and values of ever older weights; "
             "start it with --disable-radix-cache, or use update_mode=retract"
         )
     return ""
+
+
+async def check_head(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
+    """Check that the adopted server at `url` computes logits in float32, if the training ranks do.
+
+    Raises:
+        EngineStartError: it does not, or it does not answer.
+    """
+    if not config.model.float32_head or not adopts(config.generation):
+        return
+    try:
+        async with connect(url, security) as client:
+            agrees = await client.computes_head_in_float32()
+    except HttpError as error:
+        raise EngineStartError(f"server {url} does not answer about its settings: {error}") from error
+    if not agrees:
+        raise EngineStartError(
+            f"model.float32_head=true: server {url} computes logits in the type of its weights; start it with "
+            "--enable-fp32-lm-head, or use false"
+        )
 
 
 async def check_pictures(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:

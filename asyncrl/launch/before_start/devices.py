@@ -16,8 +16,10 @@ from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import adopts, guests_of
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
-from asyncrl.runtime.process.hardware import gpu_details
+from asyncrl.runtime.process.hardware import cpu_bfloat16, gpu_details
 
+BFLOAT16_GAIN = 1.8
+"""Speed of training in bfloat16 by that in float32 on a CPU with units for it: SmolLM2-135M on an AMD EPYC."""
 COUNT_LIMIT_S = 120.0
 _GIB = 1 << 30
 
@@ -32,6 +34,14 @@ def device_lines(config: ExperimentConfig) -> Iterator[str]:
     serves = [plan for plan in plans if plan.kind == GENERATION_SERVER]
     if trains:
         yield f"training: {_line(trains, 'rank', config.model.dtype, str(config.model.attn_implementation))}"
+        on_cpu = any(not plan.resources.gpus and not plan.host.name for plan in trains)
+        if (
+            on_cpu
+            and config.model.path is not None
+            and config.model.dtype == Dtype.float32
+            and (units := cpu_bfloat16())
+        ):
+            yield f"training: this CPU has {units}: model.dtype=bfloat16 trains about {BFLOAT16_GAIN} times as fast"
     if serves and adopts(generation):
         yield f"generation: {len(serves)} servers that were started by others"
     elif serves:

@@ -74,6 +74,13 @@ def cache_bytes_per_token(sizes: ModelSizes, value_bytes: int) -> int:
     return 2 * sizes.layers * sizes.key_value_heads * sizes.head_size * value_bytes
 
 
+def cache_bytes(config: ExperimentConfig, model: SizedModel, value_bytes: int) -> int:
+    """Return the bytes of an embedded engine's cache when it is full."""
+    per_token = cache_bytes_per_token(model.sizes, value_bytes)
+    spare = per_token // model.sizes.layers  # slots are laid out anew in a buffer of one layer
+    return (per_token + spare) * config.generation.max_total_tokens
+
+
 def server_bytes(config: ExperimentConfig, model: SizedModel) -> int:
     """Return the bytes that one server needs for weights and cache. SGLang takes all free memory; for it this is the
     least that it can work with.
@@ -83,8 +90,7 @@ def server_bytes(config: ExperimentConfig, model: SizedModel) -> int:
     per_token = cache_bytes_per_token(model.sizes, value_bytes)
     if generation.backend == GenerationBackend.sglang:
         return model.numel * value_bytes // generation.sglang.tensor_parallel + per_token * context_length(config, {})
-    spare = per_token // model.sizes.layers  # the embedded engine lays slots out anew in a buffer of one layer
-    return model.numel * value_bytes + (per_token + spare) * generation.max_total_tokens
+    return model.numel * value_bytes + cache_bytes(config, model, value_bytes)
 
 
 def shared_devices(

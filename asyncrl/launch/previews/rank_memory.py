@@ -15,15 +15,16 @@ from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
 from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
 from asyncrl.launch.before_start.initial_model import base_model_config
-from asyncrl.launch.previews.guest_memory import SharedDevice, shared_devices
+from asyncrl.launch.previews.guest_memory import SharedDevice, cache_bytes, shared_devices
 from asyncrl.master.graph.call_graph import Graph
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.trials.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.trainer.parallel.placement import engine_of, model_of
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.settings import KeptOn, OptimizerConfig, ReferenceMode
+from asyncrl.trainer.settings import ALL_LINEAR, KeptOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing.attention_shape import packed_shape
-from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need, total
+from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need, total, trained_values
 from asyncrl.trainer.sizing.sized_model import SizedModel, count
 from asyncrl.trainer.supervised.base_model import described
 
@@ -76,6 +77,34 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
             )
         )
     return rows
+
+
+def memory_checkpoint_bytes(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> int:
+    """Return the bytes of all ranks' in-memory checkpoints: two states, of which one is being written."""
+    if not uses_memory_checkpoint(config):
+        return 0
+    state = 0
+    for role, model in _models(config, graph, placed, folder).items():
+        own, work = policy_and_role(config, role)[1], _workload(config, role)
+        if own in ("actor", "critic"):
+            state += (4 + 8) * trained_values(model, work)  # float32 weights, moments
+        elif own == "ref" and config.algorithm.reference.mode == ReferenceMode.ema:
+            state += 4 * model.numel
+    return 2 * state
+
+
+def server_line(config: ExperimentConfig, graph: Graph, folder: Path | None) -> str:
+    """Return a line on the memory of each embedded generation server."""
+    generation = config.generation
+    model = count(_described(config, model_of(config, graph, "actor"), folder))
+    on_gpu = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == GENERATION_SERVER)
+    exact = generation.dtype.on("cuda" if on_gpu else "cpu") == Dtype.float32
+    weights = model.numel * (4 if exact else 2)
+    head = 4 * model.sizes.vocabulary * model.sizes.hidden if config.model.float32_head and not exact else 0
+    packed = weights if exact and not on_gpu else head  # `inference.embedded.model.linears`
+    cache = cache_bytes(config, model, 4 if exact else 2)
+    parts = f"weights {weights / GIB:.2f}, packed copies {packed / GIB:.2f}, KV cache up to {cache / GIB:.2f}"
+    return f"each generation server, in GiB: {parts} (generation.max_total_tokens={generation.max_total_tokens})"
 
 
 def in_turns(
@@ -147,6 +176,9 @@ def _workload(config: ExperimentConfig, role: str) -> Workload:
             share=config.trainer.share_prefixes,
         ),
         varlen=on_gpus and dtype == Dtype.bfloat16,
+        float32_head=config.model.float32_head,
+        adapter_rank=config.model.lora.rank if role == "actor" else 0,
+        adapted=frozenset(config.model.lora.targets) - {ALL_LINEAR},
     )
 
 

@@ -15,9 +15,18 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.machine_limits import host_memory
 from asyncrl.config.run_dir import read_run_config
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.launch.previews.guest_memory import problems
-from asyncrl.launch.previews.rank_memory import GIB, RUNTIME_BYTES, RankRow, allocation, beside_servers, in_turns
+from asyncrl.launch.previews.rank_memory import (
+    GIB,
+    RUNTIME_BYTES,
+    RankRow,
+    allocation,
+    beside_servers,
+    in_turns,
+    memory_checkpoint_bytes,
+    server_line,
+)
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import with_types
@@ -47,13 +56,17 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     heading = [
         f"{ranks}, actor {placed.actor}, engine {engine_of(config)}, {work}",
         f"memory in {unit}, in brackets with gradient checkpointing;",
-        "not counted: the libraries' own, and generation servers",
+        "not counted in the table: the libraries' own, and what is below it",
     ]
     console.print("\n".join(heading), soft_wrap=True)
     table = _table(rows, GIB if unit == "GiB" else GIB >> 10)
     fits = console.measure(table).maximum <= shutil.get_terminal_size((_WIDTH, 24)).columns
     console.print(table if fits else _stacked(table))
-    for line in warnings(rows, host_memory(), gpu_bytes):
+    if kept := memory_checkpoint_bytes(config, graph, placed, folder):
+        console.print(f"in-memory checkpoint: {kept / GIB:.2f} GiB of /dev/shm on the ranks' hosts", soft_wrap=True)
+    if config.generation.backend == GenerationBackend.embedded:
+        console.print(server_line(config, graph, folder), soft_wrap=True)
+    for line in warnings(rows, host_memory() - kept, gpu_bytes):
         console.print(f"warning: {line}", soft_wrap=True)
     for device in shared:
         console.print(str(device), soft_wrap=True)

@@ -521,7 +521,8 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "Mean distance between the log-probability of the generating engine and that of the trainer, of tokens of the "
         "current version.",
-        "Below 0.01 in float32, 0.05 in bfloat16. More means that engine and trainer compute different models.",
+        "Below 0.01 in float32, 0.05 in bfloat16; model.float32_head=true lowers the latter. More means that engine "
+        "and trainer compute different models.",
     ),
     Metric("ppo/engine_gap_max", "nats", "Largest such distance.", "Below about 1."),
     Metric(

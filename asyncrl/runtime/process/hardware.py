@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+_CPU_INFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _DEVICES = Path("/dev")
 _NVIDIA_SMI = "nvidia-smi"
@@ -92,6 +93,15 @@ def _ask_nvidia_smi(*arguments: str) -> list[str]:
         ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
+
+
+def cpu_bfloat16() -> str:
+    """Return the name of this CPU's units for products of bfloat16, as Linux names them; empty if it has none."""
+    try:
+        flags = next((line for line in _CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
+    except OSError:
+        return ""
+    return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags.split()), "")
 
 
 def gpu_details() -> dict[str, Gpu]:

@@ -12,13 +12,13 @@ from asyncrl.algorithms.arithmetic.sums import Stat, Stats
 from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective.objective import Objective
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS
+from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.functions.minibatches import global_normalisers
 from asyncrl.trainer.functions.model_functions import CallContext
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
 COMPUTED_RATIO = "tokens/computed_ratio"

@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.models.parity import (
     Difference,
+    Rounding,
     Tokens,
     UnsupportedModelError,
     fault_with_pictures,
@@ -36,9 +37,7 @@ from asyncrl.models.parity import (
     forks,
     picture_probes,
     probe_for,
-    short_tolerance,
     told,
-    tolerance,
 )
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.short_lengths import short_model, spoken
@@ -82,6 +81,9 @@ class ParityTestable(Protocol):
 
     def plain(self, tokens: Tokens) -> Tensor:
         """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""
+
+    def plain_again(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        """Run transformers' own forward on all `sequences` with another kernel (`other_kernel`)."""
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         """Return the same from the engine as in training, with all `sequences` in one micro-batch. Differentiable."""
@@ -269,12 +271,13 @@ class _Subject:
         self, engine: ParityTestable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
     ):
         self._engine, self._original, self._lengths = engine, original, lengths or {}
-        self._rounding = 0.0
+        self._difference = 0.0
         network = engine.network
         probes = probe_for(network)
         self.sequences: list[list[int]] = [*probes, *forks(probes)] if original is None else original.sequences
         try:
             self.plain = [engine.plain(tokens) for tokens in self.sequences]
+            self._rounding = Rounding.of(self.plain, engine.plain_again(self.sequences), network.dtype)
             pictures = engine.pictures
             self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self.sequences)
             self._plain_shown = [engine.plain(tokens) for tokens in self._shown]
@@ -311,7 +314,7 @@ class _Subject:
             self._engine.attention = layout.kind
             with torch.no_grad():
                 difference = Difference.of(self.plain, self._engine.together(self.sequences))
-            self._rounding = difference.mean
+            self._difference = difference.mean
             fault = difference.beyond(self._allowed()) or find_leak(network, self.sequences, self._engine.together)
             fault = fault or self._fault_with_pictures()
         except torch.OutOfMemoryError:
@@ -331,14 +334,13 @@ class _Subject:
         return fault_with_pictures(
             self._plain_shown,
             compare,
-            network.dtype,
             self._rounding,
+            self._difference,
             lambda: find_leak(network, self._shown, together),
         )
 
-    def _allowed(self) -> float:
-        dtype = self._engine.network.dtype
+    def _allowed(self) -> Rounding:
         if self._original is None:
-            return tolerance(dtype)
+            return self._rounding
         effect = Difference.of(self._original.plain, self.plain).mean
-        return short_tolerance(dtype, effect, self._original._rounding)
+        return self._rounding.within(effect, self._original._difference)

@@ -6,7 +6,7 @@ Kept from step to step, for P values on the rank (a shard of them under the shar
 
     trained, float32     weights 4 P, gradients 4 P, moments 8 P
     trained, bfloat16    the same in fp32, and 2 P rounded; the sharded engine rounds what it gathers and keeps no 2 P
-    frozen               weights in their own type
+    frozen               weights in their own type; with adapters, only these are trained
 
 One micro-batch of T tokens adds the tensors that autograd keeps of each layer (`layer_bytes_per_token`), and the logits
 of one chunk of tokens. With gradient checkpointing, autograd keeps each layer's input and the tensors of one layer at a
@@ -29,9 +29,9 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from asyncrl.config.setting import Dtype
+from asyncrl.models.chunked_logprobs import MAX_LOGITS_BYTES
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
-from asyncrl.trainer.model.chunked_logprobs import MAX_LOGITS_BYTES
 from asyncrl.trainer.parallel.layout import Layout, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.settings import AttentionImplementation
@@ -60,6 +60,9 @@ class Workload:
         activations_on_host: with gradient checkpointing, the layers' inputs pass through the device two at a time.
         shape: sizes that attention gathers if sequences are packed without a kernel of variable lengths.
         varlen: `sdpa` has a kernel of variable lengths, as on GPUs in 16 bits; shared prefixes are still gathered.
+        float32_head: the output embedding is used in float32, whatever `dtype`.
+        adapter_rank: rank of the adapters that are trained in place of a trained role's weights; 0: none.
+        adapted: names of the layers that have one; empty: all matrices of the layers.
     """
 
     engine: str
@@ -71,6 +74,9 @@ class Workload:
     activations_on_host: bool = False
     shape: AttentionShape = AttentionShape()
     varlen: bool = False
+    float32_head: bool = False
+    adapter_rank: int = 0
+    adapted: frozenset[str] = frozenset()
 
     @property
     def gathers(self) -> bool:
@@ -166,10 +172,13 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     flight = layout.pipeline - place.pipeline if trained else 1
     inputs = work.tokens * model.sizes.hidden * work.bytes
     last = place.pipeline == layout.pipeline - 1
-    weights, gradients, moments = _kept(
-        whole, sum(_shard(shape, layout.shards) for _, shape in shapes), work, trained=trained
-    )
-    gathered, reducing, reduced_last = _whole_for_a_while(shapes, work, trained=trained)
+    sharded = sum(_shard(shape, layout.shards) for _, shape in shapes)
+    adapters = sum(_adapter(parameter, shape, work) for parameter, shape in shapes) if trained else 0
+    weights, gradients, moments = _kept(whole, sharded, work, trained=trained and not work.adapter_rank)
+    if adapters:  # whole on every data-parallel rank
+        own = _kept(adapters, adapters, work, trained=True)
+        weights, gradients, moments = weights + own[0], own[1], own[2]
+    gathered, reducing, reduced_last = _whole_for_a_while(shapes, work, trained=trained and not work.adapter_rank)
     host = 0
     if work.moments_on_host:
         host, moments, reduced_last = moments, 0, max(reduced_last, min(moments, MOMENT_PIECES_BYTES))
@@ -189,6 +198,21 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         recomputed=work.tokens * _recomputed_bytes_per_token(model.sizes, layout.tensor, work, layout.context),
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
+
+
+def trained_values(model: SizedModel, work: Workload) -> int:
+    """Return the number of values that training changes: those of the model, or of its adapters."""
+    if not work.adapter_rank:
+        return model.numel
+    return sum(_adapter(parameter, parameter.shape, work) for parameter in model.parameters)
+
+
+def _adapter(parameter: Parameter, shape: tuple[int, ...], work: Workload) -> int:
+    """Return the number of values of the adapter of a matrix of this shape."""
+    layer = parameter.name.removesuffix(".weight").rpartition(".")[2]
+    if parameter.layer is None or len(shape) != 2 or (work.adapted and layer not in work.adapted):
+        return 0
+    return work.adapter_rank * sum(shape)
 
 
 def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, context: int = 1) -> int:
@@ -318,5 +342,6 @@ def _logits(model: SizedModel, tensor: int, work: Workload) -> int:
     hidden = work.tokens * model.sizes.hidden * work.bytes
     if not model.head:
         return hidden
-    chunk = min(MAX_LOGITS_BYTES, 4 * work.tokens * -(-model.sizes.vocabulary // tensor))
-    return hidden + LOGITS_COPIES * chunk
+    words = -(-model.sizes.vocabulary // tensor)
+    copied = 2 * 4 * words * model.sizes.hidden if work.float32_head and work.bytes < 4 else 0  # with its gradient
+    return hidden + copied + LOGITS_COPIES * min(MAX_LOGITS_BYTES, 4 * work.tokens * words)

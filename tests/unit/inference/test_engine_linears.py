@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.inference.embedded.model.linears import LEAST_WEIGHT, PackedLinears
+from asyncrl.models.transformers_internals import compute_head_in_float32
 from tests.engine_steps import run
 
 pytestmark = pytest.mark.skipif(not torch._C._has_mkldnn, reason="this torch has no oneDNN")
@@ -75,6 +76,32 @@ def test_logprobs_over_packed_weights_equal_a_plain_forward_before_and_after_an_
     assert not [
         each for each in caplog.records if each.name.startswith("asyncrl.inference")
     ]  # the program was recorded
+
+
+def test_a_head_in_float32_has_a_packed_copy_that_follows_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The output embedding is the input's too, which stays in bfloat16."""
+    model, new = wide_model(0).to(torch.bfloat16).eval(), wide_model(1).to(torch.bfloat16).eval()
+    compute_head_in_float32(model)
+    compute_head_in_float32(new)
+    ids = torch.tensor([[1, 2, 3]])
+    assert model(ids).logits.dtype == torch.float32
+    engine = GenerationEngine(model, max_running_requests=5)
+    linears = engine._batch.runner._linears
+    assert [weight is model.lm_head.weight for weight in linears.weights] == [True]
+    assert worst_error(engine, copy.deepcopy(model)) < 3e-2
+    new.save_pretrained(tmp_path)
+    engine.update_weights(str(tmp_path), "v1")
+    assert worst_error(engine, new) < 3e-2
+    hidden = new.model(ids).last_hidden_state[0]
+    with linears:
+        torch.testing.assert_close(model.lm_head(hidden), hidden.float() @ new.lm_head.weight.float().T)
+    model.lm_head.weight.data.zero_()
+    with linears:
+        assert model.lm_head(hidden).abs().max() > 0, "the copy is used, not made anew"
+    assert linears.drop() == 4 * model.lm_head.weight.numel()
+    assert not [each for each in caplog.records if each.name.startswith("asyncrl.inference")]
 
 
 def test_packed_weights_are_used_only_while_in_force() -> None:

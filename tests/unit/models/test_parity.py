@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 from asyncrl.inference.embedded.model import cached_attention, masks, model_io, prefix_forward
-from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
+from asyncrl.models.parity import (
+    Difference,
+    Rounding,
+    UnsupportedModelError,
+    other_kernel,
+    plain_logprobs,
+    probe_sequences,
+)
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.batches.prefix_tree import Branches, PreOrder, Stream, lay_out, pre_order
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
@@ -329,6 +337,34 @@ def test_rounding_of_bfloat16_is_no_fault(model_type: str, spread: float) -> Non
     GenerationEngine(build(model_type, spread, torch.bfloat16), max_running_requests=2)
 
 
+def sharp(dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model with logits as large as trained ones: 16 bits round them by more than random weights' ever are."""
+    model = build("llama", 0.25, dtype)
+    model.lm_head.weight.data *= 6.0
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_that_transformers_kernels_have_among_themselves_is_no_fault(dtype: torch.dtype) -> None:
+    model = sharp(dtype)
+    probes = probe_sequences(40)
+    plain = [plain_logprobs(model, tokens) for tokens in probes]
+    own = Difference.of(plain, other_kernel(model, probes)).mean
+    assert (own > Rounding.least(dtype).mean) == (dtype == torch.bfloat16)
+    GenerationEngine(model, max_running_requests=2)
+    assert settle(sharp(dtype)) == AttentionKind.tree
+    critic = FlatValueEngine(Critic(sharp(dtype).base_model), attention=AttentionKind.tree, tokens_per_micro_batch=16)
+    select_attention(critic, AttentionImplementation.sdpa, longest=24)
+    assert critic.attention == AttentionKind.tree
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_of_transformers_that_contradict_each_other_allow_nothing(dtype: torch.dtype) -> None:
+    plain = [torch.zeros(9)]
+    assert Rounding.of(plain, [torch.full((9,), 5.0)], dtype).mean < 10 * Rounding.least(dtype).mean
+    assert Rounding.of(plain, plain, dtype) == Rounding.least(dtype)
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
@@ -380,6 +416,54 @@ def _late_position(patch: pytest.MonkeyPatch) -> None:
         "decode",
         lambda self, tokens, positions, full_rows, deltas: original(self, tokens, positions + 1, full_rows, deltas),
     )
+
+
+def _value_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    original = cached_attention.slot_decode_attention
+
+    def mixed(module: Any, query: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        values = values.clone()
+        values[:, :, 0] = values.roll(1, 0)[:, :, 0]
+        return original(module, query, keys, values, *args, **kwargs)
+
+    patch.setattr(cached_attention, "slot_decode_attention", mixed)
+
+
+def _no_scale(patch: pytest.MonkeyPatch) -> None:
+    for name in ("slot_attention", "slot_decode_attention"):
+        original = getattr(cached_attention, name)
+        unscaled = functools.partial(original)
+        patch.setattr(cached_attention, name, lambda *a, _of=unscaled, **k: _of(*a, **k | {"scaling": 1.0}))
+
+
+def _swapped_norms(patch: pytest.MonkeyPatch) -> None:
+    original = model_io.ModelRunner._logits
+
+    def swapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        layer = self.model.model.layers[1]
+        layer.input_layernorm, layer.post_attention_layernorm = layer.post_attention_layernorm, layer.input_layernorm
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            norms = layer.post_attention_layernorm, layer.input_layernorm
+            layer.input_layernorm, layer.post_attention_layernorm = norms
+
+    patch.setattr(model_io.ModelRunner, "_logits", swapped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "mutate", [_one_slot_for_all, _no_mask, _late_position, _value_of_a_neighbour, _no_scale, _swapped_norms]
+)
+def test_mistakes_are_told_from_the_rounding_of_trained_weights(
+    mutate: Mutation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharp(dtype)
+    for number, layer in enumerate(model.model.layers):
+        layer.input_layernorm.weight.data *= 1.0 + number
+    mutate(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM is not served.* differ from transformers"):
+        GenerationEngine(model)
 
 
 @pytest.mark.parametrize("mutate", [_one_slot_for_all, _no_mask, _late_position])
@@ -501,8 +585,8 @@ def test_probes_are_of_the_vocabulary_within_the_context_and_of_two_halves() -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_a_number_is_a_difference(dtype: torch.dtype) -> None:
     plain = [torch.zeros(3)]
-    assert Difference.of(plain, plain).beyond(tolerance(dtype)) is None
-    assert Difference.of(plain, [torch.tensor([0.0, float("nan"), 0.0])]).beyond(tolerance(dtype)) is not None
+    assert Difference.of(plain, plain).beyond(Rounding.least(dtype)) is None
+    assert Difference.of(plain, [torch.tensor([0.0, float("nan"), 0.0])]).beyond(Rounding.least(dtype)) is not None
 
 
 def test_an_output_that_does_not_depend_on_its_tokens_proves_nothing() -> None:

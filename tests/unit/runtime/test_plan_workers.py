@@ -18,7 +18,7 @@ from asyncrl.runtime.checks import check
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR
 from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.worker_plan import MALLOC, WorkerPlan
 from asyncrl.runtime.settings import HostConfig, SystemConfig
 from asyncrl.runtime.trials.memory_checkpoint import trains_elsewhere
 from asyncrl.trainer.settings import RoleRanks
@@ -346,3 +346,22 @@ def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
     assert [told for told in check(config) if "confirm with system.unencrypted_network=true" in told]
     config.system.unencrypted_network = True
     assert not [told for told in check(config) if "encrypt" in told]
+
+
+def test_ranks_on_cpus_keep_their_memory_and_what_a_user_chose_of_the_allocator_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+
+    def of(name: str, gpus: int = 0) -> dict[str, str]:
+        environment = plans_of(ExperimentConfig(), gpus)[name].environment()
+        return {key: value for key, value in environment.items() if key.startswith("MALLOC")}
+
+    assert of("model_worker/0")["MALLOC_MMAP_MAX_"] == "0"
+    for other in (of("model_worker/0", gpus=2), of("generation_server/0"), of("master_worker/0")):
+        assert other == MALLOC
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert of("model_worker/0") == {"MALLOC_MMAP_MAX_": "0", "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=7")
+    assert of("model_worker/0") == {}

@@ -15,21 +15,25 @@ This class runs on one thread, without clocks and sockets.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from asyncrl.api.generation import FinishReason
+from asyncrl.config.memory_advice import is_out_of_memory
 from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
 from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
 from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
-from asyncrl.inference.embedded.engine_io import Finish, GenerationOutput
+from asyncrl.inference.embedded.engine_io import Finish, GenerationOutput, RequestError
 from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
+from asyncrl.runtime.process.torch_device import shortage
 
+logger = logging.getLogger(__name__)
 Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]
 ReadOutputs = Callable[[list[Sequence]], list[tuple[list[int], list[float]]]]
@@ -202,17 +206,33 @@ class DecodeBatch:
         self._watched.refresh(running)
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
-        """Score prompts if asked to, and finish samples that want no token; return the others."""
+        """Score prompts if asked to, and finish samples that want no token or cannot be scored; return the others."""
+        left: list[Sequence] = []
         for sequence in admitted:
             request = sequence.request
             if request.prompt_logprobs_from >= 0 and sequence.partial.prompt_logprobs is None:
-                sequence.partial.prompt_logprobs = self.runner.prompt_logprobs(
-                    sequence.prompt, request.prompt_logprobs_from
-                )
-            if request.sampling.max_new_tokens == 0:
+                self._score(sequence)
+            if sequence.job.failure is not None:
+                self._finish(sequence, [], [], Finish(FinishReason.abort))
+            elif request.sampling.max_new_tokens == 0:
                 self.counts.prompt += len(request.input_ids)
                 self._finish(sequence, [], [], Finish(FinishReason.length))
-        return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
+            else:
+                left.append(sequence)
+        return left
+
+    def _score(self, sequence: Sequence) -> None:
+        """Score a prompt. A lack of memory fails its request alone: no slot is involved."""
+        prompt, start = sequence.prompt, sequence.request.prompt_logprobs_from
+        try:
+            sequence.partial.prompt_logprobs = self.runner.prompt_logprobs(prompt, start)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            what = f"scoring a prompt of {len(prompt)} tokens"
+            line = shortage("the embedded engine", what, self.runner.device, error)
+            sequence.job.failure = RequestError(f"{line}; send a shorter prompt")
+            logger.warning("%s", line)
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         for row, sequence in zip(self.samples.take_rows(admitted), admitted, strict=True):

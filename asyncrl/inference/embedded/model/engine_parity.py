@@ -9,6 +9,7 @@ in longer sequences than those of the check are searched for on a copy with shor
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -21,16 +22,16 @@ from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
 from asyncrl.models.parity import (
     Difference,
+    Rounding,
     Tokens,
     UnsupportedModelError,
     fault_with_pictures,
     forks,
+    other_kernel,
     picture_probes,
     plain_logprobs,
     probe_for,
-    short_tolerance,
     told,
-    tolerance,
 )
 from asyncrl.models.short_lengths import short_model, spoken
 from asyncrl.models.transformers_internals import (
@@ -129,11 +130,12 @@ class _Subject:
         self, forward: PrefixForward, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
     ) -> None:
         self._forward, self._original, self._lengths = forward, original, lengths or {}
-        self._rounding = 0.0
+        self._difference_of_text = 0.0
         model, pictures = self._model, forward.runner.pictures
         self._sequences: list[list[int]] = _sequences(model) if original is None else original._sequences
         try:
             self.plain = [plain_logprobs(model, tokens) for tokens in self._sequences]
+            self._rounding = Rounding.of(self.plain, other_kernel(model, self._sequences), model.dtype)
             self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self._sequences)
             self._plain_shown = [plain_logprobs(model, tokens, pictures) for tokens in self._shown]
             forward.runner.find_states()
@@ -182,31 +184,31 @@ class _Subject:
         except Exception as error:
             fault: str | None = f"its forward with slots fails: {told(error)}"
         else:
-            self._rounding = difference.mean
+            self._difference_of_text = difference.mean
             fault = difference.beyond(self._allowed()) or fault_with_pictures(
                 self._plain_shown,
                 lambda: self._difference(self._shown, self._plain_shown),
-                self._model.dtype,
                 self._rounding,
+                difference.mean,
             )
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
 
     def _difference(self, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> Difference:
-        """Compare what is decoded and scored of `sequences` with `plain`. Other sequences join them until they are as
-        many as the text probes.
+        """Compare what is decoded and what is scored of `sequences` with `plain`, and return the larger difference: the
+        two have their own code. Other sequences join `sequences` until they are as many as the text probes.
         """
         others = self._sequences[len(sequences) :]
         decoded = _decoded(self._forward, [*sequences, *others])[: len(sequences)]
         scored = [_scored(self._forward.runner, tokens) for tokens in sequences]
         tails = [its[-len(mine) :] for its, mine in zip(plain, decoded, strict=True)]
-        return Difference.of([*tails, *plain], [*decoded, *scored])
+        found = Difference.of(tails, decoded), Difference.of(plain, scored)
+        return max(found, key=lambda each: (math.isnan(each.mean), each.mean))
 
-    def _allowed(self) -> float:
-        dtype = self._model.dtype
+    def _allowed(self) -> Rounding:
         if self._original is None:
-            return tolerance(dtype)
+            return self._rounding
         effect = Difference.of(self._original.plain, self.plain).mean
-        return short_tolerance(dtype, effect, self._original._rounding)
+        return self._rounding.within(effect, self._original._difference_of_text)
 
 
 def _sequences(model: PreTrainedModel) -> list[list[int]]:

@@ -3,7 +3,8 @@
 A decode step is mostly products of a few rows with large weights. Torch passes fp32 products to MKL with the weight as
 it is. oneDNN packs the weight once, and was up to twice as fast where it was measured (AMD Zen 5, 8 to 128 rows). While
 a `PackedLinears` is in force (it is a context manager), `F.linear` with a weight that it has packed goes to oneDNN;
-everything else is unchanged.
+everything else is unchanged. A 16-bit output embedding that computes in float32 (`compute_head_in_float32`) has a copy
+in float32, which would otherwise be made at each step: `weight.float()` returns that copy.
 
 The copies take the memory of the weights once more. They are rebuilt after a weight update: some 0.1 ms per weight for
 oneDNN's preparation, beside the copying. A few dozen decode steps of many rows win that back.
@@ -45,10 +46,15 @@ class PackedLinears(TorchFunctionMode):
         self._hold(packed)
 
     @classmethod
-    def of(cls, *parts: nn.Module) -> PackedLinears:
-        """Pack the weights of a model's `parts` that are large enough."""
+    def of(cls, *parts: nn.Module, head: Tensor | None = None) -> PackedLinears:
+        """Pack the weights of a model's `parts` that are large enough.
+
+        Args:
+            head: weight of another type that is used in float32.
+        """
+        extra = [] if head is None else [head]
         if not torch._C._has_mkldnn:
-            return cls((), ())
+            return cls(extra, [_pack(weight) for weight in extra])
         layers = [layer for part in parts for layer in part.modules() if isinstance(layer, nn.Linear)]
         found = {id(layer.weight): layer.weight for layer in layers}
         weights = [
@@ -56,11 +62,12 @@ class PackedLinears(TorchFunctionMode):
             for weight in found.values()
             if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LEAST_WEIGHT
         ]
+        weights += extra
         return cls(weights, [_pack(weight) for weight in weights])
 
     def drop(self) -> int:
         """Drop the copies until `renew`; return their bytes."""
-        freed = sum(weight.numel() * weight.element_size() for weight in self.weights) if self.packed else 0
+        freed = sum(weight.numel() * torch.float32.itemsize for weight in self.weights) if self.packed else 0
         self.packed, self._by_id = (), {}
         return freed
 
@@ -71,12 +78,16 @@ class PackedLinears(TorchFunctionMode):
 
     def _hold(self, packed: Sequence[Tensor]) -> None:
         self.packed = tuple(packed)
-        self._by_id = {id(weight): copy for weight, copy in zip(self.weights, packed, strict=True)}
+        pairs = list(zip(self.weights, packed, strict=True))
+        self._by_id = {id(weight): copy for weight, copy in pairs}
+        self._by_id |= {id(copy): copy for weight, copy in pairs if weight.dtype != torch.float32 and copy.is_mkldnn}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Send `F.linear(states, weight, bias)` to oneDNN if `weight` is packed."""
+        if func is Tensor.float and args[0].dtype != torch.float32 and id(args[0]) in self._by_id:
+            return self._by_id[id(args[0])]
         if func is nn.functional.linear and not kwargs:
             packed = self._by_id.get(id(args[1]))
             if packed is not None:
@@ -85,5 +96,8 @@ class PackedLinears(TorchFunctionMode):
 
 
 def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    values = weight.detach().float()
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return values
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(values)
     return packed

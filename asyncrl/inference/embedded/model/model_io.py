@@ -20,8 +20,15 @@ from asyncrl.inference.embedded.model.masks import MaskArgument, MaskMaker
 from asyncrl.inference.embedded.model.program import DecodeInputs, DecodeProgram
 from asyncrl.inference.embedded.model.slot_experts import ExpertRecorder
 from asyncrl.inference.embedded.model.states import states_in_modules
+from asyncrl.models.chunked_logprobs import logits_function, token_logprobs
 from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.transformers_internals import decoding_parts, set_attention, text_settings
+from asyncrl.models.transformers_internals import (
+    decoding_parts,
+    set_attention,
+    text_settings,
+    trunk_of,
+    weight_used_in_float32,
+)
 
 
 class ModelRunner:
@@ -61,7 +68,9 @@ class ModelRunner:
         self.cache = self.caches.make(max_total_tokens)
         self.experts = ExpertRecorder(model, self.cache) if record_routing else None
         self.masks = MaskMaker(model, pictures, attends=self.caches.has_keys)
-        self._linears = PackedLinears((), ()) if lean else PackedLinears.of(*decoding_parts(model))
+        self._linears = PackedLinears((), ())
+        if not lean:
+            self._linears = PackedLinears.of(*decoding_parts(model), head=weight_used_in_float32(model))
         self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
 
     @property
@@ -109,9 +118,13 @@ class ModelRunner:
 
     def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Compute one eager forward of the model."""
-        with self._linears if self._linears.packed else nullcontext():
+        with self._packed():
             logits: Tensor = self.model(input_ids=input_ids, **inputs).logits
         return logits
+
+    def _packed(self) -> AbstractContextManager[Any]:
+        """Return a block in which linear layers use their packed weights, if there are some."""
+        return self._linears if self._linears.packed else nullcontext()
 
     def forward(self, input_ids: Tensor, attention_mask: MaskArgument, position_ids: Tensor, **inputs: Any) -> Tensor:
         """Compute one eager forward by the cache's plan, and record the chosen experts; return its logits.
@@ -157,17 +170,16 @@ class ModelRunner:
     def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
         """Return log-probabilities of `prompt[start:]` at temperature 1; None for the prompt's first token.
 
-        Rows of pictures count as the placeholder.
+        Rows of pictures count as the placeholder. The logits of a part of the prompt are in memory at a time
+        (`token_logprobs`).
         """
         ids = torch.tensor([prompt], device=self.device)
         inputs: dict[str, Any] = {"attention_mask": self.masks.of_prompts(ids), "use_cache": False}
-        if self.pictures is not None:
-            if self.three_positions:
-                inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)
-            with self.showing(np.array([prompt])):
-                logits = self._logits(ids, **inputs)[0, :-1].float()
-            ids = torch.tensor([self.pictures.ids.plain(prompt)], device=self.device)
-        else:
-            logits = self._logits(ids, **inputs)[0, :-1].float()
-        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
-        return [None, *chosen][start:]
+        if self.three_positions and self.pictures is not None:
+            inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)
+        trunk, logits_of, first = trunk_of(self.model), logits_function(self.model), max(start, 1)
+        with self._packed(), self.showing(np.array([prompt])):
+            hidden_NH = trunk(input_ids=ids, **inputs).last_hidden_state[0, first - 1 : -1]
+            plain = prompt if self.pictures is None else self.pictures.ids.plain(prompt)
+            logprobs_N, _ = token_logprobs(hidden_NH, torch.tensor(plain[first:], device=self.device), logits_of)
+        return [*([None] if start == 0 else []), *logprobs_N.tolist()]

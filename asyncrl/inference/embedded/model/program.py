@@ -128,18 +128,26 @@ class _DecodeStep(nn.Module):
 def _recording(model: PreTrainedModel) -> Iterator[list[warnings.WarningMessage]]:
     """Install the decode attention, and catch warnings.
 
+    Embeddings do not know their padding token meanwhile: torch compares it with the size of the vocabulary, which the
+    tracer takes for control flow. It matters to gradients alone.
+
     The tracer reads every property of the model, among them `loss_function`, and transformers would tell the user that
     the config names no loss.
     """
     reader = logging.getLogger("transformers.modeling_utils")
     level = reader.level
+    padding = [(each, each.padding_idx) for each in model.modules() if isinstance(each, nn.Embedding)]
     set_attention(model, DECODE_ATTENTION_NAME)
     reader.setLevel(logging.ERROR)
     try:
+        for embedding, _ in padding:
+            embedding.padding_idx = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield caught
     finally:
+        for embedding, token in padding:
+            embedding.padding_idx = token
         reader.setLevel(level)
         set_attention(model, ATTENTION_NAME)
 

@@ -46,7 +46,8 @@ def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str
         "version": f"asyncrl-{__version__}",
         "tp_size": 1,
         "dp_size": 1,
-        "disable_radix_cache": True,  # rows of older weights serve only later turns of their own samples
+        "disable_radix_cache": False,
+        "prefix_cache_by_version": True,  # rows of older weights serve only later turns of their own samples
         "internal_states": [_load(engine)],
     }
 

@@ -83,7 +83,11 @@ class JobTable:
         """Answer complete jobs."""
         complete, self._complete = self._complete, []
         for progress in complete:
-            if progress.job.future.set_running_or_notify_cancel():
+            if not progress.job.future.set_running_or_notify_cancel():
+                continue
+            if progress.job.failure is not None:
+                progress.job.future.set_exception(progress.job.failure)
+            else:
                 progress.job.future.set_result([output for output in progress.outputs if output is not None])
 
     def fail(self, error: BaseException) -> None:

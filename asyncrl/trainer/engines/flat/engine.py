@@ -6,6 +6,7 @@ Inherited methods are documented in `asyncrl.trainer.engines.base`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -18,8 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.algorithms.objective.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
+from asyncrl.models.chunked_logprobs import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.models.fused_norms import fuse_norms
-from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
+from asyncrl.models.parity import Tokens, in_rms, other_kernel, plain_hidden, plain_logprobs
 from asyncrl.models.transformers_internals import trunk_of
 from asyncrl.models.weights.versions.published import Published, WholeModel
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -34,7 +36,6 @@ from asyncrl.trainer.engines.base import (
 )
 from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.trainer.model.compiled import as_written, compile_layers
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import (
@@ -99,6 +100,16 @@ class FlatEngine(RoleEngine[FlatAdamW]):
     def step(self, lr: float) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
         return super().step(lr)
+
+    @property
+    @abstractmethod
+    def network(self) -> PreTrainedModel:
+        """See `ParityTestable`."""
+
+    def plain_again(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        """See `ParityTestable`."""
+        with self._as_written():
+            return other_kernel(self.network, sequences)
 
     def _proof_engine(self) -> dict[str, Any]:
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}

@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
 from asyncrl.models.routing import Routers
-from asyncrl.models.transformers_internals import trunk_of
+from asyncrl.models.transformers_internals import compute_head_in_float32, trunk_of
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
@@ -58,6 +58,8 @@ class FlatLoader(EngineLoader):
         def load() -> FlatPolicyEngine:
             model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
             pictures = prepare_vision(model, path, self._vision)
+            if self._config.model.float32_head:
+                compute_head_in_float32(model)
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
                 add_adapters(model, lora, vision=self._vision == VisionMode.train)

@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from asyncrl.models.chunked_logprobs import logits_function
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import (
+    compute_head_in_float32,
+    float32_linear,
     has_more_than_head,
     language_model,
     set_attention,
@@ -49,7 +53,6 @@ from asyncrl.trainer.engines.sharded.stage import (
     cut_stage,
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
-from asyncrl.trainer.model.chunked_logprobs import logits_function
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.load_models import as_classifier, is_classifier, prepare_vision, single_score
@@ -67,6 +70,7 @@ class BuildPlan:
         mesh: device mesh of all ranks, with the axes `asyncrl.trainer.parallel.rank_position.MESH_AXES`.
         attention: how sequences are laid out, and transformers' name of the attention function.
         context: parts that a micro-batch's tokens are cut into.
+        float32_head: compute a policy's logits in float32.
         dtype: type of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
         lora: settings of the adapters, if adapters are trained; all other parameters are then held in `dtype`.
@@ -91,6 +95,7 @@ class BuildPlan:
     replay_routing: bool = False
     vision: VisionMode = VisionMode.train
     context: int = 1
+    float32_head: bool = False
 
     @property
     def stage(self) -> StagePlace:
@@ -170,6 +175,8 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         raise LayoutError(f"{type(model).__name__} ties its embeddings in an unknown way; use trainer.engine=flat")
     if tied:  # a separate parameter while layers are cut; shares storage again at the end
         head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)), requires_grad=plan.lora is None)
+    if plan.float32_head:
+        compute_head_in_float32(model)
     stages = _StageOf(model, place.stages)
     inputs = trunk.get_input_embeddings()
     embedding = next(name for name, module in trunk.named_modules() if module is inputs)
@@ -325,7 +332,7 @@ def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
     trunk_plan = {name.removeprefix(prefix): style for name, style in styles.items() if name.startswith(prefix)}
     cut_layers(stage.trunk, trunk_plan, model.config.get_text_config(), mesh)
     if isinstance(stage, PolicyStage) and stage.lm_head is not None:
-        cut_output_embedding(stage.lm_head, mesh)
+        cut_output_embedding(stage.lm_head, mesh, float32_linear if plan.float32_head else F.linear)
     if isinstance(stage, ValueStage) and stage.head is not None:
         keep_whole(stage.head, mesh)
 

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.objective.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
+from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.models.weights.model_files.adapters import published_name
 from asyncrl.models.weights.versions.published import Published
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -47,7 +48,6 @@ from asyncrl.trainer.engines.sharded.context_parallel import cut_to_part
 from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collectives_expected
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.engines.sharded.sharded_adamw import ShardedAdamW
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.lora import Merged, is_adapter
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig

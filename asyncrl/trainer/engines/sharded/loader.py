@@ -102,6 +102,7 @@ class ShardedLoader(EngineLoader):
             replay_routing=trained and self._config.moe.replay_routing,
             vision=self._config.model.vision,
             context=self._place.grid.context,
+            float32_head=self._config.model.float32_head,
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.models.parity import Difference, UnsupportedModelError, forks, probe_for, told, tolerance
+from asyncrl.models.parity import Difference, Rounding, UnsupportedModelError, forks, probe_for, told
 from asyncrl.models.pictures.picture_rules import TOKEN_FIELDS
 from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.runtime.ranks import Ranks
@@ -128,7 +128,7 @@ def _check_parts(model: PreTrainedModel, layout: SequenceLayout, ranks: Ranks) -
             plain = [engine.plain(tokens) for tokens in sequences]
             set_attention(model, across_ranks(attention))
             with torch.no_grad():
-                fault = Difference.of(plain, engine.together(sequences)).beyond(tolerance(model.dtype))
+                fault = Difference.of(plain, engine.together(sequences)).beyond(Rounding.least(model.dtype))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any error of a model's own code is a reason to refuse the model

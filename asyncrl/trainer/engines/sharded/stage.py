@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.models.chunked_logprobs import EntropyMode, LogitsOf, restricted, token_logprobs
 from asyncrl.models.transformers_internals import text_part
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.collectives import Group
 from asyncrl.trainer.engines.sharded.context_parallel import part_of
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, local_parameters
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode, LogitsOf, restricted, token_logprobs
 from asyncrl.trainer.parallel.layout import stage_layers
 
 EMBEDDING, NORM, LAYERS = "embed_tokens", "norm", "layers"

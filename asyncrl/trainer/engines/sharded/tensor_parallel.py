@@ -72,9 +72,13 @@ def cut_layers(model: PreTrainedModel, plan: dict[str, str], config: PretrainedC
                 module.num_key_value_groups = cast(Any, max(1, heads.queries // heads.ranks))
 
 
-def cut_output_embedding(head: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the map from hidden states to logits by vocabulary; its logits are then this rank's slice."""
-    _column(head, mesh)
+def cut_output_embedding(head: nn.Module, mesh: DeviceMesh, linear: Forward) -> None:
+    """Cut the map from hidden states to logits by vocabulary; its logits are then this rank's slice.
+
+    Args:
+        linear: `F.linear`, or another function of states, weight and bias.
+    """
+    _column(head, mesh, linear)
 
 
 def keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -144,13 +148,13 @@ def _linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-def _column(module: nn.Module, mesh: DeviceMesh) -> None:
+def _column(module: nn.Module, mesh: DeviceMesh, product: Forward = F.linear) -> None:
     linear, group = _linear(module), mesh.get_group()
     for name in ("weight", "bias"):
         _distribute(linear, name, mesh, Shard(0))
 
     def forward(x: Tensor) -> Tensor:
-        return F.linear(enter(x, group), cast(Tensor, _local(linear, "weight")), _local(linear, "bias"))
+        return product(enter(x, group), cast(Tensor, _local(linear, "weight")), _local(linear, "bias"))
 
     _replace_forward(linear, forward)
 

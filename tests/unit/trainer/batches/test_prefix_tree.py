@@ -15,6 +15,7 @@ from transformers import Gemma2Config, GptOssConfig, MistralConfig, PretrainedCo
 
 import asyncrl.trainer.batches.prefix_tree as prefix_tree
 from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.micro_batch_layout import MAX_BLOCK_WASTE, AttentionKind
 from asyncrl.trainer.batches.prefix_tree import Branches, Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
@@ -26,7 +27,6 @@ from asyncrl.trainer.model.attention import flex_attention
 from asyncrl.trainer.model.attention.flex_attention import FLEX, visible_blocks
 from asyncrl.trainer.model.attention.packed_attention import PACKED, packed_attention
 from asyncrl.trainer.model.attention.varlen_attention import VARLEN, varlen_attention
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 

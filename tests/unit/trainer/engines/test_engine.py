@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -22,7 +23,6 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
 from asyncrl.trainer.model import gradient_checkpointing
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm, load_critic
 from asyncrl.trainer.settings import OptimizerConfig

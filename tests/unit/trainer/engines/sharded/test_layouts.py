@@ -24,6 +24,7 @@ from transformers import (
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
 from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.master.graph.builtin import load_graph
@@ -246,6 +247,25 @@ def test_any_layout_trains_as_one_process_does(
         part = parts.get(published)
         expected = weights[published] if part is None else part.of(torch.from_numpy(weights[part.parameter])).numpy()
         np.testing.assert_array_equal(tensor, expected, err_msg=published)
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2"])
+def test_logits_are_computed_in_float32_in_every_layout_where_that_is_set(
+    layout: str, config: ExperimentConfig, model_dir: Any, on_ranks: Any
+) -> None:
+    config.model.path, config.model.dtype, config.model.float32_head = model_dir("qwen2"), Dtype.bfloat16, True
+
+    def score(world: World) -> tuple[set[tuple[torch.dtype, torch.dtype]], Any]:
+        policy = build_rank(config, load_graph(config), world, torch.device("cpu")).policy("actor")
+        head, types = next(each for name, each in policy.root.named_modules() if name == "lm_head"), set()
+        head.register_forward_hook(lambda module, args, output: types.add((args[0].dtype, output.dtype)))
+        return types, np.concatenate(policy.score_sequences([TOKENS, TOKENS[3:]]))
+
+    types, alone = score(World())
+    config.trainer.parallel = layout
+    for found, scored in [(types, alone), *on_ranks(config, score)]:
+        assert found == {(torch.bfloat16, torch.float32)}
+        np.testing.assert_allclose(scored, alone, atol=2e-2)
 
 
 def _is_the_folder(path: str, parts: list[dict[str, Any]]) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.trainer.model import chunked_logprobs
-from asyncrl.trainer.model.chunked_logprobs import EntropyMode, token_logprobs
+from asyncrl.models import chunked_logprobs
+from asyncrl.models.chunked_logprobs import EntropyMode, token_logprobs
 
 N, H, V = 23, 8, 50
 Scored = tuple[Tensor, Tensor | None]
