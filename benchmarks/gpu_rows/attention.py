@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from asyncrl.trainer.batches.micro_batch import one_micro_batch
 from asyncrl.models.chunked_logprobs import EntropyMode, token_logprobs
+from asyncrl.trainer.batches.micro_batch import one_micro_batch
 from asyncrl.trainer.model.layout_parity import SequenceLayout, layouts
 from asyncrl.trainer.settings import AttentionImplementation
 from gpu_rows.bench import Bench, Figure, tried
