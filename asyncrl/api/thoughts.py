@@ -26,7 +26,7 @@ _PAIRS: tuple[tuple[str, str], ...] = (
 _XML = r"(?:[a-z]+[:_])?(?:think(?:ing)?|thoughts?|reasoning)"
 """`<think>`, `<thinking>`, `<thought>`, `<reasoning>`, `<seed:think>`, `<longcat_think>`."""
 _MARK = re.compile(
-    rf"<(?P<open>{_XML})>|</(?P<close>{_XML})>|"
+    rf"<(?P<open>{_XML})(?:\s[^<>]{{0,80}})?>|</(?P<close>{_XML})>|"
     + "|".join(f"(?P<o{n}>{re.escape(opens)})|(?P<c{n}>{re.escape(ends)})" for n, (opens, ends) in enumerate(_PAIRS)),
     re.IGNORECASE,
 )

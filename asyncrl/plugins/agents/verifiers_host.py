@@ -21,6 +21,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import sys
 import threading
@@ -114,7 +115,10 @@ class Classic:
         async def noting(*args: Any, **kwargs: Any) -> Any:
             try:
                 value = function(*args, **kwargs)
-                return await value if inspect.isawaitable(value) else value
+                value = await value if inspect.isawaitable(value) else value
+                if not math.isfinite(float(value)):
+                    raise ValueError(f"a function of the rubric returned {value!r}")
+                return value
             except Exception:
                 self._failed.get(set()).add(getattr(function, "__name__", repr(function)))
                 traceback.print_exc()

@@ -20,7 +20,7 @@ from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
 _log = logging.getLogger(__name__)
 _FENCE = re.compile(r"(?P<before>[ \t]*(?:(?:[-*+]|\d{1,9}[.)]|>)[ \t]*)*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
 _LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
-_PYTHON = re.compile(r"[ic]?py(?:thon|py|con)?\d*(?:-repl)?")
+_PYTHON = re.compile(r"[ic]?py(?:thon|py|con)?\d*(?:[-_]\w*)?")
 _QUOTED = re.compile(r"^[ \t]*(?:> ?)+")
 _DEEPER = 3
 """A line that closes a block may be indented by so much more than the one that opened it, as in Markdown."""

@@ -20,7 +20,6 @@ import logging
 import re
 import signal
 import threading
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -43,6 +42,7 @@ _VALUE = re.compile(
     re.ASCII,
 )
 """No longer exponents: `Fraction("1e999999999")` would compute for ever."""
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:[.,]\d+)?", re.ASCII)
 _FRACTION = re.compile(
     r"([-+]?)\s*(?:(\d+)\s*(?=\\)|(\d+)\s+(?=\d))?"
     r"(?:\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(-?\d+)\s*/\s*(\d+))",
@@ -51,7 +51,7 @@ _FRACTION = re.compile(
 _ASSIGNED = re.compile(r"^\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*=(?!=)\s*")
 _DECORATION = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]]|\\!|\\displaystyle|\\?[$€£¥]|[\n\t]")
 _CURRENCY = re.compile(r"\b(?:USD?|EUR|GBP|Rs\.)\s*(?=\\?[$€£¥]|\d)")
-_VULGAR, _SLASH = re.compile("[\u00bc-\u00be\u2150-\u215e]"), "\u2044"
+_MICRO = re.compile("(?<=[\\d\\s])[\u00b5\u03bc](?=[mglsAVFH]\\b)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*((?:[-+\u2212]?[\d.]|\\[dt]?frac)[^\s$]*)")
 """A box without braces, as in `\boxed 18`."""
@@ -65,20 +65,34 @@ _VARIABLES = re.compile(r"[abcxyz]+|[ABC]+")
 _TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
 _CHOICE = re.compile(r"\(?\s*(?P<letter>[A-Z])\s*\)?(?:[.):]*|(?:(?<=\))|[.):])\s+(?P<text>.*))", re.DOTALL)
 """A letter of a multiple choice, alone or before its text: `B`, `(B)`, `B.`, `(B) 18`."""
-_RELATION = re.compile(r"[<>≤≥≠≈]|\\(?:[lg]eq?q?|[lg]t|neq?|approx|leqslant|geqslant)(?![a-z])|\\pm|±")
+_ABOUT = re.compile(r"^(?:\\approx(?![a-z])|\\sim(?![a-z])|[≈~∼])\s*")
+_NAMED_CHOICE = re.compile(
+    r"(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is\s*)?:?\s*(?=\(?[A-Z]\b)", re.IGNORECASE
+)
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?q?|[lg]t|neq?|leqslant|geqslant)(?![a-z])|\\pm|±")
 _AS_WRITTEN = re.compile(r".*\d_[{(\s]*\d|\d{1,4}([-/.])\d{1,2}\1\d{1,4}\Z")
 """A number in another base or a date: compared as text."""
 _TIME = re.compile(r"\d{1,2}:[0-5]\d(?!\d)")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\[,;: ]|~")
 """Not those between digits: `12 00` is not 1200."""
 _NAMED = re.compile(r"(?<![A-Za-z\\])(?:pi|infinity|infty)(?![A-Za-z])", re.IGNORECASE)
+_TYPESET = (
+    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+    ("×", r"\\times "),
+    ("÷", r"\\div "),
+    ("∞", r"\\infty "),
+    ("²", "^2"),
+    ("³", "^3"),
+)
+"""Signs that math-verify does not read, and their LaTeX."""
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SHORT_UNITS = "cm|mm|km|kg|mg|ml|mL|L|dl|ft|in|yd|mi|lb|lbs|oz|hr|hrs|h|min|mins|sec|secs|ms|mph|km/h|am|pm|USD"
+_SHORT_UNITS = "um|cm|mm|km|kg|mg|ml|mL|L|dl|ft|in|yd|mi|lb|lbs|oz|hr|hrs|h|min|mins|sec|secs|ms|mph|km/h|am|pm|USD"
 _SAME_UNITS = (
-    "mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|ft foot feet|"
-    "yd yard|mi mile|mg milligram|g gram|kg kilogram|oz ounce|lb pound|ml milliliter millilitre|l liter litre|"
-    "s sec second|min minute|h hr hour|day|week|month|year|am a.m|pm p.m|cent|dollar usd|euro|° degree|°c °celsius|"
-    "°f °fahrenheit"
+    "um micrometer micrometre micron|mm millimeter millimetre|cm centimeter centimetre|m meter metre|"
+    "km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|oz ounce|"
+    "lb pound|ml milliliter millilitre|l liter litre|s sec second|min minute|h hr hour|day|week|month|year|am a.m|"
+    "pm p.m|cent|dollar usd|euro|° degree|°c °celsius|°f °fahrenheit"
 )
 _UNIT_OF = {name: names.split()[0] for names in _SAME_UNITS.split("|") for name in names.split()}
 _NO_UNITS = re.compile(
@@ -94,6 +108,7 @@ _LAST_UNIT = re.compile(
     rf"(?:\s*(?:/|per\s)\s*({_UNIT_NAME}))?\s*$"
 )
 _UNIT_SPELLINGS = (
+    ("[µμ]|\\\\mu(?![a-z])", "u"),
     (r"\^\s*\{?\s*\\circ\s*\}?\s*|\bdegrees?\s+(?=[cf])", "°"),
     (r"\bmph\b", "mi/h"),
     (r"\bkm/?h\b|\bkph\b", "km/h"),
@@ -198,7 +213,7 @@ def answers_agree(given: str, expected: str) -> bool:
 
 def _same_words(given: str, expected: str) -> bool | None:
     """Return whether two choices (`B` and `(B)`), times, or texts in plain language are the same; None for others."""
-    choices = [_CHOICE.fullmatch(text) for text in (given, expected)]
+    choices = [_CHOICE.fullmatch(_NAMED_CHOICE.sub("", text)) for text in (given, expected)]
     if choices[0] and choices[1]:
         first, second = choices[0], choices[1]
         said = {_words(match["text"]) for match in (first, second) if match["text"]}
@@ -228,6 +243,8 @@ def as_number(text: str) -> Fraction | None:
         return None
     plain, scale = _without_unit(_bare(text))
     plain = plain.removesuffix("%").removesuffix("\\").strip()
+    if _SPACED.fullmatch(plain):
+        plain = plain.replace(" ", "")
     if match := _VALUE.fullmatch(plain):
         value = plain_value(match[2]) * Fraction(10) ** int(match[3] or match[4] or 0)
     elif match := _FRACTION.fullmatch(plain):
@@ -249,9 +266,9 @@ def _halves(parts: list[str | None]) -> tuple[tuple[str | None, ...], tuple[str 
 
 def _bare(text: str) -> str:
     text = _DECORATION.sub("", _CURRENCY.sub("", with_plain_digits(text)))
-    text = text.strip("*` \u00a0").removesuffix(".").strip()
+    text = _ABOUT.sub("", text.strip("*` \u00a0").removesuffix(".").strip())
     text = f"-{text[1:].lstrip()}" if text[:1] == "\u2013" else text
-    return _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace(_SLASH, '/')}", text).strip()
+    return _MICRO.sub("u", text).strip()
 
 
 def _is_percent(text: str) -> bool:
@@ -319,6 +336,8 @@ def _at_most(seconds: float) -> Iterator[None]:
 def _for_verify(text: str) -> str:
     """Rewrite text so that math-verify reads it as LaTeX does: it would read `10^-3` as `10^{-}3`."""
     text = re.sub(r"\^(-\d+)", r"^{\1}", _without_unit(text)[0])
+    for sign, latex in _TYPESET:
+        text = re.sub(sign, latex, text)
     return _NAMED.sub(lambda found: "\\pi" if found[0].lower() == "pi" else "\\infty", text)
 
 

@@ -33,6 +33,7 @@ _LAST = re.compile(
 (`101_2`) and powers.
 """
 _SIGN_APART = re.compile(r"([{(\[=#]\s*)-\s+(?=[\d.\\$])")
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _SPACE_IN_NUMBER = re.compile("(?<=\\d)(?:\\\\,|[\u00a0\u2009\u202f])(?=\\d{3})")
 _TYPESET = str.maketrans({"\u2212": "-", "\u2012": "-", "\ufe63": "-", "\uff0d": "-", "\uff0b": "+", "\uff05": "%"})
@@ -146,8 +147,14 @@ def with_plain_digits(text: str) -> str:
     text = _SPACE_IN_NUMBER.sub(",", text.replace("{,}", ","))
     if text.isascii():
         return text
-    text = _DASH_AS_SIGN.sub("-", text.translate(_TYPESET))
+    text = _DASH_AS_SIGN.sub("-", _VULGAR.sub(_fraction, text.translate(_TYPESET)))
     return _NOT_ASCII.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Return a character such as `½` as `1/2`, apart from a number before it."""
+    apart = " " if found.string[: found.start()][-1:].isdigit() else ""
+    return apart + unicodedata.normalize("NFKC", found[0]).replace("\u2044", "/")
 
 
 def _words(text: str) -> Counter[str]:

@@ -79,6 +79,14 @@ def raises(completion, **kwargs):
     raise KeyError("boom")
 
 
+def nothing(completion, **kwargs):
+    return None
+
+
+def nan(completion, **kwargs):
+    return float("nan")
+
+
 def load_environment(kind="single", rows=2):
     print("this does not go to the wire")
     asked = ["2+2?", "die", "raise", "3+3?"] if kind == "twice" else ["2+2?"] * rows
@@ -87,7 +95,7 @@ def load_environment(kind="single", rows=2):
     if kind == "group":
         return vf.SingleTurnEnv(dataset=table, rubric=vf.Rubric(funcs=[of_group]))
     if kind == "raises":
-        return vf.SingleTurnEnv(dataset=table, rubric=vf.Rubric(funcs=[right, raises], weights=[1.0, 1.0]))
+        return vf.SingleTurnEnv(dataset=table, rubric=vf.Rubric(funcs=[right, raises, nothing, nan]))
     if kind == "tool":
         return vf.ToolEnv(dataset=table, tools=[look], rubric=rubric, max_turns=4)
     if kind == "twice":
@@ -323,9 +331,9 @@ async def test_a_function_of_the_rubric_that_raises_counts_as_0_and_is_counted_b
     agent = world.agent(python, classic_env, args={"kind": "raises"})
     (sample,) = await world.run(agent, classic_env, 0, "so 4")
     assert sample.reward == 1.0
-    assert sample.reward_parts == {"right": 1.0, "raises": 0.0}
-    assert sample.metrics["rubric_failed/raises"] == 1.0
-    assert "rubric_failed/right" not in sample.metrics
+    assert sample.reward_parts == {"right": 1.0, "raises": 0.0, "nothing": 0.0, "nan": 0.0}
+    failed = {name: value for name, value in sample.metrics.items() if name.startswith("rubric_failed/")}
+    assert failed == {f"rubric_failed/{name}": 1.0 for name in ("raises", "nothing", "nan")}
 
 
 @pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)

@@ -51,6 +51,8 @@ class Words:
         ("<seed:think>a</seed:think>b", "b"),
         ("<longcat_think>a</longcat_think>b", "b"),
         ("<Think>a</THINK>b", "b"),
+        ('<think effort="high">a</think>b', "b"),
+        ("a < b and c > d", "a < b and c > d"),
         ("[THINK]a[/THINK]b", "b"),
         ("[THINK]a </think> b", ""),
         ("<|START_THINKING|>a<|END_THINKING|>b", "b"),
