@@ -288,8 +288,9 @@ class ManagerClient:
         try:
             reply = await self._session.call("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
             for placed in reply.scheduled:
-                answer = answers.pop(placed.request_id)
-                if answer.done():  # cancelled, and released before the server was placed
+                if (answer := answers.pop(placed.request_id, None)) is None:
+                    _log.warning("the GserverManager placed request %s, which is not waiting here", placed.request_id)
+                elif answer.done():  # cancelled, and released before the server was placed
                     self.release(placed.request_id)
                 else:
                     answer.set_result(m.Route(placed.url, placed.version))
@@ -300,7 +301,7 @@ class ManagerClient:
             for answer in answers.values():
                 answer.cancel()
             raise
-        except (HttpError, ManagerGone) as error:
+        except Exception as error:  # whatever it is, it is the callers'
             for answer in answers.values():
                 if not answer.done():
                     answer.set_exception(error)

@@ -172,7 +172,7 @@ class MetricsLog:
             "time/elapsed_s": now - self._started_at,
             "time/generation_idle_s": after.idle_s - before.idle_s,
             "throughput/gen_tokens_per_s": (after.tokens - before.tokens) / step_s,
-            "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
+            "throughput/train_tokens_per_s": _computed(row) / max(row["time/train_s"], 1e-9),
             "rollout/dropped_stale": after.stale - before.stale,
             "buffer/size": len(self._buffer),
         }
@@ -237,3 +237,11 @@ class MetricsLog:
     def _write_ready(self) -> None:
         if self._files is not None:
             self._files.write(self._rows.pop_ready())
+
+
+def _computed(row: Row) -> float:
+    """Return the number of tokens that the step's training computed, of all policies; of a train function of the user's
+    that does not count them, those of the batch.
+    """
+    counts = [value for name, value in row.items() if name.endswith("tokens/computed")]
+    return float(sum(counts)) if counts else float(row["tokens/batch"])

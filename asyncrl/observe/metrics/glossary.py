@@ -403,8 +403,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "throughput/train_tokens_per_s",
         "tokens/s",
-        "Tokens of the batch, prompts included, each second of `time/train_s`.",
+        "`tokens/computed`, each second of `time/train_s`; without that metric `tokens/batch`.",
         "Steady.",
+    ),
+    Metric(
+        "tokens/computed",
+        "tokens",
+        "Tokens of the samples that the actor's training computed, in all passes, prompts included. Samples without a "
+        "learning signal are not computed.",
+        "Near `tokens/batch` times `trainer.ppo_epochs`; 0 if no group has a signal.",
     ),
     Metric("tokens/batch", "tokens", "Tokens of the batch, prompts included.", "Steady, or grows with the answers."),
     Metric(

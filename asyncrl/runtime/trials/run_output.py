@@ -11,9 +11,11 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 
+from asyncrl.comm.files.retry_write import LIMIT_S, PASSING
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, REMARKS_FILE
 from asyncrl.observe.display import Display
 from asyncrl.observe.doctor import examine
@@ -26,6 +28,9 @@ REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 STANDING_S = 4.0
 """Interval, in s, at which the terminal shows what the processes do."""
+PROBE_S = 5.0
+"""Interval, in s, at which it is checked whether the run's disk takes writes."""
+PROBE_BYTES = 64 << 10
 ROTATE_S = 10.0
 """Interval, in s, at which the sizes of logs are checked."""
 LOG_BYTES = 64 << 20
@@ -61,6 +66,7 @@ class RunOutput:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
+            tasks.create_task(_reported("check of the disk", self._watch_disk()))
             if standing:
                 tasks.create_task(_reported("state of the processes", self._show_standing()))
 
@@ -92,6 +98,26 @@ class RunOutput:
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
             await asyncio.sleep(STANDING_S)
 
+    async def _watch_disk(self) -> None:
+        """Say once that the run's disk refuses writes, and once that it takes them again. Processes that write there
+        wait meanwhile, and cannot say so: what they write is on this disk.
+        """
+        refused_at: float | None = None
+        while True:
+            error = await asyncio.to_thread(write_error, self._run_dir)
+            if error is not None and refused_at is None:
+                refused_at = time.monotonic()
+                self._display.note(
+                    f"WAITING: the disk of {self._run_dir} refuses writes ({error.strerror}): free some space, or mend "
+                    f"it; the run waits for up to {LIMIT_S / 60:.0f} minutes"
+                )
+            elif error is None and refused_at is not None:
+                self._display.note(
+                    f"the disk of {self._run_dir} takes writes again, after {time.monotonic() - refused_at:.0f} s"
+                )
+                refused_at = None
+            await asyncio.sleep(PROBE_S)
+
     async def _rotate_logs(self) -> None:
         while True:
             await asyncio.sleep(ROTATE_S)
@@ -112,6 +138,19 @@ def _read_again(history: History | None, run_dir: Path) -> History:
         return History(run_dir, keep_steps=WINDOW_STEPS)
     history.refresh()
     return history
+
+
+def write_error(folder: Path) -> OSError | None:
+    """Return why `folder` takes no file of `PROBE_BYTES` for now; None if it does, or if waiting does not help."""
+    file = folder / f".probe-{os.getpid()}"
+    try:
+        try:
+            file.write_bytes(bytes(PROBE_BYTES))
+        finally:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        return error if error.errno in PASSING else None
+    return None
 
 
 def rotate(folder: Path, limit: int = LOG_BYTES) -> list[Path]:

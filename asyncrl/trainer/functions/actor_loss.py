@@ -21,7 +21,7 @@ from asyncrl.trainer.functions.minibatches import global_normalisers
 from asyncrl.trainer.functions.model_functions import CallContext
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
-COMPUTED_RATIO = "tokens/computed_ratio"
+COMPUTED, COMPUTED_RATIO = "tokens/computed", "tokens/computed_ratio"
 """Tokens computed for each input token of the samples: sharing prefixes lowers the ratio, padding raises it."""
 
 
@@ -143,11 +143,12 @@ class ActorLoss:
                 micro_batch, outputs.logprobs_N, outputs.distributions_NV, number
             )
         computed, whole = micro_batch.model_inputs["input_ids"].numel(), len(micro_batch.sources_I)
-        return share, {**stats, COMPUTED_RATIO: self._ratio(computed, whole)}
+        return share, {**stats, **self._computed(computed, whole)}
 
-    def _ratio(self, computed: int, whole: int) -> Stat:
+    def _computed(self, computed: int, whole: int) -> Stats:
         device = self._batch.device
-        return Stat(torch.full((), float(computed), device=device), torch.full((), float(whole), device=device))
+        computed_, whole_ = (torch.full((), float(number), device=device) for number in (computed, whole))
+        return {COMPUTED: Stat(whole_, whole_, "sum"), COMPUTED_RATIO: Stat(computed_, whole_)}
 
     def no_stats(self) -> Stats:
         """Return statistics of no tokens: a rank without loss tokens then has the same keys as the others."""
@@ -173,7 +174,7 @@ class ActorLoss:
             stats = self._objective(
                 inputs, none_N, 0.0, kl_coef=0.0, log_probs_TV=vocabulary_NV, ref_log_probs_TV=vocabulary_NV
             )[1]
-        return {**stats, COMPUTED_RATIO: self._ratio(0, 0)}
+        return {**stats, **self._computed(0, 0)}
 
     def _share_with_distributions(
         self, micro_batch: MicroBatch, logprobs_N: Tensor, log_probs_NV: Tensor, number: int

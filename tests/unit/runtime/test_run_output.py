@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +14,47 @@ import pytest
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE
 from asyncrl.runtime.trials import run_output
 from asyncrl.runtime.trials.run_output import RunOutput
+
+
+async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_output, "PROBE_S", 0.0)
+    told: list[str] = []
+    looks, seen = 0, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def write_error(folder: Path) -> OSError | None:
+        nonlocal looks
+        looks += 1
+        if looks == 12:
+            loop.call_soon_threadsafe(seen.set)
+        return OSError(errno.ENOSPC, "No space left on device") if 3 <= looks < 8 else None
+
+    monkeypatch.setattr(run_output, "write_error", write_error)
+    watching = asyncio.create_task(RunOutput(tmp_path, cast(Any, SimpleNamespace(note=told.append)))._watch_disk())
+    async with asyncio.timeout(60):
+        await seen.wait()
+    watching.cancel()
+    began, ended = told
+    assert began == (
+        f"WAITING: the disk of {tmp_path} refuses writes (No space left on device): free some space, or mend it; the "
+        "run waits for up to 10 minutes"
+    )
+    assert ended.startswith(f"the disk of {tmp_path} takes writes again, after ")
+
+
+def test_a_folder_that_takes_a_file_has_no_fault_and_keeps_none_and_what_waiting_does_not_mend_is_none(
+    tmp_path: Path,
+) -> None:
+    assert run_output.write_error(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    assert run_output.write_error(tmp_path / "missing") is None
+    if Path("/dev/full").exists():
+        (tmp_path / f".probe-{os.getpid()}").symlink_to("/dev/full")
+        error = run_output.write_error(tmp_path)
+        assert error is not None
+        assert error.errno == errno.ENOSPC
 
 
 class BrokenDisplay:

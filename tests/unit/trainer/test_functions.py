@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,20 @@ def test_minibatches_without_a_signal_count_as_planned_in_the_schedule(
     stats = run_step(config, make_rank(config), batch)
     assert stats["actor_train"]["optimizer/steps"] == 1.0
     assert stats["actor_train"]["lr"] == stats["critic_train"]["critic/lr"] == pytest.approx(1 - 3.75 / 4)
+
+
+def test_tokens_of_samples_without_a_signal_are_not_counted_as_computed(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    (learning,) = make_trajectories(groups=1)
+    equal = [replace(sample, reward=1.0, token_rewards=None) for sample in learning.samples]
+    for group in (learning, replace(learning, samples=equal)):
+        batch = build_step_batch([group], [[0]], version=3, num_minibatches=1)
+        computed = run_step(config, make_rank(config), batch)["actor_train"]["tokens/computed"]
+        if group is learning:
+            assert 0.9 * batch.num_tokens < computed <= batch.num_tokens
+        else:
+            assert computed == 0.0
 
 
 def test_early_stop_skips_the_step_that_shows_the_excess(
