@@ -53,6 +53,7 @@ class TrainLoop:
         self._beginning, self._step_end, self._run_end = Beginning(parts, ready), StepEnd(parts), RunEnd(parts)
         self._model_in_step = False
         self._filtered = FilteredOut(parts.config.train_batch_size)
+        observer.gauges(lambda: {"training": float(self._model_in_step)})
 
     async def run(self) -> None:
         """Train up to `total_train_steps`, or until asked to stop; then checkpoint, check the books and write the

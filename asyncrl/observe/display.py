@@ -6,7 +6,6 @@ The launcher passes them rows of `metrics.jsonl`; they do not know the processes
 from __future__ import annotations
 
 import os
-import re
 import termios
 import textwrap
 import threading
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.comm.ended_rollouts.drop_reasons import failure, lost_episodes
+from asyncrl.observe.doctor.standing import Standing
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
 
@@ -31,8 +31,8 @@ Row = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
-_SINCE = re.compile(r" \(\d+ s\)$")
-"""End of a line with a duration in seconds."""
+_OUTLOOK_S = 60.0
+"""Least time in s between two lines of a plain display that say how far the step is, and after a step's line."""
 _RECENT = 10
 """Number of newest steps over which rates and shares of time are computed."""
 _REFRESH_S = 0.25
@@ -49,8 +49,11 @@ class Display(Protocol):
     def row(self, row: Row) -> None:
         """Show a row of metrics."""
 
-    def standing(self, lines: Sequence[str]) -> None:
+    def standing(self, lines: Sequence[Standing]) -> None:
         """Show the state of the run: the processes' activities before the first step, then the bottleneck."""
+
+    def outlook(self, text: str) -> None:
+        """Show how far the step at hand is, and when it and the run will end."""
 
     def close(self) -> None:
         """End the display."""
@@ -161,6 +164,7 @@ class PlainDisplay:
         self._total = total_steps
         self._failures = _Failures()
         self._begun, self._told = False, [""]
+        self._line_at, self._outlook = time.monotonic(), ""
 
     def note(self, text: str) -> None:
         """Print the remark."""
@@ -179,13 +183,20 @@ class PlainDisplay:
             ]
         parts += [f"{name} {value:.3f}" for name, value in main_figures(row).items()]
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+        self._line_at = time.monotonic()
         self._begun = self._begun or "reward/mean" in row
         for remark in self._failures.take(row):
             self.note(remark)
 
-    def standing(self, lines: Sequence[str]) -> None:
+    def outlook(self, text: str) -> None:
+        """Print it if there was no line for a while."""
+        if text and text != self._outlook and time.monotonic() - self._line_at >= _OUTLOOK_S:
+            self._line_at, self._outlook = time.monotonic(), text
+            self.note(f"  {text}")
+
+    def standing(self, lines: Sequence[Standing]) -> None:
         """Print the processes' activities whenever they change, until the first step."""
-        told = [_SINCE.sub("", line) for line in lines]
+        told = [line.text for line in lines]
         if not self._begun and told != self._told:
             self._told = told
             for line in lines:
@@ -204,11 +215,13 @@ class _Panel:
 
     Attributes:
         standing: lines below the figures: the state of the run.
+        outlook: how far the step at hand is.
     """
 
     def __init__(self, title: str, total_steps: int, eta: int, failed: Mapping[str, int]) -> None:
         self._title, self._total, self._eta, self._failed = title, total_steps, eta, failed
-        self.standing: Sequence[str] = ()
+        self.standing: Sequence[Standing] = ()
+        self.outlook = ""
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._evaluated: dict[str, list[float]] = {}
@@ -230,7 +243,7 @@ class _Panel:
     def render(self) -> RenderableType:
         """Return the panel of the newest row, for rich."""
         body: list[RenderableType] = [self._progress(), self._figures(self._recent[-1] if self._recent else {})]
-        body += [Text(line, style="dim") for line in self.standing]
+        body += [Text(str(line), style="dim") for line in (self.outlook, *self.standing) if line]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
@@ -327,15 +340,19 @@ class LiveDisplay:
             for remark in remarks:
                 self.note(remark)
 
-    def standing(self, lines: Sequence[str]) -> None:
+    def standing(self, lines: Sequence[Standing]) -> None:
         """Show the state of the run below the figures."""
         self._panel.standing = lines
+
+    def outlook(self, text: str) -> None:
+        """Show it below the figures."""
+        self._panel.outlook = text
 
     def close(self) -> None:
         """Draw the last state and stop."""
         self._closed.set()
         self._redrawing.join()
-        self._panel.standing = ()
+        self._panel.standing, self._panel.outlook = (), ""
         try:
             self._live.stop()  # draws a last frame
         finally:

@@ -125,6 +125,7 @@ class RolloutWorker(AsyncWorker):
             self.ready()
             observer.stage("plays")
             observer.gauges(loop.slots.figures)
+            observer.gauges(client.figures)
             await self._until_stopped(loop, pusher)
         finally:
             server.close()

@@ -16,7 +16,8 @@ from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.config.secrets import without_secrets
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.server_load import policy_of_server
-from asyncrl.observe.history import History
+from asyncrl.observe.doctor.standing import outlook
+from asyncrl.observe.history import History, State
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
 from asyncrl.observe.timeline import timeline
@@ -45,6 +46,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "state": str(history.state),
         "step": max(history.steps, default=0),
         "total": history.setting("total_train_steps", 0),
+        "outlook": outlook(history) if history.state is State.running else "",
         "eta": settings.max_head_offpolicyness if settings else 0,
         "config": _flat(without_secrets(history.config)),
         "series": _series(history),

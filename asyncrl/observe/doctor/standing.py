@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from asyncrl.config.memory_advice import OUT_OF_MEMORY, found_in
 from asyncrl.observe.doctor.finding import Finding, Level
@@ -18,6 +19,8 @@ SILENT_S = 10.0
 """A living process writes every two seconds."""
 LONG_S = 60.0
 MOST_LINES = 8
+PACE_STEPS = 11
+"""Newest steps whose ends tell how long a step takes."""
 TIMES_A_STEP = 8.0
 WINDOW_S = 60.0
 SCARCE = 0.25
@@ -74,7 +77,17 @@ def progress(history: History) -> list[tuple[str, str, float]]:
     ]
 
 
-def standing_lines(history: History, verdict: Finding | None) -> list[str]:
+class Standing(NamedTuple):
+    """A line on the state of a run, and since when it is so, in seconds; None if it has no beginning."""
+
+    text: str
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.seconds is None else f"{self.text} ({self.seconds:.0f} s)"
+
+
+def standing_lines(history: History, verdict: Finding | None) -> list[Standing]:
     """Describe the state of a run for the terminal: its processes until this launch has made a step, then the
     bottleneck.
     """
@@ -83,11 +96,52 @@ def standing_lines(history: History, verdict: Finding | None) -> list[str]:
             return []
         stalled = verdict.kind == "stalled"
         what = f"{verdict.sentence} {verdict.advice}" if stalled else verdict.advice or verdict.sentence
-        return [f"{verdict.title}: {what} {verdict.gain}".strip()]
-    doing = [f"{name} {stage} ({seconds:.0f} s)" for name, stage, seconds in progress(history)]
+        return [Standing(f"{verdict.title}: {what} {verdict.gain}".strip())]
+    doing = [Standing(f"{name} {stage}", seconds) for name, stage, seconds in progress(history)]
     if len(doing) > MOST_LINES:
-        doing = [*doing[: MOST_LINES - 1], f"and {len(doing) - MOST_LINES + 1} other processes"]
-    return doing or [_all_at_work(history)]
+        doing = [*doing[: MOST_LINES - 1], Standing(f"and {len(doing) - MOST_LINES + 1} other processes")]
+    return doing or [Standing(_all_at_work(history))]
+
+
+def outlook(history: History) -> str:
+    """Return how far the batch at hand is, when it will be complete, and when the run will end, as far as that can be
+    told; empty before the first rollout.
+    """
+    gate = next((process for process in _workers(history) if process.kind == "gserver_manager"), None)
+    total, batch = int(history.setting("total_train_steps", 0)), int(history.setting("train_batch_size", 0))
+    newest, now = max(history.steps, default=0), history.now
+    begun = [line["at"] for line in gate.lines if line.get("rollouts_running")] if gate else []
+    if gate is None or not begun or not batch or newest >= total:
+        return ""
+    training = any(p.last.get("training") for p in _workers(history) if p.kind == "master_worker")
+    ready = min(batch, int(gate.last.get("finished_untrained", 0)))
+    what = f"step {newest + 1} of {total}"
+    what += " trains" if training else f": {ready} of {batch} rollouts are ready"
+    if not _has_stepped(history):
+        group = int(history.setting("group_size", 1))
+        answers = sum(int(p.last.get("answers_total", 0)) for p in _workers(history) if p.kind == "rollout_worker")
+        submitted = max(batch, int(gate.last.get("submitted_total", 0)) - int(gate.last.get("trained_total", 0)))
+        share = max(ready / batch, min(0.99, answers / (submitted * group)))
+        if training:
+            return f"{what}; the first step shows how long the run takes"
+        what += f", {answers} answers of at least {batch * group} are complete"
+        if not share or share >= 1.0:
+            return what
+        left_s = (now - begun[0]) * (1.0 - share) / share
+        return f"{what}; the batch in {about(left_s)}, the run in more than {about((left_s + now - begun[0]) * total)}"
+    ends = [history.steps[number].at for number in sorted(history.steps)[-PACE_STEPS:]]
+    ends = [at for at in ends if at >= _launched_at(history)]
+    pace_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun[0]
+    since_s = min(now - ends[-1], pace_s)
+    return f"{what}, complete in {about(pace_s - since_s)}; the run in {about((total - newest) * pace_s - since_s)}"
+
+
+def about(seconds: float) -> str:
+    """Return a duration for people, e.g. `about 4 min`."""
+    minutes = round(seconds / 60.0)
+    if seconds < 90.0:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {minutes} min" if minutes < 120 else f"about {minutes // 60} h {minutes % 60:02d} min"
 
 
 def _all_at_work(history: History) -> str:

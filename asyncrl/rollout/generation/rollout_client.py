@@ -108,7 +108,7 @@ class RolloutClient:
         http, calls = JsonHttp(security), ServerCalls(manager, request_timeout_s)
         self._servers = GenerationServers(can or ServerCapabilities(), http, calls, request_timeout_s)
         self._slots = asyncio.Semaphore(max_concurrent)
-        self._timeout_s = request_timeout_s
+        self._timeout_s, self._answers = request_timeout_s, 0
         self._chunk = new_tokens_per_chunk
         self._max_failures = max_failures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
@@ -170,6 +170,10 @@ class RolloutClient:
             answers = (replace(answer, policy=request.policy) for answer in answers)
         return GenerationResult(request.request_id, tuple(answers))
 
+    def figures(self) -> dict[str, float]:
+        """Figures for `observed/`: complete answers so far."""
+        return {"answers_total": self._answers}
+
     @asynccontextmanager
     async def _free_slot(self) -> AsyncIterator[None]:
         """Hold a slot within this block. The wait for one is not the rollout's time: servers work on other requests."""
@@ -192,8 +196,10 @@ class RolloutClient:
             server, route = route, None
             before, begun = work.tokens, now()
             try:
+                open_before = len(work.open_partials)
                 with current_meter().limited():  # by `request_timeout_s`
                     await self._round(work, attempt, server)
+                self._answers += open_before - len(work.open_partials)
             except HttpError as error:
                 failures += 1
                 if not _may_pass(error):

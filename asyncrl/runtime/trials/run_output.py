@@ -20,7 +20,7 @@ from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, REMARKS_FILE
 from asyncrl.observe.display import Display
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.measured import WINDOW_STEPS
-from asyncrl.observe.doctor.standing import standing_lines
+from asyncrl.observe.doctor.standing import outlook, standing_lines
 from asyncrl.observe.history import History
 from asyncrl.observe.history.tail import JsonlTail
 
@@ -96,6 +96,7 @@ class RunOutput:
         while True:
             history = await asyncio.to_thread(_read_again, history, self._run_dir)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
+            self._display.outlook(outlook(history))
             await asyncio.sleep(STANDING_S)
 
     async def _watch_disk(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
+from asyncrl.observe.doctor.standing import Standing
 from asyncrl.observe.history.tail import JsonlTail
 
 ROW = {
@@ -84,12 +85,12 @@ def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
 def test_what_processes_did_before_the_first_step_is_not_shown_after_it() -> None:
     shown, out = console(80)
     display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
-    display.standing(["generation_server/0 loads the model (3 s)"])
+    display.standing([Standing("generation_server/0 loads the model", 3.0)])
     display.row(EVALUATION)
     display.row(ROW)
     shown.print(display._panel.render())
     assert "loads the model" not in out.getvalue()
-    display.standing(["A slow reward: make it faster."])
+    display.standing([Standing("A slow reward: make it faster.")])
     shown.print(display._panel.render())
     assert "A slow reward" in out.getvalue()
     display.close()
@@ -232,9 +233,9 @@ def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
 def test_what_processes_do_is_printed_again_only_when_it_changes() -> None:
     screen, out = console()
     display = PlainDisplay(screen, 10)
-    display.standing(["generation_server/0 loads the model (4 s)"])
-    display.standing(["generation_server/0 loads the model (8 s)"])
-    display.standing(["all processes are at work: the first batch is being generated"])
+    display.standing([Standing("generation_server/0 loads the model", 4.0)])
+    display.standing([Standing("generation_server/0 loads the model", 8.0)])
+    display.standing([Standing("all processes are at work: the first batch is being generated")])
     assert out.getvalue().splitlines() == [
         "  generation_server/0 loads the model (4 s)",
         "  all processes are at work: the first batch is being generated",
@@ -288,3 +289,19 @@ def test_keys_are_restored_even_if_the_last_frame_cannot_be_drawn(monkeypatch: p
     with pytest.raises(KeyError):
         display.close()
     assert restored == [True]
+
+
+def test_a_plain_display_says_how_far_the_step_is_once_a_minute_and_never_beside_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("asyncrl.observe.display.time.monotonic", lambda: now)
+    printed = io.StringIO()
+    display = PlainDisplay(Console(file=printed, width=80), total_steps=10)
+    for seconds in range(0, 200, 10):
+        now = float(seconds)
+        display.outlook(f"step 1 of 10: {seconds} of 512 rollouts are ready")
+    display.outlook("")
+    assert printed.getvalue().splitlines() == [
+        f"  step 1 of 10: {seconds} of 512 rollouts are ready" for seconds in (60, 120, 180)
+    ]

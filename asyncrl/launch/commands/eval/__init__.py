@@ -32,6 +32,7 @@ from asyncrl.launch.before_start.whole_models import check_models
 from asyncrl.launch.commands.eval.answers import write_measured_answers
 from asyncrl.launch.commands.eval.config import evaluation_config, load_settings, policy_folder
 from asyncrl.launch.refusal import refuse
+from asyncrl.observe.doctor.standing import Standing
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
@@ -152,8 +153,11 @@ class _Progress:
         """Print that a set is done, or why it failed."""
         self._console.print(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
 
-    def standing(self, lines: Sequence[str]) -> None:
+    def standing(self, lines: Sequence[Standing]) -> None:
         """Do nothing: an evaluation has no training state to show."""
+
+    def outlook(self, text: str) -> None:
+        """Do nothing: an evaluation has no steps."""
 
     def close(self) -> None:
         """Do nothing: no resource is held."""

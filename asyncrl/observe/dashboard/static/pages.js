@@ -41,7 +41,7 @@ function overview(view) {
   return [
     ...findings(run, 2),
     tile(score ? score.replace("eval/", "").replace("/", " ") : "reward", number(last(series[name]), 3), `from ${number(known(series[name])[0], 3)}`),
-    tile("step", String(run.step), `of ${run.total}, ${run.state}`),
+    tile("step", String(run.step), run.outlook || `of ${run.total}, ${run.state}`),
     tile("mean age of tokens", number(mean((series["staleness/mean"] || []).slice(-10))), `of at most ${run.eta} versions`),
     tile("generated tokens a second", number(mean((series["throughput/gen_tokens_per_s"] || []).slice(-10))), ""),
     chart(6, "Reward", score ? `of the trained batch, and ${score}` : "of the trained batch", [["reward/mean", "reward"], ...(score ? [[score, "held out", true]] : [])], view, 210),
