@@ -25,7 +25,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,9 @@ from pathlib import Path
 import kept_policies
 
 from asyncrl.config.load import load_supervised
+from asyncrl.observe.history import History
 from asyncrl.observe.history.tail import read_rows
+from asyncrl.observe.observer import SERVES
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
@@ -127,30 +128,22 @@ def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overr
     shutil.rmtree(run_dir, ignore_errors=True)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        first_s = _seconds_of_first_step(run_dir, process)
         code = process.wait(LIMIT_S)
     finally:
         process.terminate()
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
     if code != 0 or len(rows) != steps:
         raise SystemExit(f"asyncrl ended with {code} after {len(rows)} steps; see {run_dir / 'logs'}")
-    before_s = rows[0]["time/elapsed_s"] - first_s
+    before_s = rows[0]["time/elapsed_s"] - _seconds_of_first_step(run_dir)
     curve = [(step, at - before_s, found) for step, at, found in kept_policies.curve(run_dir, model, EVALUATE_EVERY)]
     return outcome([row["time/elapsed_s"] - before_s for row in rows], curve)
 
 
-def _seconds_of_first_step(run_dir: Path, process: subprocess.Popen[bytes]) -> float:
+def _seconds_of_first_step(run_dir: Path) -> float:
     """From when the generation server takes requests until the end of the first step."""
-    manager, metrics = run_dir / "logs" / "gserver_manager-0.log", run_dir / "metrics.jsonl"
-    seen: dict[Path, float] = {}
-    while process.poll() is None and metrics not in seen:
-        for file, sign in ((manager, "with version 0"), (metrics, "\n")):
-            if file not in seen and file.is_file() and sign in file.read_text():
-                seen[file] = time.monotonic()
-        time.sleep(0.02)  # a benchmark looks; it synchronises nothing
-    if len(seen) != 2:
-        raise SystemExit(f"asyncrl ended with {process.wait()} before its first step; see {run_dir / 'logs'}")
-    return seen[metrics] - seen[manager]
+    history = History(run_dir)
+    lines = history.processes["generation_server/0"].lines
+    return history.steps[1].at - min(float(line["since"]) for line in lines if line["stage"] == SERVES)
 
 
 def outcome(seconds: Sequence[float], curve: list[tuple[int, float, float]]) -> Outcome:

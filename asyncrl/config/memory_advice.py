@@ -1,7 +1,7 @@
 """Advice after a process ran out of its device's memory: the settings that lower the need, the first one to try first.
 
-The message of such a process ends with a line that begins with `TO_NEED_LESS`. The terminal shows all of the message,
-the doctor its first line with `OUT_OF_MEMORY` and that last one.
+The message of such a process ends with the line that `in_order` returns. The terminal shows all of the message; the
+doctor has what happened and that line from the process's record of itself (`observer.shortage`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,6 @@ def is_out_of_memory(found: str | BaseException) -> bool:
     """True if `found`, an error or lines of a log, reports a lack of a device's memory."""
     text = found if isinstance(found, str) else f"{type(found).__name__}: {found}"
     return any(each in text.lower() for each in _TEXTS)
-
-
-def found_in(message: str) -> tuple[str, str] | None:
-    """Return from a failed process's message the line on the lack of memory and the one with the settings; None if the
-    message has none.
-    """
-    lines = message.splitlines()
-    settings = next((line for line in lines if line.startswith(TO_NEED_LESS)), None)
-    if settings is None:
-        return None
-    what = next((line for line in lines if OUT_OF_MEMORY in line.lower() or is_out_of_memory(line)), lines[0])
-    return what, settings
 
 
 def in_order(settings: Sequence[str]) -> str:

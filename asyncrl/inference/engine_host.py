@@ -22,7 +22,13 @@ class ServedEngine:
 
 
 class EngineHost(Protocol):
-    """An engine behind SGLang's HTTP API: its start, failure and end."""
+    """An engine behind SGLang's HTTP API: its start, failure and end.
+
+    Attributes:
+        shortage: what happened and the settings to lower, if the engine failed for lack of memory.
+    """
+
+    shortage: tuple[str, str] | None
 
     async def start(self) -> ServedEngine:
         """Start it with the initial model under label `BASE_VERSION`; may be called again after `failed`.

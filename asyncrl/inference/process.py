@@ -22,7 +22,6 @@ from typing import ClassVar, Never
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
-from asyncrl.config.memory_advice import found_in
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
@@ -155,11 +154,14 @@ class GenerationServer(AsyncWorker):
                 reason = await self._serve(host, served)
             finally:
                 self._unregister()
+            if host.shortage is not None:
+                observer.shortage(*host.shortage)
             if not budget.spend(time.monotonic()):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
-            if (shortage := found_in(reason)) is not None:
-                remark(self.run_dir, f"WARNING: {self.name} starts its engine again: {'; '.join(shortage)}")
+            if host.shortage is not None:
+                remark(self.run_dir, f"WARNING: {self.name} starts its engine again: {'; '.join(host.shortage)}")
+                host.shortage = None
             self.process_status.set("starting")
 
     @property

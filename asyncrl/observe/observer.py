@@ -114,6 +114,7 @@ class Observer:
         self._stage, self._since = "starting", time.time()
         self._gauges: list[Gauges] = []
         self._failed: dict[str, str] = {}
+        self._shortage: dict[str, Any] = {}
         self._late_s, self._delays = 0.0, _LoopDelays()
         self._unreadable = False
         self._end = threading.Event()
@@ -133,6 +134,10 @@ class Observer:
     def failed(self, reason: str) -> None:
         """Write in the last line why the process failed."""
         self._failed = {"failed": reason[:_REASON_CHARACTERS]}
+
+    def shortage(self, what: str, advice: str) -> None:
+        """Write in all further lines that the process lacked memory: what happened, and the settings to lower."""
+        self._shortage = {"shortage": {"at": round(time.time(), 3), "what": what, "advice": advice}}
 
     def stage(self, text: str) -> None:
         """Set the activity of the process from now on, for the next lines."""
@@ -160,6 +165,7 @@ class Observer:
             "since": round(self._since, 3),
             **_resources(),
             "late_s": round(self._late_s, 3),
+            **self._shortage,
         }
         if (loop_late_s := self._delays.take()) is not None:
             line["loop_late_s"] = round(loop_late_s, 3)
@@ -233,6 +239,12 @@ def failed(reason: str) -> None:
     """Write in the last line of this process why it failed."""
     if _observer is not None:
         _observer.failed(reason)
+
+
+def shortage(what: str, advice: str) -> None:
+    """See `Observer.shortage`."""
+    if _observer is not None:
+        _observer.shortage(what, advice)
 
 
 def close() -> None:

@@ -46,6 +46,7 @@ class EmbeddedHost:
     def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, guest: bool = False) -> None:
         self._config, self._security, self._guest = config, security, guest
         self._engine: GenerationEngine | None = None
+        self.shortage: tuple[str, str] | None = None
         self._server: Server | None = None
 
     async def start(self) -> ServedEngine:
@@ -71,7 +72,7 @@ class EmbeddedHost:
             if not is_out_of_memory(error):
                 raise
             what = shortage("the embedded engine", "the load of its model", self._device, error)
-            raise OutOfMemory(f"{what}\n{self._advice}") from error
+            raise OutOfMemory.observed(what, self._advice) from error
         self._engine.start()
         token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
         picture_bytes = int(self._config.generation.picture_memory * 2**30)
@@ -86,7 +87,8 @@ class EmbeddedHost:
         while self._engine.healthy:  # noqa: ASYNC110 - the engine has no event of this loop to set
             await asyncio.sleep(_HEALTH_POLL_S)
         if self._engine.shortage:
-            return f"{self._engine.shortage}\n{self._advice}"
+            self.shortage = self._engine.shortage, self._advice
+            return "\n".join(self.shortage)
         return "the embedded engine failed; its traceback is above"
 
     @property

@@ -66,6 +66,7 @@ class SGLangHost:
         guest: bool = False,
     ) -> None:
         self._guest = guest
+        self.shortage: tuple[str, str] | None = None
         self._config, self._device, self._security, self._log = config, device, security, log
         self._preferred_scratch = run_dir / "tmp" / scratch
         self._scratch: Path | None = None
@@ -135,8 +136,11 @@ class SGLangHost:
     async def failed(self) -> str:
         """Wait until one of the server's processes ends; return which one, and the end of its log."""
         assert self._tree is not None, "not started"
-        reason = await self._tree.died()
-        return explained(f"SGLang: {reason}", self._tree.output.last_lines, self._tree.output.first_error)
+        reason, output = await self._tree.died(), self._tree.output
+        lines = [*output.last_lines, output.first_error]
+        if short := next((line for line in lines if is_out_of_memory(line)), None):
+            self.shortage = short, advice(lines)
+        return explained(f"SGLang: {reason}", output.last_lines, output.first_error)
 
     async def stop(self) -> None:
         """End the server's processes, give its ports back and remove its files."""
@@ -163,6 +167,7 @@ class AdoptedHost:
     """
 
     def __init__(self, url: str, *, model_dir: Path | None, security: HttpSecurity | None, timeout_s: float) -> None:
+        self.shortage: tuple[str, str] | None = None
         self._url = url.rstrip("/")
         self._model_dir, self._security, self._timeout_s = model_dir, security, timeout_s
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from asyncrl.config.memory_advice import OUT_OF_MEMORY, found_in
+from asyncrl.config.memory_advice import OUT_OF_MEMORY
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.sentences import percent
 from asyncrl.observe.doctor.server_load import policy_of_server
@@ -23,6 +23,8 @@ PACE_STEPS = 11
 """Newest steps whose ends tell how long a step takes."""
 TIMES_A_STEP = 8.0
 WINDOW_S = 60.0
+SHORT_BEFORE_S = 120.0
+"""Longest time between a lack of memory and the end of the run that it causes."""
 SCARCE = 0.25
 """Processors are scarce if threads that could run had one for a smaller share of the time. A start on two cores, with
 eight processes that import torch, comes near it for some twenty seconds; `LONG_S` must have passed."""
@@ -32,7 +34,7 @@ def standing(history: History) -> Iterator[Finding]:
     """Yield findings on a run that makes no steps, or that did not end normally."""
     if history.state in (State.died, State.stopped):
         failures = _failures(history)
-        if (finding := _out_of_memory(failures)) is not None:
+        if (finding := _out_of_memory(history)) is not None:
             yield finding
         elif history.state is State.died:
             yield _died(history, failures)
@@ -256,18 +258,21 @@ def _failures(history: History) -> list[str]:
     return [f"{each.name} failed: {each.last['failed']}" for each in sorted(failed, key=lambda each: each.last["at"])]
 
 
-def _out_of_memory(failures: Sequence[str]) -> Finding | None:
-    for failure in failures:
-        if (found := found_in(failure)) is not None:
-            what, name = found[0].rpartition(f"{OUT_OF_MEMORY}: ")[2], failure.partition(" ")[0]
-            where = "" if name in what or name.startswith("master_worker") else f"{name}: "
-            return Finding(
-                "out-of-memory",
-                Level.problem,
-                "The run ran out of memory",
-                f"{where}{what}.",
-                f"{found[1][0].upper()}{found[1][1:]}. The same command then continues from the newest checkpoint.",
-            )
+def _out_of_memory(history: History) -> Finding | None:
+    """Return the finding if a process lacked memory just before the first one failed."""
+    failed_at = min((process.last["at"] for process in _workers(history) if "failed" in process.last), default=None)
+    for process in _workers(history):
+        short = process.last.get("shortage")
+        if short is None or failed_at is None or abs(failed_at - short["at"]) > SHORT_BEFORE_S:
+            continue
+        what, advice = short["what"].removeprefix(f"{OUT_OF_MEMORY}: "), short["advice"]
+        return Finding(
+            "out-of-memory",
+            Level.problem,
+            "The run ran out of memory",
+            f"{'' if process.name in what else f'{process.name}: '}{what}.",
+            f"{advice[:1].upper()}{advice[1:]}. The same command then continues from the newest checkpoint.",
+        )
     return None
 
 

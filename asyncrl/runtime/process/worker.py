@@ -31,7 +31,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NoReturn, TypeVar
+from typing import ClassVar, NoReturn, Self, TypeVar
 
 import setproctitle
 import uvloop
@@ -67,8 +67,15 @@ class CannotContinue(RuntimeError):
 class OutOfMemory(CannotContinue):
     """The process ran out of its device's memory (`asyncrl.config.memory_advice`).
 
-    It is not restarted: the run would continue with the same step, or load the same models, which need as much.
+    It is not restarted: the run would continue with the same step, or load the same models, which need as much. The
+    process's lines have what happened and the settings to lower, for the doctor.
     """
+
+    @classmethod
+    def observed(cls, what: str, advice: str) -> Self:
+        """Return the error, and write it into the lines of this process."""
+        observer.shortage(what, advice)
+        return cls(f"{what}\n{advice}")
 
 
 class _Stopped(BaseException):

@@ -56,4 +56,4 @@ class MemoryShortage:
             else:
                 happened = shortage(self._name, what, self._device, error)
             lower = f"{in_order([*settings])}; --show-allocation prints the need by part"
-            raise OutOfMemory(f"{happened}\n{lower}") from error
+            raise OutOfMemory.observed(happened, lower) from error

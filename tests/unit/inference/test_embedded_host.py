@@ -87,6 +87,7 @@ async def test_an_engine_that_runs_out_of_memory_fails_its_requests_and_leaves_i
             "out of memory: the embedded engine on the CPU in a step: it tried to allocate 2.00 GiB;"
         )
         assert advice.startswith(ADVICE)
+        assert host.shortage == (what, advice)
         await host.start()
         assert engine() is None
         assert model() is None, "there would be two models on the device"

@@ -194,38 +194,38 @@ LESS = "to need less memory, in this order: trainer.offload=true; trainer.parall
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize(
-    ("process", "reason", "kind", "sentence"),
+    ("process", "short", "at", "kind", "sentence"),
     [
-        (
-            "master_worker/0",
-            f"OutOfMemory: {SHORT}\n{LESS}",
-            "out-of-memory",
-            "memory: model_worker/1 on cuda:0 in call",
-        ),
+        ("model_worker/1", SHORT, LATER - 3, "out-of-memory", "memory: model_worker/1 on cuda:0 in call"),
+        ("generation_server/0", "CUDA out of memory. X", LATER, "out-of-memory", "generation_server/0: CUDA out of me"),
         (
             "generation_server/0",
-            f"EngineFailed: SGLang: it ended\nline\ntorch.OutOfMemoryError: CUDA out of memory. X\n{LESS}\ngiven up",
-            "out-of-memory",
-            "generation_server/0: torch.OutOfMemoryError: CUDA out of memory. X. To need less memory, in this order: "
-            "trainer.offload=true; trainer.parallel over more GPUs",
+            "CUDA out of memory. X",
+            LATER - 900,
+            None,
+            "master_worker/0 failed: ValueError: boom.",
         ),
-        ("master_worker/0", "ValueError: boom\nmore", None, "master_worker/0 failed: ValueError: boom."),
+        ("generation_server/0", None, 0, None, "master_worker/0 failed: ValueError: boom."),
     ],
+    ids=["rank", "server", "long before", "another cause"],
 )
 def test_a_process_that_failed_is_told_with_its_reason(
-    process: str, reason: str, kind: str | None, sentence: str, stopped: bool, run: Path
+    process: str, short: str | None, at: float, kind: str | None, sentence: str, stopped: bool, run: Path
 ) -> None:
     """Whether the MasterWorker could still write a summary or not."""
     if stopped:
         (run / "summary.json").write_text(json.dumps({"steps": 3}))
     else:
         (run / "summary.json").unlink()
-    file = run / "observed" / f"{process.replace('/', '-')}.jsonl"
-    with file.open("a") as lines:
-        about = {"at": LATER, "since": LATER, "pid": 1, "stage": "serves", "ended": True, "failed": reason}
-        lines.write(json.dumps(about) + "\n")
+    about = {"at": LATER, "since": LATER, "pid": 1, "stage": "serves", "ended": True}
+    shortage = {} if short is None else {"shortage": {"at": at, "what": short, "advice": LESS}}
+    for name, more in ((process, shortage), ("master_worker/0", {"failed": "ValueError: boom\nmore"})):
+        with (run / "observed" / f"{name.replace('/', '-')}.jsonl").open("a") as lines:
+            lines.write(json.dumps(about | more) + "\n")
     told = problems(run)
     assert sentence in told[kind or ("failed" if stopped else "died")]
+    if kind:
+        assert "To need less memory, in this order: trainer.offload=true" in told[kind]
 
 
 def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) -> None:
