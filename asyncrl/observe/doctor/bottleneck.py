@@ -198,7 +198,7 @@ def too_few_places(m: Measured) -> Finding | None:
         f"{waits(m)}; all {m.places} places are taken, and they can fill {m.places * m.group} of the servers' "
         f"{most:.0f} samples{seen}.",
         f"Set rollout.max_concurrent={math.ceil(want / m.workers)}.",
-        m.step_if(places=want),
+        m.step_s if m.cores_are_taken else m.step_if(places=want),  # larger batches help, by how much is not known
     )
 
 
