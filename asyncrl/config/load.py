@@ -151,12 +151,13 @@ def _files(
     try:
         content = read_file(file)
     except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"experiment {name!r}: {file} is not valid YAML: {' '.join(str(error).split())}") from error
+        reason = f"{' '.join(str(error).split())}; put texts with special characters in quotes"
+        raise ConfigError(f"experiment {name!r}: {file} is not valid YAML: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"experiment {name!r}: {file} has no settings; write SETTING: VALUE in each line")
     defaults = content.pop("defaults", [])
     if not isinstance(defaults, list) or not all(isinstance(each, str) for each in defaults):
-        raise ConfigError(f"experiment {name!r}: {file}: `defaults` must be a list of names of experiments")
+        raise ConfigError(f"experiment {name!r}: {file}: write names of experiments as defaults: [own_model, _self_]")
     for each in defaults if _SELF in defaults else [*defaults, _SELF]:
         if each == _SELF:
             yield entry, content

@@ -107,7 +107,7 @@ def read_typed(text: str, kind: Any) -> Any:
             reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
             raise ConfigError(f"not valid YAML: {reason}; put texts with special characters in quotes") from error
         return text if is_text and not isinstance(read, str) else read
-    value = _Loader("").construct_object(_scalar(text))
+    value = _Loader("").construct_object(_scalar(text)) if text else text
     return value if isinstance(value, str) else Plain(text, value)
 
 
@@ -200,7 +200,10 @@ def _fitted(name: str, value: Any, given: Any, kind: Any, wrong: list[str]) -> A
     if origin is list:
         items = _items(given)
         if items is None:
-            raise _Misfit("a list is needed; write [A, B]")
+            first = "A" if isinstance(given, Mapping) else text_of(value)
+            if is_dataclass(inner := get_args(kind)[0]):
+                first = f"{{{fields(inner)[0].name}: {first}}}"
+            raise _Misfit(f"a list is needed; write [{first}]")
         return [fit(f"{name}[{number}]", each, get_args(kind)[0], wrong) for number, each in enumerate(items)]
     if origin is dict:
         if not isinstance(given, Mapping):

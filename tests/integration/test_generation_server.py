@@ -232,9 +232,7 @@ def test_a_server_that_runs_out_of_memory_while_it_serves_is_started_again_and_t
     assert process.wait(LIMIT_S) == 1
     said = [json.loads(line)["remark"] for line in (tmp_path / "run" / "remarks.jsonl").read_text().splitlines()]
     assert len(said) == 1
-    assert said[0].startswith(
-        "WARNING: generation_server/0 starts its engine again: torch.OutOf"
-    )
+    assert said[0].startswith("WARNING: generation_server/0 starts its engine again: torch.OutOf")
     for text in (said[0], status(resolver).reason):
         assert "to need less memory, in this order: lower generation.sglang.args.mem_fraction_static" in text
     assert status(resolver).reason.startswith("EngineFailed: SGLang: ")

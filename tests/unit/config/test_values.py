@@ -152,7 +152,7 @@ def test_not_a_number_reaches_free_form_arguments() -> None:
         ({"group_size": float("nan")}, "group_size='nan': a whole number is needed"),
         ({"optimizer": 3}, "optimizer is a group of settings and takes no value"),
         ({"optimizer": {"lrr": 3}}, "unknown setting 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
-        ({"rollout.sampling.stop": "</s>"}, "rollout.sampling.stop='</s>': a list is needed; write [A, B]"),
+        ({"rollout.sampling.stop": "</s>"}, "rollout.sampling.stop='</s>': a list is needed; write [</s>]"),
         ({"agent.path": {"x": 1}}, "agent.path='{x: 1}': a text is needed"),
         ({3: 4}, "unknown setting '3'"),
     ],
@@ -194,6 +194,8 @@ def test_a_word_that_may_be_a_text_or_a_switch_is_refused_where_the_setting_does
     ("given", "told"),
     [
         ("agent.args={a}", "'a' has no value"),
+        ("rollout.filters=zero_variance", "a list is needed; write [{name: zero_variance}]"),
+        ("policies={name: a}", "a list is needed; write [{name: A}]"),
         ("agent.args={a: [*.py]}", "not valid YAML: while scanning an alias"),
         ("agent.args={a: 1, a: 2}", "duplicate key 'a'"),
         ('agent.args={a:"x, y"}', "not valid YAML"),
@@ -216,6 +218,7 @@ def test_an_entry_of_a_mapping_can_be_removed_and_a_later_value_wins() -> None:
     config = typed("agent.args={a: 1, b: {c: 2, d: 3}}", "~agent.args.a", "agent.args.b.c=5", "++seed=3", "seed=4")
     assert config.agent.args == {"b": {"c": 5, "d": 3}}
     assert config.seed == 4
+    assert typed("agent.args.x=").agent.args == {"x": ""}
 
 
 @pytest.mark.parametrize(
