@@ -27,7 +27,7 @@ DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_":
 """Kind by decorator name. `filter_` avoids the builtin `filter`; `kl_estimator` marks functions of the kind `kl`."""
 
 _DECORATOR = re.compile(rb"^[ \t]*@.*\b(?:%s)\s*\(" % "|".join(DECORATOR_KIND).encode(), re.MULTILINE)
-_MARKS = ("run_in(", "verdict")
+_MARKS = ("row_check(", "run_in(", "verdict")
 """Beginnings of decorators that leave a function's parameters as they are."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 _BASES_WITHOUT_METHODS = ("object", "ABC", "Generic", "Protocol")
