@@ -28,6 +28,7 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         return refuse(f"{error.filename}: {error.strerror}; what a run writes is its user's alone: use it as that user")
-    except RuntimeError as error:
-        if traceback.extract_tb(error.__traceback__)[-1].name != "expanduser":
+    except (BlockingIOError, RuntimeError) as error:
+        where = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, BlockingIOError) or any(frame.filename == threading.__file__ for frame in where[-2:]):
+            return refuse(
+                "no further process or thread can be started: the limit of this user (ulimit -u) or of the container "
+                "(pids.max) is reached; raise it: each process of a run has some thirty threads"
+            )
+        if where[-1].name != "expanduser":
             raise
         return refuse(
             f"'~' stands for no folder: HOME is not set, and user {os.getuid()} has no home in the password file; set "

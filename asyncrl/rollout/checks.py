@@ -87,7 +87,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if not config.system.hosts and (why := bind_error(endpoint)):
         yield (
             f"rollout.endpoint.host={endpoint!r}: not an address of this machine ({why}); give one that `ip addr` "
-            "shows, or 127.0.0.1"
+            "shows, for example 127.0.0.1 or ::1"
         )
 
 

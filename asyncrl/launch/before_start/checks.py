@@ -5,6 +5,7 @@ A message reads `setting=value: what is wrong; what to do`.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -91,6 +92,13 @@ def _names(config: Config) -> Iterator[str]:
                 f"{name}={value!r}: becomes a folder's name; use letters, digits, '.', '_' and '-', beginning "
                 "with a letter or digit"
             )
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        yield (
+            f"TMPDIR={os.environ.get('TMPDIR', '')!r}: this user can write neither there nor to /tmp or /var/tmp, and "
+            "processes make temporary files; set TMPDIR to a folder"
+        )
     if not config.fileroot.strip():
         yield f"fileroot={config.fileroot!r}: names no folder; give one, for example ~/runs"
         return

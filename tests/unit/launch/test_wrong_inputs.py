@@ -12,6 +12,8 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -621,3 +623,26 @@ os.write(told, b"%d" % min(os.pipe()))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert int(ended.stdout) > 2, ended.stderr
+
+
+def test_a_machine_without_room_for_temporary_files_or_processes_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def no_folder() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    def no_process(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "gettempdir", no_folder)
+        patched.setenv("TMPDIR", "/nowhere")
+        assert main(["async_ppo", f"fileroot={tmp_path}"]) == 2
+        assert "TMPDIR='/nowhere': this user can write neither there nor" in capsys.readouterr().err
+    monkeypatch.setattr("asyncrl.launch.__main__._main", no_process)
+    assert main(["async_ppo"]) == 2
+    assert "ulimit -u" in capsys.readouterr().err
+    monkeypatch.setattr("asyncrl.launch.__main__._main", lambda _: threading.Thread(target=print).start())
+    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no thread")))
+    assert main(["async_ppo"]) == 2
+    assert "ulimit -u" in capsys.readouterr().err
