@@ -634,6 +634,9 @@ def test_a_machine_without_room_for_temporary_files_or_processes_is_told_what_to
     def no_process(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "gettempdir", no_folder)
         patched.setenv("TMPDIR", "/nowhere")
@@ -643,6 +646,6 @@ def test_a_machine_without_room_for_temporary_files_or_processes_is_told_what_to
     assert main(["async_ppo"]) == 2
     assert "ulimit -u" in capsys.readouterr().err
     monkeypatch.setattr("asyncrl.launch.__main__._main", lambda _: threading.Thread(target=print).start())
-    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no thread")))
+    monkeypatch.setattr(threading, "_start_new_thread", no_thread)
     assert main(["async_ppo"]) == 2
     assert "ulimit -u" in capsys.readouterr().err
