@@ -99,6 +99,19 @@ def test_a_failed_recipe_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_a_model_that_another_user_put_into_a_shared_folder_is_not_trained(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    config = recipe(tmp_path)
+    folder = base_model_dir(config)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    for path in (folder, folder / "config.json"):
+        os.chown(path, 12345, -1)
+    with pytest.raises(BaseModelError, match=f"{folder} belongs to user 12345"):
+        ensure_base_model(config)
+
+
 def test_nobody_else_can_hold_the_lock_of_the_models_folder(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     config.dataset.args = {"no_such_argument": 1}
