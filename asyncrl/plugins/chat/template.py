@@ -40,7 +40,9 @@ _TOOL: ToolSchema = {
     },
 }
 _IDS = ("c00000000", "c00000001")
-_RESULTS: tuple[Message, ...] = tuple({"role": "tool", "tool_call_id": each, "content": "4"} for each in _IDS)
+_RESULTS: tuple[Message, ...] = tuple(
+    {"role": "tool", "tool_call_id": each, "content": f"471{number}"} for number, each in enumerate(_IDS)
+)
 _MORE: Message = {"role": "user", "content": "And then?"}
 _PROBES: Mapping[str, tuple[Message, ...]] = {
     "user": (_MORE,),
@@ -283,6 +285,8 @@ class ChatFormat:
         bridge = self._bridge_text(reply, new, tools)
         if bridge is None:
             return "the template refuses such messages, or shows nothing of the answer before them"
+        if not all(message["content"] in bridge for message in new if isinstance(message["content"], str)):
+            return f"the template does not end such an answer with {end!r}, or leaves out what follows it"
         first = _SHOWN if new[0] is _SHOWN else {"role": "user", "content": "What is 2 + 2?"}
         history: list[Message] = [
             first,

@@ -5,17 +5,22 @@ are refused.
 from __future__ import annotations
 
 import itertools
+import re
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as reference
+from transformers import AutoTokenizer
 
 from asyncrl.api.chat import ToolCall
 from asyncrl.plugins.chat.parsers import FORMATS, parser, readers, why_unread
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates import chat_template
 from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 
 FOLDER = Path(__file__).parents[3] / "chat_templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -147,6 +152,44 @@ def test_a_real_template_is_rendered_as_transformers_renders_it(name: str, monke
         assert chat.render_turns(turns, tools, to_answer=to_answer) == expected
         rendered += 1
     assert rendered >= 4
+
+
+CONTROL = re.compile(r"<\|[\w/]+\|?>|<\w+\|>|<｜[^｜]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|</?s>")
+MORE: dict[str, Any] = {"role": "user", "content": "And then?"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_conversation_is_extended_by_all_of_its_new_messages_or_not_at_all(
+    name: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """GLM ends a call with another token than a text: what lies between the two must not get lost."""
+    source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*CONTROL.findall(source), *SPECIAL.values()})})
+    tokenizer.save_pretrained(tmp_path)
+    read = load_tokenizer(tmp_path)
+    chat = ChatFormat(PromptFormat(read, ChatTemplate(source, SPECIAL)), parser(READ_BY.get(name, "none")))
+    results = [{**RESULT, "content": "first 17"}, {**RESULT, "tool_call_id": "c00000001", "content": "then 18"}]
+    two = {**CALLED, "tool_calls": [CALL, {**CALL, "id": "c00000001"}]}
+    for reply, new, tools in (
+        (REASONED, [MORE], []),
+        (CALLED, results[:1], [TOOL]),
+        (CALLED, [results[0], MORE], [TOOL]),
+        (two, results, [TOOL]),
+    ):
+        if (bridge := chat.bridge(reply, new, tools)) is None:
+            continue
+        shown = read.decode_all(bridge.ids)
+        assert all(message["content"] in shown for message in new), shown
+
+
+def test_a_template_with_a_beginning_token_begins_with_one(tokenizer_folder: Path) -> None:
+    read = load_tokenizer(tokenizer_folder)
+    begins = {"bos_token": "<|begin_of_text|>"}
+    chat = ChatTemplate((FOLDER / "trl_llama3_1.jinja").read_text(encoding="utf-8"), begins)
+    ids = PromptFormat(read, chat).encode({"prompt": "<|begin_of_text|>Q?"})
+    begin = read.control_tokens["<|begin_of_text|>"]
+    assert (ids[0], ids.count(begin)) == (begin, 1)
 
 
 LFM2 = "<|tool_call_start|>[{}]<|tool_call_end|>"
