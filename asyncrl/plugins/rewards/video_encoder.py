@@ -46,7 +46,13 @@ class VJEPA2Encoder:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"encoder_args.dtype={dtype!r}: use float32, bfloat16 or float16")
         torch.set_num_threads(1)
-        model: Any = VJEPA2Model.from_pretrained(path, dtype=getattr(torch, dtype))
+        loaded: Any = VJEPA2Model.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"encoder_args.folder={folder!r}: its files lack {missing[0]} ({len(missing)} missing), which would "
+                "get random values; take config.json and files of the same model"
+            )
         self._model = model.to(device).eval()
         self._side, self._batch = int(self._model.config.crop_size), batch
 

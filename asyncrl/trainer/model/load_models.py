@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from asyncrl.models.weights.model_files.whole_folder import HEAD, check_whole, h
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation, VisionMode
+
+logger = logging.getLogger(__name__)
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
@@ -126,6 +129,7 @@ def load_critic(
     names, folder = head_shapes(path), Path(path).expanduser()
     critic = Critic(trunk, bias=f"{HEAD}.bias" in names)
     if names:
+        logger.info("the critic's head is %s of %s", HEAD, path)
         critic.head.load_state_dict({name.removeprefix(f"{HEAD}."): read_tensor(folder, name) for name in names})
     return critic.eval().to(device)
 

@@ -14,6 +14,7 @@ from asyncrl.comm.names import TrialHolder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import ANSWERS_DIR, LOCK_FILE, run_dir_of, write_run_config
+from asyncrl.launch.commands.eval import main
 from asyncrl.launch.commands.eval.answers import write_measured_answers
 from asyncrl.launch.commands.eval.config import load_settings
 
@@ -63,3 +64,9 @@ def test_answers_that_are_not_there_are_told_by_their_number(
     assert "answers.jsonl has 1 of 2 answers to held_out" in capsys.readouterr().err
     assert write_measured_answers(config, out, [{"set": "held_out", "failed": "TimeoutError"}])
     assert out.read_text() == ""
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "its/base"}')
+    assert main([str(tmp_path), "--experiment", "async_ppo"], "asyncrl") == 2
+    assert "not a Hugging Face folder: an adapter (peft) of the base model 'its/base'" in capsys.readouterr().err

@@ -369,7 +369,7 @@ def test_ppo_trains_a_critic_towards_the_returns(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
 ) -> None:
     config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae", {"lam": 1.0})
-    config.algorithm.critic.optimizer.lr = 3e-2
+    config.algorithm.critic.optimizer.lr = 1e-2
     config.algorithm.critic.value_loss = ChoiceConfig("squared")
     config.algorithm.critic.value_norm = "running"
     config.optimizer.lr = 0.0

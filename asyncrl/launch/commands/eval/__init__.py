@@ -32,6 +32,7 @@ from asyncrl.launch.before_start.whole_models import check_models
 from asyncrl.launch.commands.eval.answers import write_measured_answers
 from asyncrl.launch.commands.eval.config import evaluation_config, load_settings, policy_folder
 from asyncrl.launch.refusal import refuse
+from asyncrl.models.folder_checks import folder_faults
 from asyncrl.observe.doctor.standing import Standing
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -89,9 +90,8 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     given = Path(named).expanduser()
     is_run = (given / CONFIG_FILE).is_file()
     if not is_run and not (given / "config.json").is_file() and not is_hub_name(named):
-        raise ConfigError(
-            f"{named!r} is not a run (it has no {CONFIG_FILE}) and not a Hugging Face folder (no config.json)"
-        )
+        why = next(folder_faults(given), "no config.json")
+        raise ConfigError(f"{named!r} is not a run (it has no {CONFIG_FILE}) and not a Hugging Face folder: {why}")
     if not is_run and args.experiment is None:
         raise ConfigError("--experiment: name an experiment for the settings; a Hugging Face folder has none")
     if args.step is not None and not is_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_frames_are_chosen_from_first_to_last() -> None:
     assert evenly(frames, 4) == [frames[0], frames[3], frames[6], frames[9]]
     assert evenly(frames[:2], 4) == [frames[0], frames[0], frames[1], frames[1]]
     assert evenly(frames, 1) == frames[-1:]
+
+
+def test_v_jepa_2_without_all_its_tensors_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from asyncrl.plugins.rewards.video_encoder import VJEPA2Encoder
+
+    shutil.copytree(ENCODER, tmp_path / "encoder")
+    tensors = load_file(ENCODER / "model.safetensors")
+    lost = next(name for name in tensors if name.startswith("encoder.layer.0"))
+    del tensors[lost]
+    save_file(tensors, tmp_path / "encoder" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"its files lack {lost} \(1 missing\)"):
+        VJEPA2Encoder(folder=str(tmp_path / "encoder"))
 
 
 def test_v_jepa_2_embeds_as_transformers_own_forward_does() -> None:
