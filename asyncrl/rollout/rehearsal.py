@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import sys
 import time
@@ -55,6 +56,7 @@ from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.timing import Activity, metered
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, named_failure
 
+_log = logging.getLogger(__name__)
 OUTCOME_FILE = "outcome.json"
 ROWS_TRIED = 1000
 """Number of first rows of which one must give a prompt; otherwise the check of all prompts reports why."""
@@ -193,13 +195,23 @@ def _refused_rows(components: UserComponents) -> tuple[int, dict[int, str]]:
     rows, until = components.prompts.train_set, time.monotonic() + CHECK_S
     refused: dict[int, str] = {}
     for number in range(min(ROWS_CHECKED, len(rows))):
-        if time.monotonic() > until:
+        row = _row(rows, number)
+        if time.monotonic() > until or row is None:
             return number, refused
         try:
-            components.rewards.check_row(rows.row(number))
+            components.rewards.check_row(row)
         except ValueError as error:
             refused[number] = str(error)
     return min(ROWS_CHECKED, len(rows)), refused
+
+
+def _row(rows: Dataset, number: int) -> Mapping[str, Any] | None:
+    """Return a row of a user's dataset; None if it cannot be made, which is reported when it is drawn."""
+    try:
+        return rows.row(number)
+    except Exception as error:
+        _log.info("row %d cannot be made: %s: %s", number, type(error).__name__, error)
+        return None
 
 
 def _refused(components: UserComponents, checked: tuple[int, dict[int, str]]) -> list[str]:
@@ -229,7 +241,8 @@ async def _tried(components: UserComponents, checked: tuple[int, dict[int, str]]
     tried: list[tuple[Mapping[str, Any], str]] = []
     own = ""
     for number in [number for number in range(min(10, len(rows))) if number not in checked[1]][:2]:
-        row = rows.row(number)
+        if (row := _row(rows, number)) is None:
+            return []
         forms = _forms(rows, row)
         own = " and the rows' own answers (as they are, boxed, after ####)" if forms else ""
         tried += [(row, text) for text in (*NO_ANSWERS, *forms)]

@@ -19,6 +19,7 @@ from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
 
 _log = logging.getLogger(__name__)
 _FENCE = re.compile(r"(?P<before>[ \t]*(?:(?:[-*+]|\d{1,9}[.)]|>)[ \t]*)*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
+_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
 _PYTHON = re.compile(r"[ic]?py(?:thon|py|con)?\d*(?:[-_]\w*)?")
 _QUOTED = re.compile(r"^[ \t]*(?:> ?)+")
@@ -140,7 +141,7 @@ class CodeTestsReward:
 
 
 def program_in(text: str) -> str:
-    r"""Return the program of an answer: its last Python block behind the thoughts, or without one the whole text.
+    r"""Return the program of an answer: its last Python block behind the thoughts.
 
     - A block is between lines of three or more backticks or tildes, indented or not, in lists or quotations too; the
       last one need not be closed. Its language is Python (`python`, `py`, `python3`, `{.python}`, `pycon`, ...), or
@@ -148,14 +149,18 @@ def program_in(text: str) -> str:
     - A block after it that only tries the program out is not it: one of assertions alone, or one that uses names of
       earlier blocks, defines nothing but tests and reads no input.
     - If it uses functions, classes or variables of earlier Python blocks, these come first.
+    - Without a block it is what is within `<answer>`, or the whole text.
     - Prompts of Python's shell are removed, with what the shell printed.
     """
-    text = without_thoughts(text)
+    text = without_thoughts(text).removeprefix("\ufeff")
     blocks = list(_blocks(text))
     marked = [code for language, code in blocks if _PYTHON.fullmatch(language)]
     codes = [_without_prompts(code) for code in marked or [code for language, code in blocks if not language]]
     if not codes:
-        return text
+        answers = _ANSWER.findall(text)
+        return str(answers[-1]) if answers else text
+    if not marked:  # some may be examples of input and output
+        codes = [code for code in codes if _does_something(_parsed(code))] or codes
     if len(codes) == 1:
         return codes[0]
     trees = [_parsed(code) for code in codes]
@@ -181,6 +186,10 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
                 continue  # otherwise the block was not closed, and the next one begins
         if fence:
             lines.append(_QUOTED.sub("", line) if quoted else line)
+            if line.rstrip().endswith(fence) and not mark:  # it closes the block at the end of its last line
+                lines[-1] = lines[-1].rstrip().removesuffix(fence)
+                yield language, _without_indent(lines, indent)
+                fence = ""
         elif mark:
             fence, language, lines = mark["fence"], _LANGUAGE.match(mark["info"])[1].lower(), []  # type: ignore[index]
             indent, quoted = len(mark["before"]), ">" in mark["before"]
@@ -206,6 +215,22 @@ def _parsed(code: str) -> ast.Module | None:
         return ast.parse(code) if len(code) <= _MOST_PARSED else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _does_something(tree: ast.Module | None) -> bool:
+    """True if a block has more than values in it."""
+    values = (
+        ast.Module,
+        ast.Expr,
+        ast.Constant,
+        ast.Name,
+        ast.Tuple,
+        ast.List,
+        ast.UnaryOp,
+        ast.unaryop,
+        ast.expr_context,
+    )
+    return tree is not None and not all(isinstance(each, values) for each in ast.walk(tree))
 
 
 def _only_tries(number: int, trees: Sequence[ast.Module | None]) -> bool:

@@ -1,7 +1,7 @@
 r"""Reward for maths with a final answer, which may be written in any form.
 
 The final answer of a text, behind its thoughts, is the content of its last `\boxed{...}`, else what follows its last
-`####` (the GSM8K form).
+`####` (the GSM8K form), else the content of its last `<answer>...</answer>`.
 
 1. Text that does not change the answer is removed: `$`, `\$` and other currencies, `\(...\)`, `\left`, Markdown's `**`,
    a final full stop, units, `x =` if only one of the two has it. Words that change a number (`18 and a half`, `18 minus
@@ -53,6 +53,7 @@ _DECORATION = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]]|\\!|\\dis
 _CURRENCY = re.compile(r"\b(?:USD?|EUR|GBP|Rs\.)\s*(?=\\?[$€£¥]|\d)")
 _MICRO = re.compile("(?<=[\\d\\s])[\u00b5\u03bc](?=[mglsAVFH]\\b)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*((?:[-+\u2212]?[\d.]|\\[dt]?frac)[^\s$]*)")
 """A box without braces, as in `\boxed 18`."""
 _STYLE = re.compile(
@@ -172,14 +173,17 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, else the line after the last `####`; None without
-    either.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, else the line after the last `####`, else the content
+    of the last `<answer>`; None without any.
     """
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed
     _, marker, rest = text.rpartition("####")
-    return rest.strip().split("\n")[0].strip() if marker else None
+    if marker:
+        return rest.strip().split("\n")[0].strip()
+    tagged = _TAGGED.findall(text)
+    return str(tagged[-1]).strip() if tagged else None
 
 
 def answers_agree(given: str, expected: str) -> bool:

@@ -192,6 +192,21 @@ async def test_a_reward_that_tells_nothing_apart_is_a_note_and_as_a_verdict_an_e
     assert "the reward is 1 for an empty text" in outcome.error
 
 
+async def test_a_row_that_cannot_be_made_is_left_to_where_it_is_drawn(configured: Configured, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "class Rows:\n"
+        "    def __init__(self, *, split, seed):\n"
+        "        pass\n"
+        "    def __len__(self):\n"
+        "        return 50\n"
+        "    def row(self, index):\n"
+        "        return {'prompt': '1+1=', 'answer': ['2'][index // 40]}\n"
+    )
+    overrides = (f"dataset.path={tmp_path / 'rows.py'}:Rows", "dataset.args={}", "eval.interval=0")
+    outcome = await rehearse(configured(*overrides, "reward.path=asyncrl.plugins.rewards.text:exact_match"))
+    assert (outcome.error, outcome.unrewarded) == (None, [])
+
+
 async def test_rows_that_no_answer_can_be_right_for_are_a_note_and_all_of_them_an_error(
     configured: Configured, tmp_path: Path
 ) -> None:

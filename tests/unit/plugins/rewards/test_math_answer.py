@@ -554,6 +554,9 @@ def test_the_last_number_is_read_with_its_sign_and_as_a_whole(text: str, number:
         ("\\boxed\\frac12 .", "\\frac12"),
         ("\\boxed{\\left\\{1\\right\\}}", "\\left\\{1\\right\\}"),
         ("\\boxed{1", None),
+        ("<think>5</think><answer>4</answer>", "4"),
+        ("<answer>so \\boxed{4}</answer>", "4"),
+        ("<answer>4", None),
     ],
 )
 def test_the_final_answer_is_that_of_the_last_box(text: str, answer: str | None) -> None:
