@@ -54,7 +54,9 @@ class LiteralFormat(CallFormat):
     def read(self, text: str, begin: re.Match[str], tools: Mapping[str, Mapping[str, Any]]) -> Found | None:
         """See the base class."""
         calls: list[RawCall] = []
-        at = begin.end()
+        at, whole = begin.end(), len(text)
+        if (another := self.opening.search(text, at)) is not None:  # no call goes on beyond it
+            text = text[: another.start()]
         try:
             while (name := self._name.match(text, at)) is not None:
                 arguments, at = self._pairs(text, name.end(), self._between, self._last, 0)
@@ -70,7 +72,7 @@ class LiteralFormat(CallFormat):
             return None
         if (closing := self._closing.match(text, at)) is not None:
             return Found(closing.end(), tuple(calls))
-        return Found(at, tuple(calls)) if at == len(text) else None
+        return Found(at, tuple(calls)) if at == whole else None
 
     def _pairs(self, text: str, at: int, between: str, last: str, depth: int) -> tuple[dict[str, Any], int]:
         """Read `key between value, ...` up to the mark `last`. Raise ValueError if there is none."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,16 @@ def test_calls_in_the_form_of_python_are_read(text: str, arguments: dict[str, An
 def test_a_malformed_call_of_a_real_format_stays_content_and_is_counted(name: str, text: str) -> None:
     parsed = parser(name).parse(text)
     assert (parsed.calls, parsed.malformed, parsed.content) == ((), 1, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"), [("lfm2", "<|tool_call_start|>[f(a='"), ("gemma4", '<|tool_call>call:f{a:<|"|>')]
+)
+def test_a_model_that_begins_calls_without_end_is_read_in_time(name: str, piece: str) -> None:
+    begun = time.process_time()
+    parsed = parser(name).parse(piece * 10_000)
+    assert (parsed.calls, parsed.malformed) == ((), 10_000)
+    assert time.process_time() - begun < 4.0  # it was nine
 
 
 def test_mistral_writes_its_calls_in_two_ways() -> None:
