@@ -173,8 +173,8 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, else the line after the last `####`, else the content
-    of the last `<answer>`; None without any.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, else the line after the last `####`, else the
+    content of the last `<answer>`; None without any.
     """
     boxed = _last_boxed(text)
     if boxed is not None:
