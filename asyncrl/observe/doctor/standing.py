@@ -19,6 +19,8 @@ SILENT_S = 10.0
 """A living process writes every two seconds."""
 LONG_S = 60.0
 MOST_LINES = 8
+TIMES_LATE = 3.0
+"""A step that takes so many times as long as others says nothing on the end of the run."""
 PACE_STEPS = 11
 """Newest steps whose ends tell how long a step takes."""
 TIMES_A_STEP = 8.0
@@ -134,7 +136,9 @@ def outlook(history: History) -> str:
     ends = [history.steps[number].at for number in sorted(history.steps)[-PACE_STEPS:]]
     ends = [at for at in ends if at >= _launched_at(history)]
     pace_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun[0]
-    since_s = min(now - ends[-1], pace_s)
+    if (since_s := now - ends[-1]) > TIMES_LATE * pace_s:
+        return f"{what}, not complete after {about(since_s)}, where a step takes {about(pace_s)}"
+    since_s = min(since_s, pace_s)
     return f"{what}, complete in {about(pace_s - since_s)}; the run in {about((total - newest) * pace_s - since_s)}"
 
 

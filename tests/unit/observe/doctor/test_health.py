@@ -358,7 +358,11 @@ def test_when_a_run_with_steps_will_end(run: Path) -> None:
     line = {"at": ended, "pid": 9, "stage": "ready", "since": ended, "rollouts_running": 1, "finished_untrained": 3}
     write(run / "observed" / "gserver_manager-0.jsonl", line)
     told = outlook(History(run))
+    late = {"at": ended + 4 * pace_s, "pid": 9, "stage": "ready", "since": ended}
+    write(run / "observed" / "master_worker-0.jsonl", late)
+    told_late = outlook(History(run))
     os.close(lock)
+    assert told_late.endswith(f"not complete after {about(4 * pace_s)}, where a step takes {about(pace_s)}")
     batch = history.setting("train_batch_size")
     assert told.startswith(f"step 31 of {total}: 3 of {batch} rollouts are ready, complete in {about(pace_s)}")
     assert told.endswith(f"; the run in {about((total - 30) * pace_s)}")
