@@ -7,16 +7,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.comm.names import MODEL_WORKER
-
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """Settings of glibc's allocator in every worker. Buffers of up to 32 MiB, the largest value allowed, come from the
 heap, and the heap keeps up to 128 MiB of free memory. With the defaults, the pages of every trajectory are returned to
-the kernel and faulted in again, which costs more than sending the trajectory."""
-
-MALLOC_OF_RANKS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""The same in training ranks on CPUs, which keep all memory: each micro-batch needs the same large buffers as the one
-before it, and clearing their pages anew was 6 % of a step's time with SmolLM2-135M (1 % so)."""
+the kernel and faulted in again, which costs more than sending the trajectory. Larger buffers come
+from the kernel: without (`MALLOC_MMAP_MAX_=0`) a training rank has a fifth of its page faults, some 6 % of its time, but
+its heap falls apart and grows with every step."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names by which torch takes the settings of its allocator, today's first."""
@@ -91,8 +87,7 @@ class WorkerPlan:
         """Return the settings of glibc's allocator, unless the user has made some."""
         if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
             return {}
-        chosen = MALLOC | (MALLOC_OF_RANKS if self.kind == MODEL_WORKER and not self.resources.gpus else {})
-        return {name: value for name, value in chosen.items() if name not in os.environ}
+        return {name: value for name, value in MALLOC.items() if name not in os.environ}
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the process, in addition to the launcher's own.

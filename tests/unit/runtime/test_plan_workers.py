@@ -348,20 +348,16 @@ def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
     assert not [told for told in check(config) if "encrypt" in told]
 
 
-def test_ranks_on_cpus_keep_their_memory_and_what_a_user_chose_of_the_allocator_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+def test_what_a_user_chose_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLIBC_TUNABLES", *MALLOC):
         monkeypatch.delenv(name, raising=False)
 
-    def of(name: str, gpus: int = 0) -> dict[str, str]:
-        environment = plans_of(ExperimentConfig(), gpus)[name].environment()
+    def chosen() -> dict[str, str]:
+        environment = plans_of(ExperimentConfig(), gpus=0)["model_worker/0"].environment()
         return {key: value for key, value in environment.items() if key.startswith("MALLOC")}
 
-    assert of("model_worker/0")["MALLOC_MMAP_MAX_"] == "0"
-    for other in (of("model_worker/0", gpus=2), of("generation_server/0"), of("master_worker/0")):
-        assert other == MALLOC
+    assert chosen() == MALLOC
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
-    assert of("model_worker/0") == {"MALLOC_MMAP_MAX_": "0", "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+    assert chosen() == {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=7")
-    assert of("model_worker/0") == {}
+    assert chosen() == {}
