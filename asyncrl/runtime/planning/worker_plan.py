@@ -10,9 +10,9 @@ from pathlib import Path
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """Settings of glibc's allocator in every worker. Buffers of up to 32 MiB, the largest value allowed, come from the
 heap, and the heap keeps up to 128 MiB of free memory. With the defaults, the pages of every trajectory are returned to
-the kernel and faulted in again, which costs more than sending the trajectory. Larger buffers come
-from the kernel: without (`MALLOC_MMAP_MAX_=0`) a training rank has a fifth of its page faults, some 6 % of its time, but
-its heap falls apart and grows with every step."""
+the kernel and faulted in again, which costs more than sending the trajectory. Larger buffers come from the kernel:
+without (`MALLOC_MMAP_MAX_=0`) a training rank has a fifth of its page faults, some 6 % of its time, but its heap falls
+apart and grows with every step."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names by which torch takes the settings of its allocator, today's first."""
