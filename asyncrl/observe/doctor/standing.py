@@ -223,6 +223,9 @@ def _stalled(history: History) -> Finding | None:
     if since < max(LONG_S, TIMES_A_STEP * (median(times) if times else 0.0)):
         return None
     silent, now = _silent(history), history.now
+    recent = [p.rate(work, now - WINDOW_S, now) for p in _workers(history) for work in ("answers_total", "flops_total")]
+    if any(recent):  # answers end, or ranks compute: the step is only long
+        return None
     doing = _doing(history)
     gate = next((p.last for p in _workers(history) if p.kind == "gserver_manager"), {})
     counters = ""

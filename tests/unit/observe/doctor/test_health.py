@@ -394,7 +394,12 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     told = problems(run)["stalled"]
     history = History(run)
     shown = str(*standing_lines(history, examine(history).verdict))
+    line = {"pid": 3, "stage": "plays", "since": ended}
+    answers = [line | {"at": stands - 20, "answers_total": 7}, line | {"at": stands, "answers_total": 9}]
+    (run / "observed" / "rollout_worker-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
+    later = problems(run)
     os.close(lock)
+    assert "stalled" not in later, "answers end: the step is only long"
     assert "no step since 500 s, after step 30" in shown, "the terminal says it as well"
     assert shown.endswith("py-spy dump shows where it is.")
     assert "no step since 500 s, after step 30" in told
