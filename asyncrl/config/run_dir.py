@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,54 @@ ANNOUNCED_DIR = "announced"
 """Manifests and log-probability probes of versions that servers get from the trainer's memory."""
 
 
+_MENDS = {
+    CONFIG_FILE: "put a copy of it back, or start the trial over with resume=restart",
+    SUMMARY_FILE: "delete it: the trial continues from its newest checkpoint, and writes it again at its end",
+    METRICS_FILE: "delete what is damaged: only the metrics of these steps are missing then",
+    LOCK_FILE: "delete it if no launch of the trial runs",
+    SECRET_FILE: "delete it: each launch makes another",
+    EXIT_FILE: "delete it",
+    REMARKS_FILE: "delete it",
+    RESTARTS_FILE: "delete it: it only says which processes were restarted",
+    BOOKS_FILE: "delete it: the next launch writes it again",
+    DATA_RECORD_FILE: "put a copy of it back; or delete it, if the data are as they were: they are recorded again",
+}
+
+
+class DamagedFile(ConfigError):
+    """A file of a run's folder is not what asyncrl wrote. The message names the file, the damage and the mend."""
+
+    def __init__(self, file: Path, damage: str) -> None:
+        super().__init__(f"{file}: {damage}; {_MENDS.get(file.name, 'put a copy of it back')}")
+
+
+def read_document(
+    file: Path, required: Mapping[str, type] | None = None, parse: Callable[[str], Any] = json.loads
+) -> dict[str, Any] | None:
+    """Return the mapping that the file of a run's folder holds; None if there is no such file.
+
+    Args:
+        required: keys that it has, with the types of their values.
+
+    Raises:
+        DamagedFile: it cannot be read, or is not such a mapping.
+    """
+    try:
+        found = parse(file.read_bytes().decode())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedFile(file, f"it cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DamagedFile(file, f"it is damaged: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(found, dict):
+        raise DamagedFile(file, f"it is damaged: it holds {type(found).__name__} in place of a mapping")
+    for key, kind in (required or {}).items():
+        if not isinstance(found.get(key), kind):
+            raise DamagedFile(file, f"it is damaged: {key!r} is {found.get(key)!r:.40}")
+    return found
+
+
 def run_dir_of(config: ExperimentConfig) -> Path:
     """Return `<fileroot>/<experiment>/<trial>` as an absolute path."""
     return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
@@ -92,14 +142,16 @@ def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:
     file = run_dir / CONFIG_FILE
     file.touch(0o600)
     file.chmod(0o600)
-    file.write_text(to_yaml(msgspec.to_builtins(config)), encoding="utf-8")
+    whole = asdict(config)  # msgspec leaves out the defaults of what was made by `convert`
+    file.write_text(to_yaml(msgspec.to_builtins(whole)), encoding="utf-8")
 
 
 def read_run_config(run_dir: Path) -> ExperimentConfig:
     """The resolved config of the run in `run_dir`.
 
     Raises:
-        ConfigError: a setting is unknown, for example from another version of asyncrl, or a value has the wrong type.
+        ConfigError: the file is damaged, a setting is unknown, for example from another version of asyncrl, or a value
+            has the wrong type.
     """
     file = run_dir / CONFIG_FILE
     written = read_settings(run_dir)
@@ -112,12 +164,21 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
     return config
 
 
-def read_settings(run_dir: Path) -> Any:
+def read_settings(run_dir: Path) -> dict[str, Any]:
     """Return the resolved config of the run in `run_dir` as nested mappings, regardless of the version that wrote it.
 
     Every process of a run reads this file, so OmegaConf is not used: it takes fifty times as long.
+
+    Raises:
+        DamagedFile: the file is missing or damaged.
     """
-    text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    found = read_document(run_dir / CONFIG_FILE, parse=_yaml)
+    if found is None:
+        raise DamagedFile(run_dir / CONFIG_FILE, "it is missing")
+    return found
+
+
+def _yaml(text: str) -> Any:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

@@ -21,7 +21,13 @@ from asyncrl.launch.before_start.initial_model import with_model
 from asyncrl.launch.before_start.prompt_checks import check_prompts, show_prompts
 from asyncrl.launch.before_start.reachable import check_reachable
 from asyncrl.launch.before_start.rehearse import rehearsed
-from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, keep_inputs
+from asyncrl.launch.before_start.same_data import (
+    check_same_data,
+    check_same_roles,
+    keep_data_record,
+    keep_inputs,
+    missing_history,
+)
 from asyncrl.launch.before_start.space import space_line
 from asyncrl.launch.before_start.whole_models import check_models, loaded_folders, whole_models
 from asyncrl.launch.commands.attach import attach_again, detach
@@ -34,7 +40,7 @@ from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials.resume import TrialError, TrialHeld, check_finished
+from asyncrl.runtime.trials.resume import TrialError, TrialHeld, check_finished, check_run_files
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -73,6 +79,8 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     run_dir = run_dir_of(config)
     if (code := attach_again(config)) is not None:
         return code
+    if config.resume == Resume.auto:
+        check_run_files(run_dir)
     if config.resume == Resume.auto and check_finished(run_dir, config):
         console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
         show_summary(run_dir, console)
@@ -95,6 +103,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         if config.resume == Resume.auto:
             check_same_data(config)
             check_same_roles(config)
+            notes += [f"WARNING: {note}" for note in missing_history(config)]
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
+from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, METRICS_FILE, DamagedFile, run_dir_of
 from asyncrl.config.trained_policies import is_changing
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.inputs import named as named_inputs
 from asyncrl.rollout.inputs.copied import bring_inputs
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
+from asyncrl.verify.audit.ledger_files import read_ledger
 
 
 def check_same_data(config: ExperimentConfig) -> None:
@@ -25,7 +27,11 @@ def check_same_data(config: ExperimentConfig) -> None:
     file = run_dir_of(config) / DATA_RECORD_FILE
     if newest_progress(run_dir_of(config)) is None or not file.is_file():
         return
-    difference = DataRecord.read(file).difference(load_train_set(config), config.dataset.path)
+    train_set = load_train_set(config)
+    try:
+        difference = DataRecord.read(file).difference(train_set, config.dataset.path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(file, f"it is damaged: {str(error)[:200]}") from error
     if difference is not None:
         raise TrialError(
             f"dataset.path={difference}. Which prompts are used is known by row, so its checkpoint cannot be continued "
@@ -47,6 +53,31 @@ def check_same_roles(config: ExperimentConfig) -> None:
             f"algorithm.graph={config.algorithm.graph!r}: the checkpoint (version {progress.version}) has no state of "
             f"role {missing[0]!r}, which changes in this run; it has {', '.join(progress.roles)}: settings, arguments "
             f"or code of the graph have changed; put them back as they were, {ADVICE}"
+        )
+
+
+def missing_history(config: ExperimentConfig) -> Iterator[str]:
+    """Yield a line for each part of a continued trial's history that is damaged or gone; its checkpoint needs none."""
+    run_dir, found = run_dir_of(config), list[str]()
+    if (progress := newest_progress(run_dir)) is None:
+        return
+    known = progress.held_rows.union(row.get("step") for row in read_rows(run_dir / METRICS_FILE))
+    if missing := [step for step in range(1, progress.version + 1) if step not in known]:
+        yield (
+            f"{METRICS_FILE} lacks {len(missing)} of the {progress.version} steps before the checkpoint, from step "
+            f"{missing[0]} on; put a copy of it back to have them"
+        )
+    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: found.append(f"{place}: {what}"))
+    if len(entries) < progress.ledger_lines:
+        found.insert(
+            0,
+            f"{LEDGER_DIR}: it has {len(entries)} of the {progress.ledger_lines} lines before checkpoint "
+            f"v{progress.version}",
+        )
+    if found:
+        yield (
+            f"the ledger is damaged, {found[0]}; training continues from the checkpoint, which does not need it, but "
+            "no audit can confirm what the damaged lines recorded; put a copy of the ledger back to have them"
         )
 
 

@@ -36,6 +36,7 @@ CLOCK_S = 0.1
 def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
     """Yield a finding for each problem and each limit that takes effect silently, the most severe first."""
     rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
+    yield from _damaged(history)
     yield from _drops(history)
     yield from _rubric(rows)
     yield from _learning(history, rows)
@@ -45,6 +46,17 @@ def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
         if len(rows) >= WARM_STEPS:
             yield from _memory(process)
         yield from _clock(process)
+
+
+def _damaged(history: History) -> Iterator[Finding]:
+    if history.damaged:
+        yield Finding(
+            "damaged-files",
+            Level.problem,
+            "Files of the run are damaged",
+            f"{'. '.join(history.damaged.values())}.",
+            "What they held is left out here.",
+        )
 
 
 def _drops(history: History) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from asyncrl.config.run_dir import DamagedFile
+
 
 class ReadAgain(Exception):
     """The file was replaced or got shorter: everything read from it is no longer valid."""
@@ -26,6 +28,7 @@ class Appended:
         """Return the new lines without their ends; none if the file does not exist.
 
         Raises:
+            DamagedFile: the file cannot be read.
             ReadAgain: the file was replaced or cut; the next call reads it from its beginning.
         """
         try:
@@ -39,5 +42,7 @@ class Appended:
                 whole, newline, _ = stream.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise DamagedFile(self.file, f"it cannot be read: {error.strerror}") from error
         self._offset += len(whole) + len(newline)
         return whole.splitlines() if newline else []

@@ -19,11 +19,14 @@ from asyncrl.config.run_dir import (
     REMARKS_FILE,
     RESTARTS_FILE,
     SUMMARY_FILE,
+    DamagedFile,
+    read_document,
     read_settings,
 )
 from asyncrl.observe.history.appended import Appended, ReadAgain
 from asyncrl.observe.history.ledger_history import LedgerHistory, Rollout, StepOf
 from asyncrl.observe.history.process_history import Process, ProcessHistory
+from asyncrl.observe.history.tail import read_rows
 
 Row = dict[str, Any]
 KEEP_STEPS = 100
@@ -66,6 +69,8 @@ class History:
         self._observed = ProcessHistory(self.folder / OBSERVED_DIR)
         self._metrics = Appended(self.folder / METRICS_FILE)
         self._config: tuple[int, Mapping[str, Any]] = (-1, {})
+        self.damaged: dict[str, str] = {}
+        """What is damaged of the run's files, by name; what they held is left out."""
         self.rows: dict[int, Row] = {}
         """Rows of metrics by step."""
         self.state = State.died
@@ -74,14 +79,17 @@ class History:
 
     def refresh(self) -> None:
         """Take in what is new."""
-        try:
-            self._take_rows(self._metrics.read())
-        except ReadAgain:  # a launch removes the steps that it trains again
-            self.rows.clear()
-            self._take_rows(self._metrics.read())
-        self.ledger.refresh()
-        self._observed.refresh()
-        self.summary = self._json(SUMMARY_FILE)
+        for name, take in (
+            (METRICS_FILE, self._take_metrics),
+            (LEDGER_DIR, self.ledger.refresh),
+            (OBSERVED_DIR, self._observed.refresh),
+            (SUMMARY_FILE, self._take_summary),
+            (CONFIG_FILE, lambda: self.config),
+        ):
+            try:
+                take()
+            except DamagedFile as error:
+                self.damaged[name] = str(error)
         self.state = self._state()
 
     @property
@@ -89,9 +97,8 @@ class History:
         """The resolved settings, as nested mappings."""
         changed = (self.folder / CONFIG_FILE).stat().st_mtime_ns
         if self._config[0] != changed:
-            loaded = read_settings(self.folder) or {}
-            assert isinstance(loaded, dict)
-            self._config = (changed, {str(key): value for key, value in loaded.items()})
+            self._config = (changed, {})  # what is damaged is read once
+            self._config = (changed, {str(key): value for key, value in read_settings(self.folder).items()})
         return self._config[1]
 
     def setting(self, path: str, default: Any = None) -> Any:
@@ -134,34 +141,35 @@ class History:
         said: list[float] = [process.last.get("at", 0.0) for process in self.processes.values()]
         return max([self.ledger.newest_at, *said])
 
+    def _take_metrics(self) -> None:
+        try:
+            self._take_rows(self._metrics.read())
+        except ReadAgain:  # a launch removes the steps that it trains again
+            self.rows.clear()
+            self._take_rows(self._metrics.read())
+
+    def _take_summary(self) -> None:
+        self.summary = None
+        self.summary = read_document(self.folder / SUMMARY_FILE, {"steps": int})
+
     def _take_rows(self, lines: list[bytes]) -> None:
         for raw in lines:
             try:
                 row = json.loads(raw)
                 step = int(row["step"])
             except (ValueError, KeyError, TypeError, RecursionError):
+                self.damaged[METRICS_FILE] = f"{METRICS_FILE} has lines that are no row of metrics; they are left out"
                 continue
             if step <= next(reversed(self.rows), -1):  # trained again after a launch went back
                 self.rows = {number: known for number, known in self.rows.items() if number < step}
             self.rows[step] = row
 
-    def _json(self, name: str) -> dict[str, Any] | None:
-        try:
-            found = json.loads((self.folder / name).read_text())
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
-
     def _lines(self, name: str) -> list[Row]:
-        found = []
-        for raw in Appended(self.folder / name).read():
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                found.append(line)
-        return found
+        try:
+            return read_rows(self.folder / name)
+        except DamagedFile as error:
+            self.damaged[name] = str(error)
+            return []
 
     def _state(self) -> State:
         if self._is_held():

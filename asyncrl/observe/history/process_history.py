@@ -95,5 +95,11 @@ class ProcessHistory:
                         process.spans.append(line)
                 elif line["at"] > after:
                     process.lines.append(line)
-            except (ValueError, KeyError, TypeError):  # cut by a full disk, or not written by asyncrl
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ):  # cut by a full disk, or not written by asyncrl
                 continue

@@ -8,6 +8,8 @@ from typing import IO, Any
 
 import xxhash
 
+from asyncrl.config.run_dir import DamagedFile
+
 
 class JsonlTail:
     """Reads whole lines appended to `file` since the last `read`; the file may not exist yet, or be cut shorter.
@@ -26,24 +28,34 @@ class JsonlTail:
         """Return the new rows.
 
         Raises:
-            ValueError: a line is not JSON.
+            DamagedFile: the file cannot be read, or a line is not a JSON object.
         """
-        if not self._file.exists():
+        try:
+            with self._file.open("rb") as stream:
+                stream.seek(self._offset - len(self._last))
+                if stream.read(len(self._last)) != self._last:
+                    self._go_back(stream)
+                stream.seek(self._offset)
+                whole, newline, _ = stream.read().rpartition(b"\n")
+        except FileNotFoundError:
             return []
-        with self._file.open("rb") as stream:
-            stream.seek(self._offset - len(self._last))
-            if stream.read(len(self._last)) != self._last:
-                self._go_back(stream)
-            stream.seek(self._offset)
-            whole, newline, _ = stream.read().rpartition(b"\n")
+        except OSError as error:
+            raise DamagedFile(self._file, f"it cannot be read: {error.strerror}") from error
         lines = (whole + newline).splitlines(keepends=True)
         self._offset += len(whole) + len(newline)
         self._last = lines[-1] if lines else self._last
+        before = len(self._sums)
         self._sums += map(xxhash.xxh3_64_intdigest, lines)
+        return [self._row(line, number) for number, line in enumerate(lines, before + 1)]
+
+    def _row(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            return [json.loads(line) for line in lines]
-        except RecursionError as error:
-            raise ValueError(f"{self._file}: {error}") from error
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DamagedFile(self._file, f"line {number} is damaged: {str(error)[:200]}") from error
+        if not isinstance(row, dict):
+            raise DamagedFile(self._file, f"line {number} is damaged: it holds {type(row).__name__}")
+        return row
 
     def _go_back(self, stream: IO[bytes]) -> None:
         """Find the lines at the beginning that were read before."""
@@ -59,5 +71,9 @@ class JsonlTail:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a JSON-lines file; a last line that a kill cut off is left out."""
+    """Return the complete rows of a JSON-lines file; a last line that a kill cut off is left out.
+
+    Raises:
+        DamagedFile: as `JsonlTail.read`.
+    """
     return JsonlTail(file).read()

@@ -30,9 +30,25 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
-from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
+from asyncrl.config.run_dir import (
+    BOOKS_FILE,
+    CHECKPOINT_STATE_FILE,
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    EXIT_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    REMARKS_FILE,
+    RESTARTS_FILE,
+    SECRET_FILE,
+    DamagedFile,
+    read_document,
+    read_settings,
+    versions_in,
+)
 from asyncrl.config.trained_policies import config_of_policy
-from asyncrl.runtime.trials.summary import is_complete
+from asyncrl.observe.history.tail import read_rows
+from asyncrl.runtime.trials.summary import is_complete, read_summary
 from asyncrl.trainer.settings import AlgorithmConfig, ReferenceMode
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
@@ -67,10 +83,12 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     """Return the differences between `config` and the settings of the last launch in `run_dir`; nothing if there was
     none.
     """
-    file = run_dir / CONFIG_FILE
-    if not file.is_file():
+    if not (run_dir / CONFIG_FILE).exists():
         return []
-    before, now = OmegaConf.load(file), OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    before, now = (
+        OmegaConf.create(read_settings(run_dir)),
+        OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))),
+    )
     changes = []
     for path, _, info in settings(ExperimentConfig):
         old, new = (_plain(OmegaConf.select(tree, path, default=_ABSENT)) for tree in (before, now))
@@ -100,16 +118,39 @@ def _of_trained(tree: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
+def check_run_files(run_dir: Path) -> None:
+    """Read the files of a used trial that a launch continues, so that none is found damaged later.
+
+    Raises:
+        DamagedFile: one is damaged, or missing beside a checkpoint.
+    """
+    if (run_dir / CONFIG_FILE).exists() or newest_progress(run_dir) is not None:
+        read_settings(run_dir)
+    for name in (LOCK_FILE, SECRET_FILE, EXIT_FILE, REMARKS_FILE):  # what they hold is not read, or checked elsewhere
+        if (run_dir / name).is_dir():
+            raise DamagedFile(run_dir / name, "it is a folder")
+    read_summary(run_dir)
+    read_document(run_dir / BOOKS_FILE)
+    read_rows(run_dir / RESTARTS_FILE)
+    for number, row in enumerate(read_rows(run_dir / METRICS_FILE), 1):
+        if not isinstance(row.get("step"), int):
+            raise DamagedFile(run_dir / METRICS_FILE, f"line {number} is damaged: it has no step")
+
+
 CheckFolder: TypeAlias = Callable[[Path], object]
 """Reads all files of a checkpoint; raises ValueError if one is missing or damaged."""
 
 
 class StoredProgress(NamedTuple):
-    """A checkpoint's version, its number of used prompts, and the roles that it has the state of."""
+    """A checkpoint's version, its number of used prompts, the roles that it has the state of, the number of the
+    ledger's lines before it, and the steps whose rows of metrics it holds, because they waited for an evaluation.
+    """
 
     version: int
     used_prompts: int
     roles: tuple[str, ...]
+    ledger_lines: int
+    held_rows: frozenset[int]
 
 
 def newest_progress(
@@ -129,8 +170,10 @@ def newest_progress(
                 check(folder)
             state = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())
             used = int(state["master_state"]["buffer"]["used_prompts"]["count"])
-            return StoredProgress(version, used, tuple(state["roles"]))
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            lines = int(state["master_state"].get("ledger", {}).get("line", 0))
+            held = frozenset(int(row["step"]) for row in state["master_state"].get("metrics_log", {}).get("rows", ()))
+            return StoredProgress(version, used, tuple(state["roles"]), lines, held)
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, AttributeError) as error:
             cause = str(error).replace(f"{folder}/", "").partition(f": {folder} ")[0]
             passed_over(f"checkpoint v{version} is damaged and passed over: {cause}")
     return None
@@ -166,7 +209,7 @@ def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | N
         raise TrialError(f"trial_name={config.trial_name!r}: none of its checkpoints can be used:\n  {told}\n{ADVICE}")
     if progress is None:
         return []
-    version, prompts_used, _ = progress
+    version, prompts_used, *_ = progress
     if refused := [change for change in changes if change.fixed]:
         raise TrialError(
             f"trial_name={config.trial_name!r}: its checkpoint (version {version}) cannot be continued with "

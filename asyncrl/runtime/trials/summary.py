@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT, failure, lost_episodes
-from asyncrl.config.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, RESTARTS_FILE, SUMMARY_FILE, WEIGHTS_DIR
+from asyncrl.config.run_dir import (
+    BOOKS_FILE,
+    LOGS_DIR,
+    METRICS_FILE,
+    RESTARTS_FILE,
+    SUMMARY_FILE,
+    WEIGHTS_DIR,
+    DamagedFile,
+    read_document,
+)
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
@@ -19,9 +27,13 @@ SUMMARY_INDENT = 11
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary that the MasterWorker wrote at its end; None if it did not get there."""
-    file = run_dir / SUMMARY_FILE
-    return json.loads(file.read_text()) if file.is_file() else None
+    """Return the summary that the MasterWorker wrote at its end; None if it did not get there.
+
+    Raises:
+        DamagedFile: the file is damaged.
+    """
+    required = {"steps": int, "eval": dict, "evaluations_failed": list, "books": dict}
+    return read_document(run_dir / SUMMARY_FILE, required)
 
 
 def is_complete(run_dir: Path, total_train_steps: int) -> bool:
@@ -31,7 +43,23 @@ def is_complete(run_dir: Path, total_train_steps: int) -> bool:
 
 
 def summary_lines(run_dir: Path) -> list[str]:
-    """Return the summary as lines; without one, the counts at the last step, and the logs to read."""
+    """Return the summary as lines; without one, the counts at the last step, and the logs to read.
+
+    A damaged file is named in place of what it would say.
+    """
+    try:
+        lines = _told_lines(run_dir)
+    except DamagedFile as error:
+        lines = [f"DAMAGED    {error}"]
+    return [
+        *lines,
+        f"metrics    {run_dir / METRICS_FILE}",
+        f"weights    {run_dir / WEIGHTS_DIR}",
+        f"logs       {run_dir / LOGS_DIR}",
+    ]
+
+
+def _told_lines(run_dir: Path) -> list[str]:
     summary = read_summary(run_dir)
     lines = []
     if summary is None:
@@ -45,12 +73,7 @@ def summary_lines(run_dir: Path) -> list[str]:
     lines += [*_lost_episodes(rows), *_flat_steps(rows)]
     if counts := ", ".join(f"{what} {count}" for what, count in sorted(restarts_in(restarts).items())):
         lines.append(f"restarts   {counts}; {seconds_in(restarts):.1f} s until they went on")
-    return [
-        *lines,
-        f"metrics    {run_dir / METRICS_FILE}",
-        f"weights    {run_dir / WEIGHTS_DIR}",
-        f"logs       {run_dir / LOGS_DIR}",
-    ]
+    return lines
 
 
 def _without_result(evaluation: Mapping[str, Any]) -> str:
@@ -82,10 +105,9 @@ def _flat_steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _last_known_books(run_dir: Path) -> list[str]:
-    file = run_dir / BOOKS_FILE
-    if not file.is_file():
+    known = read_document(run_dir / BOOKS_FILE, {"books": dict, "step": int})
+    if known is None:
         return ["books      nothing was submitted"]
-    known = json.loads(file.read_text())
     return _books_lines(known["books"], f", as of step {known['step']}")
 
 

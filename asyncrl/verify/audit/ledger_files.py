@@ -42,7 +42,12 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
     for expected, file in enumerate(files, 1):
         if file.stem != f"{expected:06d}":
             report(f"{folder.name}/{file.name}", f"a file is missing before it: {expected:06d}.jsonl was expected")
-        for index, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        try:
+            lines = file.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            report(f"{folder.name}/{file.name}", f"it cannot be read: {error.strerror}")
+            continue
+        for index, raw in enumerate(lines, 1):
             place = f"{folder.name}/{file.name}:{index}"
             if not raw.endswith(b"\n") and file == files[-1]:
                 if note is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import run_dir_of
-from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record
+from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, missing_history
 from asyncrl.runtime.trials.resume import TrialError
 
 LINES = [json.dumps({"prompt": f"{i}+1="}) for i in range(4)]
@@ -73,3 +74,23 @@ def test_a_graph_whose_roles_have_changed_is_refused_by_role(config: ExperimentC
     config.algorithm.graph, config.algorithm.kl_coef = "ppo", 0.1  # a frozen reference is in no checkpoint
     with pytest.raises(TrialError, match=r"no state of role 'critic', which changes in this run; it has actor"):
         check_same_roles(config)
+
+
+def test_rows_of_metrics_and_lines_of_the_ledger_that_are_gone_are_told(config: ExperimentConfig) -> None:
+    save_checkpoint(config)
+    run_dir = run_dir_of(config)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert list(missing_history(config)) == []
+    (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
+    (run_dir / "ledger").mkdir()
+    (run_dir / "ledger" / "000001.jsonl").write_text("none\n")
+    rows, ledger = missing_history(config)
+    assert rows.startswith("metrics.jsonl lacks 1 of the 2 steps before the checkpoint, from step 1 on")
+    assert ledger.startswith("the ledger is damaged, ledger/000001.jsonl:1: not a line of a ledger")
+    shutil.rmtree(run_dir / "ledger")
+    state = run_dir / "checkpoints" / "v2" / "state.json"
+    content = json.loads(state.read_text())
+    content["master_state"] |= {"ledger": {"line": 7}, "metrics_log": {"rows": [{"step": 1}]}}
+    state.write_text(json.dumps(content))
+    (gone,) = missing_history(config)
+    assert "it has 0 of the 7 lines before checkpoint v2" in gone

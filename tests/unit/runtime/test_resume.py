@@ -41,7 +41,7 @@ def earlier_launch(config: ExperimentConfig, *, version: int = 0, finished: bool
     if version:
         write(run_dir / "checkpoints" / f"v{version}" / "state.json", state_of(version))
     if finished:
-        write(run_dir / SUMMARY_FILE, {"steps": version})
+        write(run_dir / SUMMARY_FILE, {"steps": version, "eval": {}, "evaluations_failed": [], "books": {}})
     return run_dir
 
 
@@ -161,6 +161,7 @@ def test_changed_trained_policies_are_refused_where_their_checkpoint_would_be_mi
 
 def test_what_a_checkpoint_does_not_have_of_policies_may_change(make: Make) -> None:
     run_dir = earlier_launch(make(JUDGE), version=4)
+    assert len(continuation(run_dir, make(JUDGE))) == 1, "nothing has changed"
     now = "policies=[{name: old, versions: {}}, {name: judge, trained: true, algorithm: {graph: grpo}, parallel: d2}]"
     assert "policies: " in "\n".join(continuation(run_dir, make(now)))
 
