@@ -110,9 +110,12 @@ class DeviceTurns:
 
         Returns:
             True if the guests have the devices.
+
+        Raises:
+            StopRequested: before the manager has answered.
         """
         if self.training and self._others:
-            told = await self._manager.wait_resting(self._turn.number, 0.0)
+            told = await or_stop(self._manager.wait_resting(self._turn.number, 0.0), self._stop, math.inf)
             self._lending.others, self._lending.wake_s = told.others, told.wake_s
             if not self._lending.lends(missing, self.guests):
                 return False

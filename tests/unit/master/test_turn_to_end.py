@@ -11,6 +11,7 @@ import pytest
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.manager.messages import WaitRestingReply
 from asyncrl.master.peers.guest_turns import DeviceTurns
+from asyncrl.runtime.process.waiting import StopRequested
 
 
 class Board:
@@ -45,3 +46,24 @@ async def test_guests_that_the_manager_still_names_are_a_warning(
         await turns.take_to_end(5.0)
     warning = f"saving beside {', '.join(stayed)}, which did not leave the devices within 5 s"
     assert [record.getMessage() for record in caplog.records] == ([warning] if stayed else [])
+
+
+async def test_a_stop_request_ends_the_wait_for_a_manager_that_does_not_answer() -> None:
+    """With servers elsewhere the manager is asked before the devices are lent; the checkpoint must not wait for it."""
+
+    class Frozen(Manager):
+        async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    asked, stop = asyncio.Event(), asyncio.Event()
+    turns = DeviceTurns(Board(), Frozen(), cast(Any, None), cast(Any, Announcer()), stop, guests=1, others=1)
+    turns.begin()
+    turns._announce(training=True)  # the trainer has the devices after a step
+    lending = asyncio.create_task(turns.lend(4))
+    await asked.wait()
+    stop.set()
+    async with asyncio.timeout(3):
+        with pytest.raises(StopRequested):
+            await lending

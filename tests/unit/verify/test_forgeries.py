@@ -187,6 +187,41 @@ def test_ledger(run: Path, tmp_path: Path) -> None:
     assert missed(forgeries()) - UNKNOWABLE == set()
 
 
+def test_changes_of_several_lines_that_agree(run: Path, tmp_path: Path) -> None:
+    """What nobody can tell from the files: the same names of `docs/ledger.md` as limits."""
+    file, lines = ledger_of(run)
+    aside = tmp_path / "forged"
+
+    def forged(name: str, change: Callable[[list[dict[str, Any]]], None]) -> Forgery:
+        made = copy.deepcopy(lines)
+        change(made)
+        write_ledger(aside, made, sealed=True)
+        return name, {file: aside.read_bytes()}
+
+    def equal_sum(made: list[dict[str, Any]]) -> None:
+        one, other = [line for line in made if line["kind"] == "trained" and line["step"] == 1][:2]
+        one["reward"] += 0.25
+        other["reward"] -= 0.25
+
+    def rename(made: list[dict[str, Any]], worker: str) -> None:
+        for line in made:
+            if line.get("worker") == "rollout_worker/0":
+                line["worker"] = worker
+
+    def no_books(made: list[dict[str, Any]]) -> None:
+        for line in made:
+            if line["kind"] in ("step", "saved"):
+                line["books"] = None
+
+    forgeries = [
+        forged("equal sum", equal_sum),
+        forged("renamed", lambda made: rename(made, "rollout_worker/1")),
+        forged("renamed beyond", lambda made: rename(made, "rollout_worker/99")),
+        forged("no books", no_books),
+    ]
+    assert missed(iter(forgeries)) == {"equal sum", "renamed", "renamed beyond", "no books"}
+
+
 def test_metrics(run: Path) -> None:
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
