@@ -84,7 +84,7 @@ FREE_GROUPS = """
 FREE = """
     experiment_name trial_name fileroot resume my my_class rewards tools mcp
     total_train_steps total_epochs train_batch_size group_size max_head_offpolicyness on_stale
-    model.base_experiment model.dtype model.attn_implementation model.lora.publish
+    model.base_experiment model.dtype model.float32_head model.attn_implementation model.lora.publish
     dataset.max_prompt_tokens dataset.overlong dataset.chat_template dataset.chat_template_args dataset.system_prompt
     trainer.parallel trainer.engine trainer.device trainer.threads trainer.tokens_per_micro_batch trainer.share_prefixes
     trainer.gradient_checkpointing trainer.activations_on trainer.compile trainer.offload trainer.score_ahead
