@@ -65,7 +65,7 @@ def test_whatever_is_damaged_no_reader_fails_and_a_launch_names_it(
     if name != "config.yaml" or damage != "a folder":  # then it is no run
         assert doctor.main([run], "asyncrl") in (0, 1)
         assert dashboard.main([run, "--report", page], "asyncrl") == 0
-        assert isinstance(trace.main([run, "--svg", str(tmp_path / "trace.svg")], "asyncrl"), int)
+        assert isinstance(trace.main([run, "--out", str(tmp_path / "trace.json")], "asyncrl"), int)
     assert audit.main([run], "asyncrl") in (0, 1)
     assert attach.main([run], "asyncrl") != 0
     assert isinstance(export.main([run, str(tmp_path / "out")], "asyncrl"), int)
