@@ -180,7 +180,9 @@ async def test_numbers_beside_the_score_are_parts_and_do_not_count(
         assert parts.means() == {"format": 1.0, "right": 1.0}
 
 
-@pytest.mark.parametrize(("name", "said"), [("no_score", "a finite number, {'score': number, ...}"), ("hides", "'mean': 2.0")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("no_score", "a finite number, {'score': number, ...}"), ("hides", "'mean': 2.0")]
+)
 async def test_a_mapping_without_a_score_or_with_a_metrics_name_is_refused(
     rewards: MakeRewards, name: str, said: str
 ) -> None:
