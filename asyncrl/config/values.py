@@ -77,13 +77,22 @@ def to_yaml(settings: Any) -> str:
     return str(yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
+def literal(settings: Any) -> Any:
+    """Return resolved settings so that they can be read as an experiment: a `${` in a text is no reference."""
+    if isinstance(settings, dict):
+        return {key: literal(each) for key, each in settings.items()}
+    if isinstance(settings, list):
+        return [literal(each) for each in settings]
+    return _REFERENCE.sub(r"\1\1\\${", settings) if isinstance(settings, str) else settings
+
+
 def read_file(file: Path) -> Any:
     """Return the content of a YAML file as mappings, lists, texts and `Plain`; `HERE` in a text is the file's folder.
 
     Raises:
         yaml.YAMLError, UnicodeDecodeError: it is not valid YAML.
     """
-    folder = _REFERENCE.sub(r"\1\1\\${", str(file.parent))  # a `${` in its name is no reference
+    folder = literal(str(file.parent))
     with file.open(encoding="utf-8") as stream:
         return _read(stream, folder)
 

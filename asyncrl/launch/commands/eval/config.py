@@ -6,13 +6,14 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import msgspec
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.config.trained_policies import config_of_policy
+from asyncrl.config.values import literal, to_yaml
 from asyncrl.inference.settings import NO_GUESTS
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
@@ -31,9 +32,8 @@ def load_settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> 
         assert run is not None
         name, folder = _NAME, scratch / "experiments"
         folder.mkdir()
-        own = OmegaConf.to_container(OmegaConf.structured(_settings_from_anywhere(run)))
-        assert isinstance(own, dict)
-        text = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["experiment_schema", "_self_"], **own}))
+        own = msgspec.to_builtins(_settings_from_anywhere(run))
+        text = to_yaml({"defaults": ["experiment_schema", "_self_"], **literal(own)})
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     config = load_experiment(name, args.overrides, folder)
     if not isinstance(config, ExperimentConfig):
