@@ -47,6 +47,7 @@ def _can_track() -> bool:
     import wandb
 
     settings = wandb.setup().settings
+    wandb.teardown()  # ends its helper process, which the launcher has no use for
     if settings.mode not in (None, "online", "shared") or settings.api_key or settings.identity_token_file:
         return True
     for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):

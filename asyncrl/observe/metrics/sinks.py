@@ -206,7 +206,7 @@ class Watcher:
     def _fail(self, reason: str) -> None:
         if not self._off.is_set():
             self._off.set()
-            self._warn(f"WARNING: {self._name} gets no more metrics: {hide(reason)}; the run goes on")
+            self._warn(f"WARNING: {self._name} gets no more metrics: {' '.join(hide(reason).split())}; the run goes on")
 
 
 class MetricsWriter:
