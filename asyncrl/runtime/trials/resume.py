@@ -21,12 +21,12 @@ version, whatever B was when the version was trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
+from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
@@ -85,10 +85,13 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     """
     if not (run_dir / CONFIG_FILE).exists():
         return []
-    before, now = read_settings(run_dir), msgspec.to_builtins(config)
+    before, now = (
+        OmegaConf.create(read_settings(run_dir)),
+        OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))),
+    )
     changes = []
     for path, _, info in settings(ExperimentConfig):
-        old, new = (_select(tree, path, _ABSENT) for tree in (before, now))
+        old, new = (_plain(OmegaConf.select(tree, path, default=_ABSENT)) for tree in (before, now))
         if path in _OF_THE_LAUNCH or old is _ABSENT:
             continue
         if old != new and not _same_file(old, new):
@@ -99,7 +102,7 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
 def _is_fixed(path: str, before: Any, now: Any) -> bool:
     """True if the changed setting `path`, of which only some values matter to a checkpoint, makes it unusable."""
     if path == "algorithm.reference.path":
-        return bool(_select(now, "algorithm.reference.mode") == ReferenceMode.ema.name)
+        return bool(OmegaConf.select(now, "algorithm.reference.mode") == ReferenceMode.ema.name)
     return path == "policies" and _of_trained(before) != _of_trained(now)
 
 
@@ -107,10 +110,10 @@ def _of_trained(tree: Any) -> dict[str, dict[str, Any]]:
     """Return by name the settings of the trained policies that decide the meaning of a checkpoint."""
     fixed = [path for path, _, info in settings(AlgorithmConfig) if info.fixed]
     found = {}
-    for policy in _select(tree, "policies", ()):
+    for policy in OmegaConf.select(tree, "policies", default=()):
         if policy.get("trained"):
-            own = {path: _select(tree, f"algorithm.{path}") for path in fixed}
-            own |= {path: _select(policy, f"algorithm.{path}", own[path]) for path in fixed}
+            own = {path: OmegaConf.select(tree, f"algorithm.{path}") for path in fixed}
+            own |= {path: OmegaConf.select(policy, f"algorithm.{path}", default=own[path]) for path in fixed}
             found[policy["name"]] = own | {name: policy.get(name) for name in ("path", "shared_critic")}
     return found
 
@@ -241,13 +244,8 @@ def _listed(changes: list[Change]) -> str:
     return "".join(f"\n  {change}" for change in changes)
 
 
-def _select(tree: Any, path: str, default: Any = None) -> Any:
-    """Return what nested mappings have at a dotted path."""
-    for part in path.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return default
-        tree = tree[part]
-    return tree
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _same_file(one: Any, other: Any) -> bool:
