@@ -52,6 +52,8 @@ LIMIT_S = 600.0
 """Time limit in seconds of waits for what must come: it ends a hang, and does not measure how fast a machine is."""
 GONE_S = 120.0
 """Time limit in seconds of waits for what must go: a process that has ended, its last words, its memory."""
+CHAT_MODEL = Path(os.environ.get("ASYNCRL_SMOLLM2", "~/.cache/asyncrl/models/SmolLM2-135M-Instruct")).expanduser()
+"""A real chat model, where `python -m asyncrl.launch install smollm2` has made it."""
 _STEP = re.compile(r"step (\d+)/")
 
 # of SGLang's command in tests (see tests/forked_sglang/sitecustomize.py)
@@ -124,6 +126,7 @@ TO_INCLUDE = {
         "python -m venv .venv-metaworld && .venv-metaworld/bin/pip install metaworld==3.1.1 imageio && "
         'ASYNCRL_METAWORLD_PYTHON="$PWD/.venv-metaworld/bin/python" make test',
     ),
+    "smollm2": ("no SmolLM2", "python -m asyncrl.launch install smollm2 && make test"),
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
     "network": ("takes minutes", "ASYNCRL_NETWORK_TESTS=1 make test, as root"),

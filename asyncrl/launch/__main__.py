@@ -11,7 +11,7 @@ command.
     eval MODEL                     evaluate a run's policy, or a Hugging Face folder
     export RUN [--step N] OUT      write the policy of a run as a Hugging Face folder
     init FOLDER                    create a project of your own
-    install verifiers VERSION      make an environment for a package that conflicts with asyncrl's
+    install NAME                   make a real chat model (smollm2), or an environment for a package that conflicts
     join RUN                       add GenerationServers or RolloutWorkers to a running run
     replay                         train on kept samples
     rollout                        generate and keep rollouts without training

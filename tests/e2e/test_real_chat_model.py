@@ -1,0 +1,89 @@
+"""Whole runs with a real, pretrained chat model: SmolLM2-135M, its tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.launch.__main__ import main
+from asyncrl.launch.commands.audit import audit
+from asyncrl.models.weights.model_files.loading import read_checkpoint
+
+from ..conftest import CHAT_MODEL, SGLANG_ENV
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.smollm2,
+    pytest.mark.skipif(not (CHAT_MODEL / "config.json").is_file(), reason="no SmolLM2 in ASYNCRL_SMOLLM2"),
+]
+SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
+STEPS = 3
+SHORT: dict[str, Any] = {
+    "experiment_name": "sentence",
+    "model__path": CHAT_MODEL,
+    "dataset__max_prompt_tokens": None,
+    "rollout__sampling__max_new_tokens": 12,
+    "reward__path": None,  # the experiment's
+    "total_train_steps": STEPS,
+    "train_batch_size": 2,
+    "group_size": 2,
+    "max_head_offpolicyness": 1,
+    "eval__interval": STEPS,
+    "eval__size": 2,
+    "checkpoint__interval": 1,
+}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    message = [{"role": "user", "content": "Write one short sentence."}]
+    tokens = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(**tokens).logits[0, -1]
+
+
+def test_it_trains_in_bfloat16_through_a_kill_and_transformers_reads_the_export(start_run: Any, tmp_path: Path) -> None:
+    """Both engines compute in bfloat16, as on GPUs; the weights that training keeps have float32 masters."""
+    run = start_run("smollm2_sentence", **SHORT, model__dtype="bfloat16", generation__dtype="bfloat16")
+    run.wait_for_step(1)
+    run.worker("model_worker/0").kill()
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows if row["step"]] == [1, 2, 3]
+    assert max(row["staleness/max"] for row in rows if row["step"]) <= 1
+    assert audit(run.run_dir).findings == ()
+    assert main(["export", str(run.run_dir), str(tmp_path / "out")]) == 0
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+    assert not torch.equal(logits(tmp_path / "out"), logits(CHAT_MODEL)), "nothing was learnt"
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(SGLANG_PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON names no interpreter with SGLang")
+def test_sglang_serves_its_adapters_in_float32_with_the_trainers_log_probabilities(start_run: Any) -> None:
+    run = start_run(
+        "smollm2_sentence",
+        **SHORT,
+        model__dtype="float32",
+        model__lora__rank=4,
+        optimizer__lr=1e-3,
+        generation__backend="sglang",
+        generation__sglang__python=SGLANG_PYTHON,
+        **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
+        generation__device="cpu",
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    rows = [row for row in run.rows() if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["ppo/behave_kl"] < 1e-6, "SGLang's log-probabilities of version 0 are not the trainer's"
+    log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+    assert "does not serve the trainer's" not in log
+    assert re.findall(r"generation server 0 agrees with the trainer on v[123]", log), log
+    assert any("lora" in name for name in read_checkpoint(run.run_dir / "weights" / "actor" / f"v{STEPS}"))
+    assert audit(run.run_dir).findings == ()
