@@ -1,7 +1,8 @@
 """Load the resolved config of an experiment, given by name and overrides.
 
 An experiment is a YAML file. Its `defaults:` list names the experiments that it is based on, the first of them
-`experiment_schema` or `sft_schema`; later files win over earlier ones, the command line over all files.
+`experiment_schema` or `sft_schema`; later files win over earlier ones, the command line over all files. Hydra composes
+them; types and bounds are msgspec's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -38,8 +43,8 @@ _Given = tuple[str, Any]
 """A setting, and its value as it was given."""
 _REMOVED = object()
 """Value of an entry that is taken out of a mapping: `~agent.args.tries`."""
-_SELF = "_self_"
-"""Entry of a defaults list that stands for the file itself; without it the file comes after its entries."""
+_NUMBER = "\x00"
+"""Begins what Hydra sees of a value, and is the key of the schema."""
 
 
 def experiments_dir() -> Path:
@@ -117,52 +122,102 @@ def _names_in(folders: Iterable[Path]) -> list[str]:
 
 
 def _composed(name: str, folders: tuple[Path, ...]) -> tuple[type[Config], list[_Given], list[str]]:
-    """Return an experiment's schema, the settings that its files give, the strongest last, and what is wrong with them.
+    """Return an experiment's schema, the settings that its files give, and what is wrong with them.
+
+    Hydra composes the files by their defaults lists. In place of each value it has the value's number: what a value
+    means depends on its setting (`asyncrl.config.values`).
 
     Raises:
         ConfigError: a file is not valid, or is based on an unknown experiment.
     """
-    (first, _), *files = _files(name, name, folders, ())
-    if first not in SCHEMAS or any(entry in SCHEMAS for entry, _ in files):
-        raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
-    wrong, given = list[str](), list[_Given]()
-    for entry, content in files:
-        given += _settings_in(content, SCHEMAS[first], f" in {entry}.yaml", wrong)
-    return SCHEMAS[first], given, wrong
+    contents, unreadable = _contents(folders)
+    values: list[Any] = []
 
+    def packed(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {key if isinstance(key, str) else packed(key): packed(each) for key, each in content.items()}
+        values.append(content)
+        return f"{_NUMBER}{len(values) - 1}"
 
-def _files(
-    name: str, entry: str, folders: Sequence[Path], above: Sequence[str]
-) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the names and contents of the schema and the files that make up `entry`, the strongest last."""
-    if entry in SCHEMAS:
-        yield entry, {}
-        return
-    if entry in above:
+    def unpacked(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {unpacked(key) if key.startswith(_NUMBER) else key: unpacked(each) for key, each in content.items()}
+        return values[int(content.removeprefix(_NUMBER))]
+
+    nodes = {schema: {_NUMBER: {schema: ""}} for schema in SCHEMAS}
+    for entry, (defaults, content) in contents.items():
+        nodes[entry] = {"defaults": defaults, **packed(content)}
+    try:
+        composed: Any = OmegaConf.to_container(_by_hydra(name, nodes))
+    except MissingConfigException as error:
+        missing = str(error.missing_cfg_file)
+        if missing in unreadable:
+            raise ConfigError(f"experiment {name!r}: {unreadable[missing]}") from error
+        known = (*SCHEMAS, *_names_in(folders))
+        hint = f"{did_you_mean(missing, known)}; known: {', '.join(known)}"
+        raise ConfigError(f"experiment {name!r}: its defaults list names an unknown {missing!r}{hint}") from error
+    except RecursionError as error:
         raise ConfigError(
             f"experiment {name!r}: its defaults lists form a circle; your file with a built-in experiment's name "
             f"replaces that experiment everywhere and cannot be based on it: give it another name"
-        )
-    file = next((folder / f"{entry}.yaml" for folder in folders if entry in known_experiments(folder)), None)
-    if file is None:
-        known = (*SCHEMAS, *_names_in(folders))
-        hint = f"{did_you_mean(entry, known)}; known: {', '.join(known)}"
-        raise ConfigError(f"experiment {name!r}: its defaults list names an unknown {entry!r}{hint}")
+        ) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"experiment {name!r}: {' '.join(str(error).split())}") from error
+    schemas, wrong = list(composed.pop(_NUMBER, {})), list[str]()
+    if len(schemas) != 1:
+        raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
+    schema = SCHEMAS[schemas[0]]
+    given = _settings_in(unpacked(composed), schema, "", wrong)
+    for entry, (_, content) in contents.items() if wrong else ():  # which file says so
+        here: tuple[list[str], list[str]] = [], []
+        for where, lines in zip(("", f" in {entry}.yaml"), here, strict=True):
+            _settings_in(content, schema, where, lines)
+        located = dict(zip(*here, strict=True))
+        wrong = [located.get(line, line) for line in wrong]
+    return schema, given, wrong
+
+
+def _by_hydra(name: str, nodes: Mapping[str, Any]) -> DictConfig:
+    """Compose `name` of `nodes`. A program that calls this may use Hydra itself: its state stays as it is."""
+    main, store = GlobalHydra.instance(), ConfigStore.instance()
+    before, stored = main.hydra, store.repo
+    main.clear()
+    store.repo = dict(stored)
     try:
-        content = read_file(file)
-    except (YAMLError, UnicodeDecodeError) as error:
-        reason = f"{' '.join(str(error).split())}; put texts with special characters in quotes"
-        raise ConfigError(f"experiment {name!r}: {file} is not valid YAML: {reason}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"experiment {name!r}: {file} has no settings; write SETTING: VALUE in each line")
-    defaults = content.pop("defaults", [])
-    if not isinstance(defaults, list) or not all(isinstance(each, str) for each in defaults):
-        raise ConfigError(f"experiment {name!r}: {file}: write names of experiments as defaults: [own_model, _self_]")
-    for each in defaults if _SELF in defaults else [*defaults, _SELF]:
-        if each == _SELF:
-            yield entry, content
+        for entry, node in nodes.items():
+            store.store(entry, node)
+        # A package without YAML files: what is composed is in the store alone.
+        with initialize_config_module(str(__package__), version_base="1.3"):
+            return compose(name)
+    finally:
+        GlobalHydra.set_instance(main)
+        main.hydra, store.repo = before, stored
+
+
+def _contents(folders: Sequence[Path]) -> tuple[dict[str, tuple[list[Any], dict[Any, Any]]], dict[str, str]]:
+    """Return the defaults list and the settings of each experiment's file by name, the user's in place of the built-in
+    one of the same name; and what is wrong with files that cannot be read.
+    """
+    contents: dict[str, tuple[list[Any], dict[Any, Any]]] = {}
+    unreadable: dict[str, str] = {}
+    for entry in _names_in(folders):
+        file = next(folder / f"{entry}.yaml" for folder in folders if (folder / f"{entry}.yaml").exists())
+        try:
+            content = read_file(file)
+        except (YAMLError, UnicodeDecodeError) as error:
+            unreadable[entry] = (
+                f"{file} is not valid YAML: {' '.join(str(error).split())}; put texts with special characters in quotes"
+            )
+            continue
+        if not isinstance(content, dict):
+            unreadable[entry] = f"{file} has no settings; write SETTING: VALUE in each line"
+            continue
+        defaults = content.pop("defaults", [])
+        if isinstance(defaults, list):
+            contents[entry] = defaults, content
         else:
-            yield from _files(name, each, folders, (*above, entry))
+            unreadable[entry] = f"{file}: write names of experiments as defaults: [own_model, _self_]"
+    return contents, unreadable
 
 
 def _settings_in(content: Mapping[Any, Any], schema: type[Config], where: str, wrong: list[str]) -> list[_Given]:

@@ -101,3 +101,17 @@ def test_the_list_shows_the_users_experiments_and_then_the_built_in_ones(own: Pa
         text.index(part) for part in (str(own), "  mine ", "What it is for", "built-in experiments:", "async_ppo ")
     ]
     assert places == sorted(places)
+
+
+def test_a_program_that_uses_hydra_itself_keeps_its_state() -> None:
+    from hydra import compose, initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    ConfigStore.instance().store("of_the_program", {"depth": 3})
+    with initialize_config_module("asyncrl.config", version_base="1.3"):
+        theirs = GlobalHydra.instance(), GlobalHydra.instance().hydra
+        load_experiment("async_grpo", [], experiments_dir())
+        assert (GlobalHydra.instance(), GlobalHydra.instance().hydra) == theirs
+        assert compose("of_the_program") == {"depth": 3}
+        assert "async_grpo.yaml" not in ConfigStore.instance().repo, "experiments are not the program's configs"
