@@ -46,7 +46,7 @@ def main() -> None:
             run = arms.played(ARMS[arm], f"seed{seed}", args.fileroot, settings)
             curve = arms.evaluated(run, ACCURACY)
             curves[arm].append(curve)
-            minutes = run.steps[-1]["time/elapsed_s"] / 60
+            minutes = run.metrics[-1]["time/elapsed_s"] / 60
             reached = f"{first_above(curve, 0.5)} | {first_above(curve, 0.8)}"
             before_after = f"{curve[min(curve)]:.2f} | {curve[max(curve)]:.2f}"
             print(f"| {arm} | {seed} | {before_after} | {reached} | {minutes:.0f} |", flush=True)

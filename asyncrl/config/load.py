@@ -144,7 +144,7 @@ def _composed(name: str, folders: tuple[Path, ...]) -> tuple[type[Config], list[
             return {unpacked(key) if key.startswith(_NUMBER) else key: unpacked(each) for key, each in content.items()}
         return values[int(content.removeprefix(_NUMBER))]
 
-    nodes = {schema: {_NUMBER: {schema: ""}} for schema in SCHEMAS}
+    nodes: dict[str, Any] = {schema: {_NUMBER: {schema: ""}} for schema in SCHEMAS}
     for entry, (defaults, content) in contents.items():
         nodes[entry] = {"defaults": defaults, **packed(content)}
     try:
