@@ -31,7 +31,7 @@ from asyncrl.config.plugin_code.own_settings import own_class, own_settings
 from asyncrl.config.secrets import hide, shown
 from asyncrl.config.setting import ConfigError, SettingInfo, setting_info
 from asyncrl.config.suggestions import did_you_mean, nearest_setting
-from asyncrl.config.values import fit, members_of, place, read_file, read_typed, text_of
+from asyncrl.config.values import Plain, fit, members_of, place, read_file, read_typed, text_of
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 Config = ExperimentConfig | SFTConfig
@@ -297,6 +297,8 @@ def _made(schema: type[Config], given: Sequence[_Given], wrong: list[str]) -> Co
             wrong.append(f"{name}: {path!r} has no such field{hint} It has: {', '.join(names)}")
         elif value is _REMOVED:
             _remove(tree, name, wrong)
+        elif name in kinds and kind is str and isinstance(value, Plain) and value.value is None:
+            place(tree, name.split("."), reduce(getitem, name.split("."), _defaults(schema)))  # a file's null: not set
         else:
             place(tree, name.split("."), fit(name, value, kind, wrong))
     if not wrong and mine is not None:

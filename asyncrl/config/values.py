@@ -116,7 +116,7 @@ def read_typed(text: str, kind: Any) -> Any:
             reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
             raise ConfigError(f"not valid YAML: {reason}; put texts with special characters in quotes") from error
         return text if is_text and not isinstance(read, str) else read
-    value = _Loader("").construct_object(_scalar(text)) if text else text
+    value = text if is_text or not text else _Loader("").construct_object(_scalar(text))
     return value if isinstance(value, str) else Plain(text, value)
 
 

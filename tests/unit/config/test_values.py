@@ -263,3 +263,11 @@ def test_all_wrong_settings_of_a_file_are_told_with_the_file(tmp_path: Path) -> 
         "'seeed'",
     ):
         assert len([line for line in told if part in line]) == 1, part
+
+
+def test_a_null_in_a_file_leaves_a_text_at_its_default_and_is_a_text_where_it_is_typed(tmp_path: Path) -> None:
+    config = in_file(tmp_path, "trial_name: null\ndataset:\n  path:")
+    default = load_experiment("async_ppo", [])
+    assert isinstance(default, ExperimentConfig)
+    assert (config.trial_name, config.dataset.path) == (default.trial_name, default.dataset.path)
+    assert load_experiment("async_ppo", ["trial_name=null"]).trial_name == "null"
