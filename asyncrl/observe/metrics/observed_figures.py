@@ -113,6 +113,8 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("max_tokens", "generation_server", "tokens", "Positions of the server's KV cache."),
     Figure("kv_share", "generation_server", "share", "Share of the KV cache that is in use."),
     Figure("silent", "generation_server", "", "1 while the engine does not answer."),
+    Figure("answers_total", "rollout_worker", "answers", "Answers that the worker's agents have received.", grows=True),
+    Figure("training", "master_worker", "", "1 while a step is being trained."),
     Figure("rollouts_running", "gserver_manager", "rollouts", "Rollouts that run."),
     Figure("finished_untrained", "gserver_manager", "rollouts", "Rollouts that have finished and are not trained yet."),
     Figure("submitted_total", "gserver_manager", "rollouts", "Rollouts that the gate has admitted.", grows=True),
