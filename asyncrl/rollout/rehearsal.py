@@ -264,7 +264,9 @@ def _forms(rows: Dataset, row: Mapping[str, Any]) -> list[str]:
     answer = row.get("answer")
     answer = answer[0] if isinstance(answer, list | tuple) and answer else answer
     forms = [] if isinstance(answer, bool) or not isinstance(answer, str | int | float) else [str(answer)]
-    forms += [form.format(text) for text in forms for form in (r"\boxed{{{}}}", "#### {}", "<answer>{}</answer>")]
+    forms += [
+        form.format(text) for text in forms for form in (r"\boxed{{{}}}", "#### {}", "#{}", "<answer>{}</answer>")
+    ]
     if forms and isinstance(rows, DemonstrationDataset):
         with suppress(ValueError):
             forms += [shown] if isinstance(shown := rows.demonstration(row), str) else []

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import msgspec
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
@@ -55,7 +56,7 @@ def whole_models(folders: Iterator[WantedFolder]) -> Iterator[Callable[[], None]
             if code:
                 last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
                 raise ConfigError(f"the models' files cannot be checked: {last[0]}")
-            if faults := msgspec.json.decode(told.read(), type=list[str]):
+            if faults := decode_json(told.read(), list[str]):
                 raise ConfigError("\n".join(faults))
 
         try:

@@ -134,7 +134,7 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("servers_resting", "gserver_manager", "servers", "Guests that rest while the trainer has their devices."),
     Figure("servers_quarantined", "gserver_manager", "servers", "Servers that are left out after a fault."),
 )
-NO_FIGURES = frozenset({"at", "pid", "stage", "since", "ended", "failed"})
+NO_FIGURES = frozenset({"at", "pid", "stage", "since", "ended", "failed", "shortage"})
 """Further keys in a line of `observed/`: its time, the process that wrote it, and the process's activity."""
 _FIGURES = {figure.name: figure for figure in OBSERVED}
 

@@ -325,7 +325,7 @@ def test_a_run_goes_on_when_the_helper_process_of_wandb_dies(tmp_path: Path, mon
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     code = f"""
-import contextlib, os, time
+import contextlib, os, threading, time
 import psutil
 from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
@@ -334,8 +334,9 @@ config, warned = ExperimentConfig(), []
 config.logging.wandb_project, config.logging.tensorboard = "p", False
 writer = MetricsWriter.open(Path({str(tmp_path)!r}) / "metrics.jsonl", config, 0, warned.append)
 writer.write(0, {{"x": 0}})
-while not list(Path({str(tmp_path)!r}).glob("wandb/offline-run-*/*.wandb")):
-    time.sleep(0.05)
+watcher, taken = writer._watchers[0], threading.Event()
+watcher.do(lambda sink: taken.set())  # W&B is there, and has the first row
+assert taken.wait(200)
 for process in psutil.Process().children(recursive=True):
     with contextlib.suppress(psutil.NoSuchProcess):
         if "wandb-core" in process.name():

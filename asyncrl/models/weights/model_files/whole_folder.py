@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 from transformers.utils import logging
 
+from asyncrl.comm.typed import decode_json
 from asyncrl.models.folder_checks import ModelPart, WantedFolder, folder_faults, read_header, weight_files
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import TrialLoad, language_model, trial_load
@@ -183,5 +184,5 @@ def _faults(folders: Collection[WantedFolder]) -> Iterator[str]:
 if __name__ == "__main__":
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[WantedFolder])
+    asked = decode_json(sys.stdin.buffer.read(), list[WantedFolder])
     sys.stdout.buffer.write(msgspec.json.encode(list(_faults(asked))))
