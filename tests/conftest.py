@@ -439,6 +439,14 @@ def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chat_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, a real chat model."""
+    if not (CHAT_MODEL / "config.json").is_file():
+        pytest.skip(f"no SmolLM2 in {CHAT_MODEL}")
+    return CHAT_MODEL
+
+
 @pytest.fixture
 def http_security(tmp_path: Path) -> HttpSecurity:
     """Token and certificate of a run of this test's own."""

@@ -19,7 +19,7 @@ from ..conftest import CHAT_MODEL, SGLANG_ENV
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.smollm2,
-    pytest.mark.skipif(not (CHAT_MODEL / "config.json").is_file(), reason="no SmolLM2 in ASYNCRL_SMOLLM2"),
+    pytest.mark.usefixtures("chat_model"),
 ]
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 STEPS = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.models.model_config import for_all_versions, read_model_config
 from asyncrl.trainer.checks import check
-
-SMOLLM2 = os.environ.get("ASYNCRL_SMOLLM2")
 
 
 @pytest.mark.parametrize("content", ["[]", "1", "{"])
@@ -111,8 +108,7 @@ def test_a_tokenizer_s_config_has_names_that_transformers_4_knows_and_5_reads() 
     assert for_all_versions("config.json", b"{") == b"{"
 
 
-def test_a_real_model_s_export_has_both_forms() -> None:
-    if SMOLLM2 is None:
-        pytest.skip("ASYNCRL_SMOLLM2 names no folder with SmolLM2")
-    described = json.loads(for_all_versions("config.json", Path(SMOLLM2, "config.json").read_bytes()))
+@pytest.mark.smollm2
+def test_a_real_model_s_export_has_both_forms(chat_model: Path) -> None:
+    described = json.loads(for_all_versions("config.json", (chat_model / "config.json").read_bytes()))
     assert described["rope_theta"] == described["rope_parameters"]["rope_theta"] == 100000

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -464,6 +465,19 @@ def test_mistakes_are_told_from_the_rounding_of_trained_weights(
     mutate(monkeypatch)
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM is not served.* differ from transformers"):
         GenerationEngine(model)
+
+
+@pytest.mark.smollm2
+def test_a_real_chat_model_is_served_in_bfloat16_and_mistakes_with_it_are_refused(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.bfloat16)
+    GenerationEngine(model)
+    refused = r"LlamaForCausalLM is not served.* differ from transformers"
+    for mutate in (_late_position, _swapped_norms):
+        with monkeypatch.context() as wrong, pytest.raises(UnsupportedModelError, match=refused):
+            mutate(wrong)
+            GenerationEngine(model)
 
 
 @pytest.mark.parametrize("mutate", [_one_slot_for_all, _no_mask, _late_position])

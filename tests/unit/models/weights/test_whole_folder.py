@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from asyncrl.models.weights.model_files.whole_folder import IncompleteModelError
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.settings import AttentionImplementation
 
-SMOLLM2 = os.environ.get("ASYNCRL_SMOLLM2")
 LAYER = "model.layers.1.self_attn.o_proj.weight"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -179,8 +177,7 @@ def test_files_in_parts_are_read_as_the_index_says(qwen_dir: Path, tmp_path: Pat
         check_whole(folder)
 
 
-def test_a_real_pretrained_model_is_whole() -> None:
-    if SMOLLM2 is None:
-        pytest.skip("ASYNCRL_SMOLLM2 names no folder with SmolLM2")
-    check_whole(Path(SMOLLM2))
-    check_whole(Path(SMOLLM2), ModelPart.trunk)
+@pytest.mark.smollm2
+def test_a_real_pretrained_model_is_whole(chat_model: Path) -> None:
+    check_whole(chat_model)
+    check_whole(chat_model, ModelPart.trunk)
