@@ -281,7 +281,8 @@ def _made(schema: type[Config], given: Sequence[_Given], wrong: list[str]) -> Co
     Raises:
         ConfigError: there is something in `wrong`, or a value is not of its setting's type.
     """
-    kinds, tree = dict(_kinds(schema)), copy.deepcopy(_defaults(schema))  # type: ignore[arg-type]  # types are hashable
+    kinds, defaults = dict(_kinds(schema)), _defaults(schema)  # type: ignore[arg-type]  # types are hashable
+    tree = copy.deepcopy(defaults)
     own = next((value for name, value in reversed(given) if name == "my_class"), None)
     path, mine = fit("my_class", own, str | None, []), None
     try:
@@ -298,7 +299,7 @@ def _made(schema: type[Config], given: Sequence[_Given], wrong: list[str]) -> Co
         elif value is _REMOVED:
             _remove(tree, name, wrong)
         elif name in kinds and kind is str and isinstance(value, Plain) and value.value is None:
-            place(tree, name.split("."), reduce(getitem, name.split("."), _defaults(schema)))  # a file's null: not set
+            place(tree, name.split("."), reduce(getitem, name.split("."), defaults))  # a file's null: not set
         else:
             place(tree, name.split("."), fit(name, value, kind, wrong))
     if not wrong and mine is not None:
