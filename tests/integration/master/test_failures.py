@@ -103,7 +103,7 @@ async def test_the_stall_clock_begins_once_generation_servers_and_rollout_worker
     run.loop.parts.stall._starting = starting
     with pytest.raises(Stalled, match="0 of 4 rollouts in the buffer"):
         await run.loop.run()
-    assert looks > 20
+    assert looks >= 20
 
 
 async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
