@@ -28,7 +28,6 @@ SHORT: dict[str, Any] = {
     "model__path": CHAT_MODEL,
     "dataset__max_prompt_tokens": None,
     "rollout__sampling__max_new_tokens": 12,
-    "reward__path": None,  # the experiment's
     "total_train_steps": STEPS,
     "train_batch_size": 2,
     "group_size": 2,
@@ -37,6 +36,15 @@ SHORT: dict[str, Any] = {
     "eval__size": 2,
     "checkpoint__interval": 1,
 }
+
+
+LETTERS = "def letters(data, completion): return completion.count('e') / max(len(completion), 1)"
+"""A reward that differs between any two answers; the experiment's is 0 for nearly all of so few."""
+
+
+def reward(folder: Path) -> str:
+    (folder / "letters.py").write_text(LETTERS)
+    return f"{folder / 'letters.py'}:letters"
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -50,7 +58,13 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_it_trains_in_bfloat16_through_a_kill_and_transformers_reads_the_export(start_run: Any, tmp_path: Path) -> None:
     """Both engines compute in bfloat16, as on GPUs; the weights that training keeps have float32 masters."""
-    run = start_run("smollm2_sentence", **SHORT, model__dtype="bfloat16", generation__dtype="bfloat16")
+    run = start_run(
+        "smollm2_sentence",
+        **SHORT,
+        reward__path=reward(tmp_path),
+        model__dtype="bfloat16",
+        generation__dtype="bfloat16",
+    )
     run.wait_for_step(1)
     run.worker("model_worker/0").kill()
     assert run.wait() == 0, run.output + run.logs()
@@ -71,6 +85,7 @@ def test_sglang_serves_its_adapters_in_float32_with_the_trainers_log_probabiliti
     run = start_run(
         "smollm2_sentence",
         **SHORT,
+        reward__path=reward(tmp_path),
         model__dtype="float32",
         model__lora__rank=4,
         optimizer__lr=1e-3,
