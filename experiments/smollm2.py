@@ -14,12 +14,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 from asyncrl.api import verdict
-
-Split = Literal["train", "held_out"]
+from asyncrl.plugins.datasets.arithmetic import ComputedRows, Split
 
 SUBJECTS = (
     *("the sea", "a dog", "the moon", "a river", "an old house", "the winter", "a garden", "a train", "the market"),
@@ -27,24 +26,12 @@ SUBJECTS = (
     *("a library", "the forest", "a kitchen", "the wind", "a bridge", "a child", "a painter", "the summer", "a farm"),
 )
 WORDS = (
-    *("quiet", "warm", "yellow", "slowly", "never", "bright", "heavy", "again", "alone", "gentle", "strange", "deep"),
-    *(
-        "early",
-        "golden",
-        "empty",
-        "happy",
-        "narrow",
-        "always",
-        "broken",
-        "simple",
-        "distant",
-        "fresh",
-        "hidden",
-        "soft",
-    ),
-    *("lonely", "quick", "silver", "tired", "wild", "young", "before", "clean", "famous", "green", "honest", "loud"),
-    *("open", "proud", "round", "sharp", "sudden", "together", "useful", "white", "whole", "wooden", "angry", "calm"),
-    *("careful", "dark", "elegant", "free", "great", "hungry", "large", "modern", "noisy", "perfect", "rare", "safe"),
+    *("quiet", "warm", "yellow", "slowly", "never", "bright", "heavy", "again", "alone", "gentle"),
+    *("strange", "deep", "early", "golden", "empty", "happy", "narrow", "always", "broken", "simple"),
+    *("distant", "fresh", "hidden", "soft", "lonely", "quick", "silver", "tired", "wild", "young"),
+    *("before", "clean", "famous", "green", "honest", "loud", "open", "proud", "round", "sharp"),
+    *("sudden", "together", "useful", "white", "whole", "wooden", "angry", "calm", "careful", "dark"),
+    *("elegant", "free", "great", "hungry", "large", "modern", "noisy", "perfect", "rare", "safe"),
 )
 HELD_OUT_SHARE = 6
 """One word, and one problem, in six is held out."""
@@ -54,43 +41,12 @@ def _split_of(key: str) -> Split:
     return "held_out" if crc32(key.encode()) % HELD_OUT_SHARE == 0 else "train"
 
 
-class _Rows:
-    """`num_rows` rows of one split; another seed draws others.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-
-    def __init__(self, *, split: Split = "train", seed: int = 0, num_rows: int = 4096) -> None:
-        if split not in ("train", "held_out"):
-            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
-        if num_rows < 1:
-            raise ValueError(f"dataset num_rows is {num_rows}: give at least 1")
-        self.split, self.seed, self.num_rows = split, seed, num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
+class Sentences(ComputedRows):
+    """A subject, and a word that the sentence has to use; see `ComputedRows` for the arguments."""
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return row `index`.
-
-        Raises:
-            IndexError: `index` is not within the dataset.
-        """
-        if not 0 <= index < self.num_rows:
-            raise IndexError(f"row {index} of a dataset of {self.num_rows} rows")
-        return self.drawn(random.Random(f"{self.seed}/{self.split}/{index}"))
-
-    def drawn(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a row of this split."""
-        raise NotImplementedError
-
-
-class Sentences(_Rows):
-    """A subject, and a word that the sentence has to use."""
-
-    def drawn(self, rng: random.Random) -> dict[str, Any]:
         """`prompt` and `word`."""
+        rng = self.rng(index)
         word = rng.choice([word for word in WORDS if _split_of(word) == self.split])
         return {
             "prompt": f'Write one short sentence about {rng.choice(SUBJECTS)} that uses the word "{word}".',
@@ -111,7 +67,7 @@ _PEOPLE = (("Mia", "She"), ("Tom", "He"), ("Ana", "She"), ("Sam", "He"), ("Lea",
 _THINGS = ("apples", "books", "coins", "stamps", "shells", "marbles", "cards", "pencils", "eggs", "balloons", "stones")
 
 
-class WordProblems(_Rows):
+class WordProblems(ComputedRows):
     """Two steps of addition, subtraction or multiplication, in words.
 
     Args:
@@ -123,8 +79,9 @@ class WordProblems(_Rows):
         super().__init__(**rows)
         self._careless = careless
 
-    def drawn(self, rng: random.Random) -> dict[str, Any]:
+    def row(self, index: int) -> dict[str, Any]:
         """`prompt`, `answer` (digits) and `steps`, the sums in order: [left, sign, right]."""
+        rng = self.rng(index)
         while True:
             has, gets, gives = rng.randint(10, 60), rng.randint(2, 40), rng.randint(2, 30)
             form = rng.randrange(3)

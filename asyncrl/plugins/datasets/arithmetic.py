@@ -53,13 +53,44 @@ def written_out(numbers: Sequence[int], *, forget: float = 0.0, rng: random.Rand
     return ";".join(steps) + f"#{total}"
 
 
-class ArithmeticDataset:
-    """`num_rows` problems of one split.
+class ComputedRows:
+    """Base of datasets whose rows are computed: row `index` depends on (seed, split, index) alone.
 
     Args:
         split: `train` or `held_out`; no problem is in both.
         seed: another seed draws other rows of the same split.
         num_rows: length of the dataset.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, *, split: Split = "train", seed: int = 0, num_rows: int = 16384) -> None:
+        if split not in ("train", "held_out"):
+            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
+        if num_rows < 1:
+            raise ValueError(f"dataset num_rows is {num_rows}: give at least 1")
+        self.split, self.seed, self.num_rows = split, seed, num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def rng(self, index: int) -> random.Random:
+        """Return the random numbers of row `index`.
+
+        Raises:
+            IndexError: `index` is not within the dataset.
+        """
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of a dataset of {self.num_rows} rows")
+        return random.Random(f"{self.seed}/{self.split}/{index}")
+
+
+class ArithmeticDataset(ComputedRows):
+    """`num_rows` problems of one split.
+
+    Args:
+        split, seed, num_rows: see `ComputedRows`.
         max_numbers: N, the most numbers in a sum; their count is uniform over 2 to N.
         min_numbers: the fewest.
         forget_carry: probability that a carrying step of `demonstration` forgets its carry.
@@ -78,19 +109,12 @@ class ArithmeticDataset:
         min_numbers: int = 2,
         forget_carry: float = 0.0,
     ) -> None:
-        if split not in ("train", "held_out"):
-            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
-        if num_rows < 1:
-            raise ValueError(f"dataset num_rows is {num_rows}: give at least 1")
+        super().__init__(split=split, seed=seed, num_rows=num_rows)
         if not 2 <= min_numbers <= max_numbers:
             raise ValueError(f"dataset min_numbers..max_numbers is {min_numbers}..{max_numbers}: need 2 <= min <= max")
         if not 0.0 <= forget_carry <= 1.0:
             raise ValueError(f"dataset forget_carry is {forget_carry}: it is a probability, give 0 to 1")
-        self.split, self.seed, self.num_rows = split, seed, num_rows
         self.max_numbers, self.min_numbers, self.forget_carry = max_numbers, min_numbers, forget_carry
-
-    def __len__(self) -> int:
-        return self.num_rows
 
     def numbers(self, index: int) -> list[int]:
         """Return the numbers of problem `index`.
@@ -98,9 +122,7 @@ class ArithmeticDataset:
         Raises:
             IndexError: `index` is not within the dataset.
         """
-        if not 0 <= index < self.num_rows:
-            raise IndexError(f"row {index} of a dataset of {self.num_rows} rows")
-        rng = random.Random(f"{self.seed}/{self.split}/{index}")
+        rng = self.rng(index)
         while True:
             count = rng.randint(self.min_numbers, self.max_numbers)
             numbers = [rng.randint(1, 9 if rng.random() < 0.5 else 99) for _ in range(count)]

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
-from asyncrl.plugins.datasets.arithmetic import HELD_OUT_SHARE, Split
+from asyncrl.plugins.datasets.arithmetic import HELD_OUT_SHARE, ComputedRows, Split
 
 SIGNATURE = "calculator(expression)"
 """Description of the demo's tool in its chat template."""
@@ -48,27 +48,8 @@ def value_of(expression: str) -> int:
     return int(left) * int(right) + sign * rest
 
 
-class CalculatorQuestions:
-    """`num_rows` questions of one split.
-
-    Args:
-        split: `train` or `held_out`; no problem is in both.
-        seed: another seed draws other rows of the same split.
-        num_rows: length of the dataset.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-
-    def __init__(self, *, split: Split = "train", seed: int = 0, num_rows: int = 16384) -> None:
-        if split not in ("train", "held_out"):
-            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
-        if num_rows < 1:
-            raise ValueError(f"dataset num_rows is {num_rows}: give at least 1")
-        self.split, self.seed, self.num_rows = split, seed, num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
+class CalculatorQuestions(ComputedRows):
+    """`num_rows` questions of one split; see `ComputedRows` for the arguments."""
 
     def expression(self, index: int) -> str:
         """Return the problem of row `index`.
@@ -76,9 +57,7 @@ class CalculatorQuestions:
         Raises:
             IndexError: `index` is not within the dataset.
         """
-        if not 0 <= index < self.num_rows:
-            raise IndexError(f"row {index} of a dataset of {self.num_rows} rows")
-        rng = random.Random(f"{self.seed}/{self.split}/{index}")
+        rng = self.rng(index)
         while split_of(expression := problem(rng)) != self.split:
             pass
         return expression
