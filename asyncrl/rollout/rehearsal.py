@@ -244,7 +244,7 @@ async def _tried(components: UserComponents, checked: tuple[int, dict[int, str]]
         if (row := _row(rows, number)) is None:
             return []
         forms = _forms(rows, row)
-        own = " and the rows' own answers (as they are, boxed, after ####)" if forms else ""
+        own = " and the rows' own answers (as they are, boxed, after # or ####)" if forms else ""
         tried += [(row, text) for text in (*NO_ANSWERS, *forms)]
     try:
         async with asyncio.timeout(TRIAL_S):

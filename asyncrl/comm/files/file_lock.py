@@ -1,4 +1,4 @@
-"""Locks on open files, by which processes see who lives. The kernel releases a lock when its holder ends.
+"""Locks on open files, which show that a process is alive. The kernel releases a lock when its holder ends.
 
 A process id says nothing in another container, and a clock nothing on another host; a lock holds in both.
 """

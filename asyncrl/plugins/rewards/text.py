@@ -29,8 +29,8 @@ _LAST = re.compile(
     r"(?![\d_^]|[.,:/]\d|[eE][-+]?\d)",
     re.ASCII,
 )
-"""A number within text. A sign after a word, a number or a bracket is none (`pages 10-15`); no times, dates, bases
-(`101_2`) and powers.
+"""A number within text. A sign after a word, a number or a bracket does not count (`pages 10-15`); no times, dates,
+bases (`101_2`) and powers.
 """
 _SIGN_APART = re.compile(r"([{(\[=#]\s*)-\s+(?=[\d.\\$])")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")

@@ -8,8 +8,8 @@ A launcher holds three things while it lives, and takes them before it touches a
 - If name resolution is shared (an etcd server, or `system.name_resolve_root`): the entry `run` of the trial, under a
   lease. The same trial name under another `fileroot` has other locks but the same names.
 
-Locks are advisory ones of the kernel, which releases them when their holder dies. They tell who lives on any host and
-in any container that has the folder; a process id would tell it in one pid namespace only.
+Locks are advisory ones of the kernel, which releases them when their holder dies. They tell which processes are alive
+on any host and in any container that has the folder; a process id would tell it in one pid namespace only.
 
 A launch that finds the entry taken is refused, and its message names the holder. The claim of a dead launch is free
 once its lease has run out, or at once if the holder's folder is on this machine and nobody holds its lock. Exactly that

@@ -58,7 +58,7 @@ class TemplateLimit(RuntimeError):
 
 
 class _Budget:
-    """What one rendering has used of its limits."""
+    """The time, characters and steps that one rendering has used."""
 
     def __init__(self) -> None:
         self._until = time.thread_time() + CPU_LIMIT_S
