@@ -185,7 +185,7 @@ async def test_a_reward_that_tells_nothing_apart_is_a_note_and_as_a_verdict_an_e
     assert outcome.error is None
     assert outcome.unrewarded == [
         "the reward is 0.5 for an empty text, 'I do not know.' and the rows' own answers (as they are, boxed, after "
-        "####); if it is the same for all answers of a group, nothing is learned from them"
+        "# or ####); if it is the same for all answers of a group, nothing is learned from them"
     ]
     outcome = await rehearse(configured("reward.path=CODE:everything", "reward.verdict=true"))
     assert outcome.error is not None
