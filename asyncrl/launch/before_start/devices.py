@@ -14,12 +14,15 @@ from asyncrl.config.machine_limits import host_memory
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import adopts, guests_of
+from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.hardware import cpu_bfloat16, gpu_details
 
 BFLOAT16_GAIN = 1.8
 """Speed of training in bfloat16 by that in float32 on a CPU with units for it: SmolLM2-135M on an AMD EPYC."""
+_WIDE = 512
+"""Least width of a model for which that holds; the matrices of the demo's, of 96, are too small to gain."""
 COUNT_LIMIT_S = 120.0
 _GIB = 1 << 30
 
@@ -35,12 +38,7 @@ def device_lines(config: ExperimentConfig) -> Iterator[str]:
     if trains:
         yield f"training: {_line(trains, 'rank', config.model.dtype, str(config.model.attn_implementation))}"
         on_cpu = any(not plan.resources.gpus and not plan.host.name for plan in trains)
-        if (
-            on_cpu
-            and config.model.path is not None
-            and config.model.dtype == Dtype.float32
-            and (units := cpu_bfloat16())
-        ):
+        if on_cpu and _is_wide(config.model.path) and config.model.dtype == Dtype.float32 and (units := cpu_bfloat16()):
             yield f"training: this CPU has {units}: model.dtype=bfloat16 trains about {BFLOAT16_GAIN} times as fast"
     if serves and adopts(generation):
         yield f"generation: {len(serves)} servers that were started by others"
@@ -48,6 +46,15 @@ def device_lines(config: ExperimentConfig) -> Iterator[str]:
         attention = generation.sglang.args.get("attention_backend", "of its choice")
         own = "its own" if generation.backend == "embedded" else attention
         yield f"generation: {_line(serves, f'{generation.backend} server', generation.dtype, own)}"
+
+
+def _is_wide(model: str | None) -> bool:
+    try:
+        described = {} if model is None else read_model_config(model)
+    except (OSError, ValueError):  # the check of the model's folder says what is wrong with it
+        return False
+    width = described.get("text_config", described).get("hidden_size")
+    return isinstance(width, int) and width >= _WIDE
 
 
 def _line(plans: list[WorkerPlan], what: str, dtype: Dtype, attention: str) -> str:

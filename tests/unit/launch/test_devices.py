@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,19 +56,19 @@ def test_a_run_on_cpus_says_so(config: ExperimentConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "path", "said"),
+    ("flags", "dtype", "width", "said"),
     [
-        ("fpu avx512_bf16 sse", "float32", "model", "training: this CPU has avx512_bf16: model.dtype=bfloat16 trains"),
-        ("fpu avx512_bf16 amx_bf16", "float32", "model", "training: this CPU has amx_bf16: model.dtype=bfloat16"),
-        ("fpu avx512f", "float32", "model", ""),
-        ("fpu avx512_bf16", "bfloat16", "model", ""),
-        ("fpu avx512_bf16", "float32", None, ""),  # the demo's model is too small to gain
+        ("fpu avx512_bf16 sse", "float32", 576, "training: this CPU has avx512_bf16: model.dtype=bfloat16 trains"),
+        ("fpu avx512_bf16 amx_bf16", "float32", 576, "training: this CPU has amx_bf16: model.dtype=bfloat16"),
+        ("fpu avx512f", "float32", 576, ""),
+        ("fpu avx512_bf16", "bfloat16", 576, ""),
+        ("fpu avx512_bf16", "float32", 96, ""),  # the demo's model is too small to gain
     ],
 )
 def test_a_cpu_that_trains_faster_in_bfloat16_is_said(
     flags: str,
     dtype: str,
-    path: str | None,
+    width: int,
     said: str,
     config: ExperimentConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,7 +77,9 @@ def test_a_cpu_that_trains_faster_in_bfloat16_is_said(
     info = tmp_path.with_name("cpuinfo")
     info.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n")
     monkeypatch.setattr(hardware, "_CPU_INFO", info)
-    config.model.dtype, config.model.path = Dtype(dtype), path
+    (model := tmp_path.with_name("model")).mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": width}))
+    config.model.dtype, config.model.path = Dtype(dtype), str(model)
     found = [line for line in lines(config) if "this CPU" in line]
     assert [line.startswith(said) for line in found] == ([True] if said else [])
 
