@@ -73,11 +73,12 @@ def test_a_cpu_that_trains_faster_in_bfloat16_is_said(
     config: ExperimentConfig,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     info = tmp_path.with_name("cpuinfo")
     info.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n")
     monkeypatch.setattr(hardware, "_CPU_INFO", info)
-    (model := tmp_path.with_name("model")).mkdir()
+    model = tmp_path_factory.mktemp("model")  # in tmp_path each folder is a GPU
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": width}))
     config.model.dtype, config.model.path = Dtype(dtype), str(model)
     found = [line for line in lines(config) if "this CPU" in line]
