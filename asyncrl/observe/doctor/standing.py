@@ -114,8 +114,8 @@ def outlook(history: History) -> str:
     gate = next((process for process in _workers(history) if process.kind == "gserver_manager"), None)
     total, batch = int(history.setting("total_train_steps", 0)), int(history.setting("train_batch_size", 0))
     newest, now = max(history.steps, default=0), history.now
-    begun = [line["at"] for line in gate.lines if line.get("rollouts_running")] if gate else []
-    if gate is None or not begun or not batch or newest >= total:
+    begun = next((line["at"] for line in gate.lines if line.get("rollouts_running")), None) if gate else None
+    if gate is None or begun is None or not batch or newest >= total:
         return ""
     training = any(p.last.get("training") for p in _workers(history) if p.kind == "master_worker")
     ready = min(batch, int(gate.last.get("finished_untrained", 0)))
@@ -131,11 +131,11 @@ def outlook(history: History) -> str:
         what += f", {answers} answers of at least {batch * group} are complete"
         if not share or share >= 1.0:
             return what
-        left_s = (now - begun[0]) * (1.0 - share) / share
-        return f"{what}; the batch in {about(left_s)}, the run in more than {about((left_s + now - begun[0]) * total)}"
+        left_s = (now - begun) * (1.0 - share) / share
+        return f"{what}; the batch in {about(left_s)}, the run in more than {about((left_s + now - begun) * total)}"
     ends = [history.steps[number].at for number in sorted(history.steps)[-PACE_STEPS:]]
     ends = [at for at in ends if at >= _launched_at(history)]
-    pace_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun[0]
+    pace_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun
     if (since_s := now - ends[-1]) > TIMES_LATE * pace_s:
         return f"{what}, not complete after {about(since_s)}, where a step takes {about(pace_s)}"
     since_s = min(since_s, pace_s)

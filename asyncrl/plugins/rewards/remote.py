@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import ipaddress
 import json
 import os
 import re
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -66,7 +64,7 @@ class _Server:
             raise ValueError(f"max_concurrent is {max_concurrent}; give at least 1")
         self._url, self._timeout_s = url, timeout_s
         key = os.environ[api_key_env] if api_key_env is not None else None
-        self._http = JsonHttp(None, key=key, proxies=not _is_this_host(url))
+        self._http = JsonHttp(None, key=key, proxies=True)
         self._places, self._not_before = asyncio.Semaphore(max_concurrent), 0.0
 
     async def ask(self, body: dict[str, Any], reply: type[Any]) -> Any:
@@ -109,14 +107,6 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
             except ValueError:
                 continue
     return None
-
-
-def _is_this_host(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @run_in("loop")

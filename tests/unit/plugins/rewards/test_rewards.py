@@ -20,6 +20,8 @@ from asyncrl.api.reward import RunIn, marked_run_in, reward_parts, run_in, score
 from asyncrl.comm.http import calls as http
 from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.no_proxy import bypass_proxy
 from asyncrl.plugins.rewards import remote
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.plugins.rewards.code_tests import CodeTestsReward, program_in
@@ -496,12 +498,13 @@ async def test_a_judge_elsewhere_is_reached_by_the_proxy_of_the_environment_and_
 
     here = await server(scores)
     for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
     monkeypatch.setenv("http_proxy", here)
     elsewhere = HttpReward(url="http://judge.example.internal/v1")
     assert await elsewhere({}, "x") == 0.5
     await close(elsewhere)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    bypass_proxy(ExperimentConfig())  # as each process of a run does
     own = HttpReward(url=here)
     assert await own({}, "x") == 0.5
     await close(own)
