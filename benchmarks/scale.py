@@ -409,7 +409,8 @@ def update(quick: bool) -> float:
     allowed.
     """
     from asyncrl.manager.fleet.decisions import FleetDecisions
-    from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
+    from asyncrl.manager.fleet.servers import BeginUpdate, Target
+    from asyncrl.manager.messages import ServerState
     from asyncrl.manager.settings import UpdateMode
 
     fleet = FleetDecisions(UpdateMode.interrupt, 60.0, update_fraction=0.1)

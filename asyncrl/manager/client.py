@@ -37,8 +37,6 @@ makes no room at the gate, so its report is not urgent. The call for the next ro
 """
 MAKES_ROOM_WITHIN_S = 0.01
 """Longest time in seconds that the report of a dropped rollout waits for a call to travel with."""
-LOADING, QUARANTINED = "updating", "quarantined"
-"""States of a server that loads weights, and of one that gets no requests (`ServerStatus`)."""
 ROUTE_LIFE_S = 0.2
 """Time in seconds for which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
@@ -241,8 +239,8 @@ class ManagerClient:
         servers = (*reply.servers, *reply.opponents)
         in_use = {version for server in servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
-        loading = any(server.state == LOADING and not server.failures for server in servers)
-        able = any(server.state != QUARANTINED for server in reply.servers)
+        loading = any(server.state == m.ServerState.UPDATING and not server.failures for server in servers)
+        able = any(server.state != m.ServerState.QUARANTINED for server in reply.servers)
         moves = (gate.running, gate.version, loading, able, gate.used_up)
         return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt, *moves)
 

@@ -19,8 +19,7 @@ from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.typed import json_decoder
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
-from asyncrl.manager.fleet.servers import ServerState
-from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunReport, Verb
+from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunReport, ServerState, Verb
 from asyncrl.manager.service import ManagerService
 
 MAX_BODY_BYTES = 16 * 2**20

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from enum import StrEnum
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -430,8 +431,19 @@ class GateState(Books, frozen=True, kw_only=True):
     used_up: bool = False
 
 
+class ServerState(StrEnum):
+    """State of a server (diagram in `asyncrl.manager.fleet.decisions`)."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    UPDATING = "updating"
+    QUARANTINED = "quarantined"
+    RELEASING = "releasing"
+    RESTING = "resting"
+
+
 class ServerStatus(Message, frozen=True):
-    """A generation server: its state (`ServerState`), served version and goal, and the load placed on it.
+    """A generation server: its state, served version and goal, and the load placed on it.
 
     Attributes:
         policy: name in `policies` of the policy that it serves; empty: the run's own policy.
@@ -439,7 +451,7 @@ class ServerStatus(Message, frozen=True):
 
     index: int
     url: str
-    state: str
+    state: ServerState
     version: int | None
     goal: int | None
     reason: str

@@ -30,13 +30,13 @@ from asyncrl.manager.fleet.guests.guests import Guests
 from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
-from asyncrl.manager.fleet.servers import ServerState, Target
+from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.staging import Staging, staging_of
 from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
+from asyncrl.manager.messages import Empty, RequestSize, ServerState, StatusReply, WaitRestingRequest
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_workers import RolloutWorkers
 from asyncrl.manager.service import ManagerService

@@ -60,10 +60,10 @@ from asyncrl.manager.fleet.servers import (
     Order,
     Rest,
     ServerLife,
-    ServerState,
     host_of,
 )
 from asyncrl.manager.fleet.targets import ServerTargets
+from asyncrl.manager.messages import ServerState
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {

@@ -20,9 +20,10 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.guests.residence import Residence
 from asyncrl.manager.fleet.health_checks import HealthChecks, Log
 from asyncrl.manager.fleet.logprob_check import WeightsDiffer
-from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, Target
 from asyncrl.manager.fleet.servers_in_use import ServersInUse
 from asyncrl.manager.fleet.update import ServerUpdater
+from asyncrl.manager.messages import ServerState
 from asyncrl.observe import observer
 from asyncrl.runtime.process.worker import CannotContinue
 

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from asyncrl.comm.http.calls import HttpError, HttpUnreachable, JsonHttp
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.servers import CheckHealth, ServerState
+from asyncrl.manager.fleet.servers import CheckHealth
+from asyncrl.manager.messages import ServerState
 
 HEALTH_TIMEOUT_S = 5.0
 """Time limit in seconds of a health check. `/ready` takes milliseconds, or a second if all cores of the machine are

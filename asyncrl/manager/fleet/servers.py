@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from urllib.parse import urlsplit
 
 from asyncrl.inference.client import MemoryTag, PauseMode
-
-
-class ServerState(StrEnum):
-    """State of a server (diagram in `asyncrl.manager.fleet.decisions`)."""
-
-    SERVING = "serving"
-    DRAINING = "draining"
-    UPDATING = "updating"
-    QUARANTINED = "quarantined"
-    RELEASING = "releasing"
-    RESTING = "resting"
+from asyncrl.manager.messages import ServerState
 
 
 @dataclass(frozen=True, slots=True)

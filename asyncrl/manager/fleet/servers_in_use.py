@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.servers import ServerState
-from asyncrl.manager.messages import ServerStatus
+from asyncrl.manager.messages import ServerState, ServerStatus
 from asyncrl.manager.service import ManagerService
 
 _UNUSED = (ServerState.QUARANTINED, ServerState.RESTING)

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl.manager.fleet.servers import ServerState
-from asyncrl.manager.messages import RunReport
+from asyncrl.manager.messages import RunReport, ServerState
 from asyncrl.master.settings import OnStale
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.verify.simulator.clock import run as run_virtual

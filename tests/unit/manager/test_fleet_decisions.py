@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncrl.manager.fleet.decisions import BACKOFF, DISAGREEMENTS_ALLOWED, FleetDecisions, UpdateMode
-from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, ServerState, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, Target
 from asyncrl.manager.fleet.targets import ServerTargets
+from asyncrl.manager.messages import ServerState
 from tests.examples import examples
 
 LIMIT_S = 10.0

@@ -18,8 +18,9 @@ from asyncrl.comm.names import GuestMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.guests.turns import GuestTurns
-from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, ServerState, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, Target
 from asyncrl.manager.fleet.targets import ServerTargets
+from asyncrl.manager.messages import ServerState
 from asyncrl.manager.settings import UpdateMode
 from tests.examples import examples
 

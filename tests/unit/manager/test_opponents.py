@@ -17,7 +17,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
-from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
+from asyncrl.manager.messages import ServerState
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
 from asyncrl.master.peers.policy_versions import Publishing

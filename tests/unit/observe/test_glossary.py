@@ -11,7 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.comm.ended_rollouts.drop_reasons import FAILURES, DropReason
-from asyncrl.manager.fleet.servers import ServerState
+from asyncrl.manager.messages import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.observe.metrics.glossary import GROUPS, METRICS, Metric, find
 from asyncrl.observe.metrics.observed_figures import OBSERVED, find_figure
