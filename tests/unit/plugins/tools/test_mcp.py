@@ -197,7 +197,7 @@ async def test_a_server_over_http_is_called_the_same_way(runner, server, warm_py
                 assert await _call(tools, "one_add", {"a": 1}) == "2"
                 assert await _call(tools, "two_add", {"a": 1, "b": 5}) == "6"
                 process.kill()
-                await asyncio.to_thread(process.wait)
+                await asyncio.to_thread(process.stdout.read)  # it has gone, not only its stand-in
                 assert (await _call(tools, "one_add", {"a": 1})).startswith("Error: ")
         finally:
             process.kill()
