@@ -83,7 +83,7 @@ class Policy(Protocol):
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
 
     def changed(self, view: ServerView) -> None:
-        """Record that the server's version, load or availability changed, or that it is gone and takes no requests."""
+        """Record that the server's version, load or availability changed, or that it is gone from the servers."""
 
     def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
         """Return a server for `request` that takes requests and has `min_version` or newer, if there is one."""
@@ -263,7 +263,6 @@ class Router:
             self.release(request_id)
         if (view := self._servers.pop(index, None)) is not None:
             self._routable -= view.routable
-            view.routable = False
             self._policy.changed(view)
 
     def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:

@@ -81,9 +81,9 @@ class Groups:
     def __init__(self, group_ids_U: Tensor, episodes_U: Tensor | None = None) -> None:
         ids_G, group_U = torch.unique(group_ids_U, return_inverse=True)
         own_U = torch.arange(len(group_ids_U), device=group_ids_U.device) if episodes_U is None else episodes_U
-        numbers, own_U = torch.unique(own_U, return_inverse=True)
-        ids_E, self._episode_U = torch.unique(group_U * max(1, len(numbers)) + own_U, return_inverse=True)
-        self._group_E = ids_E // max(1, len(numbers))
+        own_U = torch.unique(own_U, return_inverse=True)[1]
+        ids_E, self._episode_U = torch.unique(group_U * len(own_U) + own_U, return_inverse=True)
+        self._group_E = ids_E // len(own_U)
         self.num_groups, self._num_episodes = len(ids_G), len(ids_E)
 
     def episodes(self, values_U: Tensor) -> Tensor:
@@ -180,10 +180,9 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
     all_S = torch.arange(inputs.num_seqs, device=seq_ids_K.device)
     number_K = torch.arange(len(seq_ids_K), device=seq_ids_K.device)
     number_K = number_K - torch.searchsorted(seq_ids_K, all_S)[seq_ids_K]
-    most = int(number_K.max()) + 1 if len(number_K) else 1
     group_S = torch.unique(inputs.group_ids_S, return_inverse=True)[1]
     episodes_S = all_S if inputs.episodes_S is None else inputs.episodes_S
-    groups = Groups(group_S[seq_ids_K] * most + number_K, episodes_S[seq_ids_K])
+    groups = Groups(group_S[seq_ids_K] * len(number_K) + number_K, episodes_S[seq_ids_K])
     returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, discount)
     return Compared(returns_K, groups, turns_T.clamp(min=0), lengths_K, inputs)
 

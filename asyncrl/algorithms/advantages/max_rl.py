@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from asyncrl.algorithms.advantages.groups import compared
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
@@ -21,4 +19,4 @@ def max_rl(inputs: AdvantageInputs) -> AdvantageOutput:
     groups = samples.groups
     size_E = groups.mean(groups.episodes(samples.returns_U.abs()))
     advantages_U = samples.centred(groups.mean(samples.returns_E)) / groups.spread(size_E.clamp(min=1e-300))
-    return samples.over_tokens(torch.where(groups.spread(size_E) > 0, advantages_U, 0))
+    return samples.over_tokens(advantages_U)

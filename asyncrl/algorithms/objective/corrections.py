@@ -227,6 +227,6 @@ def _criteria(masks: str, bounds: str) -> list[tuple[str, float, float]]:
         if len(numbers) != 1 + two or min(numbers) <= 0.0 or numbers != sorted(numbers):
             form = "two ratios, low_high (0.5_2)" if two else "one divergence (0.01)"
             raise ValueError(f"chain bound {text!r} of {name!r}: give {form}, above 0")
-        low, high = (math.log(numbers[0]), math.log(numbers[-1])) if two else (-math.inf, numbers[0])
+        low, high = [math.log(number) for number in numbers] if two else [-math.inf, *numbers]
         found.append((name, low, high))
     return found

@@ -141,10 +141,9 @@ def _distributions(inputs: KLInputs, name: str) -> tuple[Tensor, Tensor]:
 
 def _divergence(one_TV: Tensor, other_TV: Tensor) -> Tensor:
     """`[T]`: KL(one || other) of log-probabilities `[T, V]`."""
-    # Words that `one` rules out (log 0) contribute nothing, but -inf - -inf would be nan.
-    possible_TV = torch.isfinite(one_TV)
-    difference_TV = torch.where(possible_TV, one_TV, 0) - torch.where(possible_TV, other_TV, 0)
-    kl_T: Tensor = (torch.where(possible_TV, one_TV.exp(), 0) * difference_TV).sum(dim=-1)
+    # Words that `one` rules out (log 0) contribute nothing, but 0 * -inf would be nan.
+    difference_TV = torch.where(torch.isfinite(one_TV), one_TV - other_TV, 0)
+    kl_T: Tensor = (one_TV.exp() * difference_TV).sum(dim=-1)
     return kl_T
 
 
@@ -209,7 +208,7 @@ def ema_update_(reference: Mapping[str, Tensor], actor: Mapping[str, Tensor], de
         raise ValueError(f"decay is {decay}; set it within 0 (copy the actor) to 1 (frozen)")
     shapes, others = ({name: each.shape for name, each in own.items()} for own in (reference, actor))
     if shapes != others:
-        differ = sorted(name for name in shapes | others if shapes.get(name) != others.get(name))
+        differ = [name for name in shapes | others if shapes.get(name) != others.get(name)]
         raise ValueError(f"the reference and the actor differ in {differ[0]!r} ({len(differ)} parameters)")
     for name, averaged in reference.items():
         averaged.lerp_(actor[name].to(averaged.dtype), 1.0 - decay)

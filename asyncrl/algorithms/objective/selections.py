@@ -44,7 +44,7 @@ def m2po(inputs: SelectionInputs, *, threshold: float = 0.04, binding: bool = Tr
     last_N = torch.ones_like(everyone_N, dtype=torch.bool)
     last_N[:-1] = everyone_N[1:] > everyone_N[:-1]
     kept_N = everyone_N[last_N & (means_N <= threshold)]
-    limit = kept_N[-1] if len(kept_N) else everyone_N.new_tensor(-1.0)
+    limit = float(kept_N[-1]) if len(kept_N) else -torch.inf
     return SelectionOutput(~(counts_T & (square_T > limit)))
 
 
@@ -62,9 +62,8 @@ def clip_cov(inputs: SelectionInputs, *, ratio: float = 2e-4, low: float = 1.0, 
     if low > high:
         raise ValueError(f"the covariances are between {low} and {high}; set low <= high (1 and 5)")
     cov_T, everyone_N = _covariances(inputs)
-    within_N = everyone_N[(everyone_N > low) & (everyone_N < high)]
-    chosen_T = (cov_T > low) & (cov_T < high) & (cov_T >= _largest(within_N, ratio * len(everyone_N)))
-    return SelectionOutput(~chosen_T)
+    within_T, within_N = ((values > low) & (values < high) for values in (cov_T, everyone_N))
+    return SelectionOutput(~(within_T & (cov_T >= _largest(everyone_N[within_N], ratio * len(everyone_N)))))
 
 
 @selection("kl_cov")
@@ -94,7 +93,7 @@ def _covariances(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
     advantages_T, logprobs_T = inputs.advantages_T.double(), inputs.start_logprobs_T.double()
     advantages_N, logprobs_N = inputs.everyone(advantages_T), inputs.everyone(logprobs_T)
     # Sums in the order of size, so that rounding does not depend on the ranks' tokens.
-    means = [values_N.sort().values.mean() if len(values_N) else 0.0 for values_N in (advantages_N, logprobs_N)]
+    means = [values_N.sort().values.mean() for values_N in (advantages_N, logprobs_N)]
     cov_T, cov_N = (
         (advantages - means[0]) * (logprobs - means[1])
         for advantages, logprobs in ((advantages_T, logprobs_T), (advantages_N, logprobs_N))

@@ -39,8 +39,8 @@ def dppo_kl(inputs: PolicyLossInputs, *, delta_low: float = 0.05, delta_high: fl
         )
         rest_T = (1.0 - old_T) * torch.log((1.0 - old_T + EPS) / (1.0 - new_T + EPS))
         divergence_T = rest_T - old_T * log_ratio_T
-        rises_T, falls_T = (advantages_T > 0) & (new_T > old_T), (advantages_T <= 0) & (new_T < old_T)
-        outside_T = (rises_T & (divergence_T > delta_high)) | (falls_T & (divergence_T > delta_low))
+        beyond_T = torch.where(advantages_T > 0, divergence_T > delta_high, divergence_T > delta_low)
+        outside_T = beyond_T & (advantages_T * log_ratio_T > 0)
     loss_T = torch.where(outside_T, 0, -log_ratio_T.exp() * advantages_T)
     stats = {"ppo/clip_fraction": mean_stat(outside_T, mask_T), "ppo/binary_kl": mean_stat(divergence_T, mask_T)}
     return PolicyLossOutput(loss_T, mask_T & ~outside_T, stats)

@@ -90,15 +90,15 @@ class _Leaving:
 
     places: int
     serving: int
-    under_way: int
+    others_return: bool
     spares_the_last: bool
     """The last serving server waits until another is back: draining takes long."""
 
     def take_one(self) -> bool:
         """Reserve a place for a server that stops serving; return False if all are taken."""
-        if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.under_way):
+        if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.others_return):
             return False
-        self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
+        self.places, self.serving, self.others_return = self.places - 1, self.serving - 1, True
         return True
 
 
@@ -381,7 +381,7 @@ class FleetDecisions:
         under_way = [life for life in lives if life.state in (ServerState.DRAINING, ServerState.UPDATING)]
         allowed = max(1, int(self._fraction * len(lives)))
         places = allowed - sum(not life.failures for life in under_way)
-        return _Leaving(places, len(self._serving()), len(under_way), spares_the_last=self._mode == UpdateMode.finish)
+        return _Leaving(places, len(self._serving()), bool(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
         target = self.targets.goal(life)
@@ -389,9 +389,7 @@ class FleetDecisions:
         quarantined = life.state in (ServerState.QUARANTINED, ServerState.RESTING)
         pause = PauseMode.abort if quarantined else _PAUSES[self._mode]
         rested = life.state is ServerState.RESTING
-        self._attempts += 1
-        life.attempt = self._attempts
-        life.state = ServerState.UPDATING
+        self._begin_attempt(life, ServerState.UPDATING)
         life.had = None if quarantined else life.version
         life.version = None
         life.goal = target
@@ -405,17 +403,19 @@ class FleetDecisions:
             return
         if life.state is ServerState.QUARANTINED and now < life.due:
             return
-        self._attempts += 1
-        life.attempt, life.state, life.checking = self._attempts, ServerState.RELEASING, False
+        self._begin_attempt(life, ServerState.RELEASING)
         life.version, life.due = None, now + self._timeout_s
         life.released = frozenset(MemoryTag)  # from here on any part of it may be released
         yield Rest(life.index, life.url, life.attempt)
 
     def _check(self, life: ServerLife) -> CheckHealth:
-        self._attempts += 1
-        life.attempt = self._attempts
+        self._begin_attempt(life, ServerState.QUARANTINED)
         life.checking = True
         return CheckHealth(life.index, life.url)
+
+    def _begin_attempt(self, life: ServerLife, state: ServerState) -> None:
+        self._attempts += 1
+        life.attempt, life.state, life.checking = self._attempts, state, False
 
     def _attempted(self, server: int, attempt: int) -> ServerLife | None:
         life = self._servers.get(server)
@@ -427,6 +427,5 @@ class FleetDecisions:
         life.reason = reason
         life.goal = None
         life.checking = False
-        life.health_failures = 0
         life.failures += 1
         life.due = now + BACKOFF.delay(life.failures)

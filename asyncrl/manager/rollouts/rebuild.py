@@ -50,8 +50,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
@@ -83,7 +81,7 @@ def rebuild(
         for rollout in rollouts:
             books.gate.remember(rollout, outcome, lost.get(rollout))
 
-    reports = sorted(workers, key=lambda report: report.worker)
+    reports = list(workers)
     for admitted in run.open:
         books.enter(*_ticket(admitted), recorded=True)
     for report in reports:
@@ -96,7 +94,7 @@ def rebuild(
         if received.rollout_id not in held:
             books.receive(received)
     if run.consumed is not None:
-        books.consume(structs.replace(run.consumed, events_after=0))  # each manager numbers its own lines
+        books.consume(run.consumed)
     for each in held.values():
         if each.end is not None:
             books.finish(each.end)

@@ -104,9 +104,10 @@ class Ledger:
             state: what `saved` returned for the checkpoint of that version; None without a checkpoint.
             books: the gate's counters at the start.
         """
-        known = self._take_up(0 if state is None else state["line"]) and state is not None
+        after = 0 if state is None else state["line"]
+        known = self._take_up(after) and state is not None
         if not known:
-            self.recorded = Recorded()
+            after, self.recorded = 0, Recorded()
         if version and not known:
             _log.warning(
                 "the ledger does not reach to the checkpoint of version %d; the earlier history is lost", version
@@ -116,7 +117,7 @@ class Ledger:
             Begin(
                 lineage=self.lineage,
                 version=version,
-                after=state["line"] if known and state is not None else 0,
+                after=after,
                 settings=self._settings,
                 carried=None if known or not version else _plain(books),
                 line=self._lines + 1,
@@ -224,7 +225,7 @@ class Ledger:
         begins: list[tuple[int, int]] = []
         for line in lines_in(self._folder):
             self._lines += 1
-            if not line.endswith(SEAL_END) or b'"seal":"' not in line[-SEAL_BYTES - 12 :]:
+            if not line.endswith(SEAL_END):  # nothing but a seal is a string at the end of a line
                 self._unsealed.update(line)
                 continue
             if line.startswith(b'{"kind":"begin"'):

@@ -322,7 +322,7 @@ def run_report(recorded: Recorded, buffer: SampleBuffer, curriculum: Curriculum,
         retries=list(recorded.retries.values()),
         used=buffer.used.to_json(),
         received=[received(record) for record in buffer.untrained()],
-        consumed=structs.replace(due.report(version, recorded, 0), manager=0, events_after=0),
+        consumed=structs.replace(due.report(version, recorded, 0), events_after=0),  # it numbers its own lines
         curriculum=curriculum.state(),
         closed=due.closed,
         abandoned_all=due.abandoned,

@@ -72,7 +72,7 @@ def make_ragged(seed: int, num_seqs: int = 6, longest: int = 12, spread: float =
     total = int(lengths.sum())
     mask = rng.random(total) < 0.7
     logprobs = -rng.exponential(1.0, total) - 0.01
-    versions = np.where(mask, rng.integers(3, 8, total), -1)
+    versions = np.where(mask, rng.integers(0, 8, total), -1)
     return Ragged(
         num_seqs=num_seqs,
         seq_ids=np.repeat(np.arange(num_seqs), lengths),
@@ -81,7 +81,7 @@ def make_ragged(seed: int, num_seqs: int = 6, longest: int = 12, spread: float =
         prox=np.minimum(logprobs + spread * rng.standard_normal(total), -1e-3),
         behave=np.minimum(logprobs + spread * rng.standard_normal(total), -1e-3),
         ref=np.minimum(logprobs + spread * rng.standard_normal(total), -1e-3),
-        advantages=rng.standard_normal(total),
+        advantages=np.where(np.arange(total) % 5 == 4, 0.0, rng.standard_normal(total)),
         entropy=rng.exponential(1.0, total),
         versions=versions,
         rewards=rng.standard_normal(num_seqs).round(2),

@@ -90,10 +90,12 @@ def whitened(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("group_size", [1, 2, 3, 6])
-@pytest.mark.parametrize("token_rewards", [False, True])
+@pytest.mark.parametrize(("token_rewards", "longest"), [(False, 12), (True, 12), (False, 1)])
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_sequence_estimator_equals_its_definition_for_groups_of_any_size(ragged, seed, group_size, token_rewards, name):
-    batch = ragged(seed, group_size=group_size)
+def test_sequence_estimator_equals_its_definition_for_groups_of_any_size(
+    ragged, seed, group_size, token_rewards, longest, name
+):
+    batch = ragged(seed, group_size=group_size, longest=longest)
     inputs = advantage_inputs(batch, seed, token_rewards=token_rewards)
     expected = np.where(batch.mask, sequence_reference(name, batch, inputs)[batch.seq_ids], 0.0)
     if name in ("reinforce_pp_baseline", "gdpo"):
@@ -279,6 +281,66 @@ def test_equal_fp32_rewards_give_no_advantage_not_a_division_of_roundings(ragged
     assert found.abs().max() < 1e-8
 
 
+def test_gpg_counts_the_groups_whose_rewards_differ(ragged):
+    """Two groups of equal rewards, one of them of nothing but zeros, and one that differs: alpha is 3."""
+    inputs = advantage_inputs(ragged(2, group_size=2), 2)
+    groups, rewards = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0.0, 0.0, 0.1, 0.1, 1.0, 0.0])
+    output = estimate("gpg", dataclasses.replace(inputs, group_ids_S=groups, rewards_S=rewards))
+    of_samples = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.5, -1.5])
+    torch.testing.assert_close(output.advantages_T, torch.where(inputs.mask_T, of_samples[inputs.seq_ids_T], 0))
+    none = estimate("gpg", dataclasses.replace(inputs, rewards_S=torch.zeros(6)))
+    assert not none.advantages_T.any()
+
+
+@pytest.mark.parametrize("name", sorted(known("advantage")))
+def test_a_batch_without_policy_tokens_has_no_advantages(ragged, name):
+    inputs = advantage_inputs(ragged(3), 3, truncated=True, token_rewards=True)
+    rewarded = torch.ones_like(inputs.token_rewards_T)
+    nothing = dataclasses.replace(inputs, mask_T=torch.zeros_like(inputs.mask_T), token_rewards_T=rewarded)
+    assert not estimate(name, nothing).advantages_T.any()
+
+
+def test_gdpo_weighs_the_parts_of_the_reward_that_it_is_told(ragged):
+    batch = ragged(4, group_size=3)
+    inputs = advantage_inputs(dataclasses.replace(batch, mask=np.ones_like(batch.mask)), 4)
+    rng = np.random.default_rng(4)
+    parts = {name: torch.tensor(rng.standard_normal(6)) for name in ("a", "b", "c")}
+    inputs = dataclasses.replace(inputs, columns={f"reward/{name}": each for name, each in parts.items()})
+
+    def expected(weights: dict[str, float]) -> np.ndarray:
+        total = np.zeros(6)
+        for name, weight in weights.items():
+            alone = estimate("grpo", dataclasses.replace(inputs, rewards_S=parts[name]))
+            total += weight * alone.advantages_T.numpy()[np.searchsorted(batch.seq_ids, range(6))]
+        return whitened(total[batch.seq_ids], inputs.mask_T.numpy())
+
+    for params, weights in (
+        ({}, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ({"parts": ["c", "a"]}, {"a": 1.0, "c": 1.0}),
+        ({"parts": ["c", "a"], "weights": [2.0, 0.5]}, {"a": 0.5, "c": 2.0}),
+    ):
+        found = estimate("gdpo", inputs, **params).advantages_T.numpy()
+        np.testing.assert_allclose(found, expected(weights), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"\['d'\] are no columns"):
+        estimate("gdpo", inputs, parts=["a", "d"])
+    with pytest.raises(ValueError, match="2 parts of the reward and 1 weights"):
+        estimate("gdpo", inputs, parts=["a", "b"], weights=[1.0])
+
+
+@pytest.mark.parametrize("name", ["grpo", "gdpo"])
+def test_a_deviation_of_zero_needs_something_added(ragged, name):
+    for std_eps in (0.0, -1e-6):
+        with pytest.raises(ValueError, match="std_eps is"):
+            estimate(name, advantage_inputs(ragged(0), 0), std_eps=std_eps)
+
+
+@pytest.mark.parametrize("name", ["gae", "gae_turn", "reinforce_pp"])
+def test_a_discount_outside_of_0_to_1_is_refused(ragged, name):
+    for gamma in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=f"gamma is {gamma}"):
+            estimate(name, advantage_inputs(ragged(0), 0), gamma=gamma)
+
+
 def test_gae_says_what_is_missing(ragged):
     inputs = advantage_inputs(ragged(0), 0, truncated=True)
     with pytest.raises(ValueError, match="values_T is None"):
@@ -291,10 +353,11 @@ def test_gae_says_what_is_missing(ragged):
         estimate("remax", dataclasses.replace(inputs, greedy_rewards_S=None))
 
 
-def test_one_reward_per_sequence_is_required(ragged):
+@pytest.mark.parametrize("name", ["rewards_S", "group_ids_S", "episodes_S"])
+def test_one_reward_group_and_episode_per_sequence_are_required(ragged, name):
     inputs = advantage_inputs(ragged(0), 0)
-    with pytest.raises(ValueError, match=r"rewards_S has shape \(5,\)"):
-        estimate("grpo", dataclasses.replace(inputs, rewards_S=inputs.rewards_S[:5]))
+    with pytest.raises(ValueError, match=rf"{name} has shape \(5,\)"):
+        estimate("grpo", dataclasses.replace(inputs, **{name: torch.zeros(5, dtype=torch.int64)}))
 
 
 def test_sequences_without_policy_tokens_are_passed_over(ragged):

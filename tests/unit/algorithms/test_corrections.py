@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
+from asyncrl.algorithms.objective.corrections import CRITERIA
 from asyncrl.algorithms.objective.objective import approximate_prox_logprobs
 from asyncrl.config.plugin_code.catalog import known, resolve
 from tests.examples import examples
@@ -73,6 +74,9 @@ CASES = [
 ]
 
 
+K1 = ("token_k1", "seq_sum_k1", "seq_mean_k1")
+
+
 def test_every_registered_correction_has_a_reference_version():
     assert {name for name, _ in CASES} == set(known("correction"))
 
@@ -113,13 +117,71 @@ def test_weights_are_finite_at_log_ratios_of_fifty(ragged, name, gap):
     assert torch.isfinite(correct(name, dataclasses.replace(batch, prox=batch.behave + gap)).weight_T).all()
 
 
+CAPPED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "opsm", "chain")
+
+
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("token_mask", {"cap": 0.0}), ("icepop", {"low": 2.0, "high": 1.0}), ("geometric_mask", {"low": -0.1})],
+    [
+        *((name, {"cap": cap}) for name in CAPPED for cap in (0.0, -1.0)),
+        *((name, {"low": low, "high": 1.5}) for name in ("icepop", "geometric_mask") for low in (-0.1, 1.5, 2.0)),
+        ("opsm", {"delta": -0.1}),
+    ],
 )
 def test_impossible_bounds_are_refused(ragged, name, params):
     with pytest.raises(ValueError, match="set"):
         correct(name, ragged(0), **params)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        *((name, {"cap": 1.0}) for name in CAPPED),
+        *((name, band) for name in ("icepop", "geometric_mask") for band in ({"low": 0.0}, {"low": 1.0, "high": 2.0})),
+        *((name, {"low": 0.5, "high": 1.0}) for name in ("icepop", "geometric_mask")),
+        ("opsm", {"delta": 0.0}),
+        *(("chain", {"masks": mask, "bounds": band}) for mask in K1 for band in ("1_2", "0.5_1", "1_1")),
+    ],
+)
+def test_a_weight_at_a_bound_is_within_it(ragged, name, params):
+    """All weights are 1, and all distances 0."""
+    batch = ragged(2)
+    output = correct(name, dataclasses.replace(batch, prox=batch.behave, logprobs=batch.behave), **params)
+    assert torch.equal(output.keep_T, torch.tensor(batch.mask))
+    assert not any(output.masked.values())
+
+
+def test_a_negative_sequence_alone_is_masked_where_the_policy_has_left_it(ragged):
+    batch = ragged(2)
+    far = dataclasses.replace(batch, logprobs=batch.behave - 1.0)
+    for advantage, masked in ((-1.0, batch.mask.sum()), (0.0, 0), (1.0, 0)):
+        same = dataclasses.replace(far, advantages=np.full_like(far.advantages, advantage))
+        assert int(correct("opsm", same).masked["sequence_away"]) == masked
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_each_criterion_of_a_chain_masks_what_its_definition_says(ragged, seed, criterion):
+    batch = ragged(seed, num_seqs=8)
+    level, _, kind = criterion.rpartition("_")
+    log_w = batch.prox - batch.behave
+    of_token = {"k1": -log_w, "k2": log_w**2 / 2, "k3": np.exp(log_w) - 1 - log_w}[kind]
+    gather = {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}
+    values = of_token.copy()
+    for span in batch.spans():
+        if level != "token" and len(span):
+            values[span] = gather[level](of_token[span])
+    low, high = np.quantile(values[batch.mask], [0.2, 0.7])
+    bounds = f"{math.exp(low)!r}_{math.exp(high)!r}" if kind == "k1" else repr(float(high))
+    outside = batch.mask & ((values > high + 1e-9) | ((kind == "k1") & (values < low - 1e-9)))
+    edge = batch.mask & (np.isclose(values, high) | np.isclose(values, low))
+    output = correct("chain", batch, masks=criterion, bounds=bounds, cap=1.2)
+    masked = batch.mask & ~output.keep_T.numpy()
+    assert np.array_equal(masked[~edge], outside[~edge])
+    assert int(output.masked[criterion]) == masked.sum() > 0
+    np.testing.assert_allclose(
+        output.weight_T.numpy()[batch.mask], np.minimum(np.exp(log_w), 1.2)[batch.mask], rtol=1e-12
+    )
 
 
 @given(seed=st.integers(0, 10_000), current=st.integers(7, 12))

@@ -32,6 +32,19 @@ def test_sampled_estimators_equal_their_definition(ragged, seed, name):
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_weighted_k3_is_k3_times_the_ratio_to_the_policy_that_sampled(ragged, seed):
+    batch = ragged(seed)
+    inputs = batch.inputs()
+    told = KLInputs(
+        inputs.logprobs_T, torch.tensor(batch.ref), inputs.mask_T, behave_logprobs_T=inputs.behave_logprobs_T
+    )
+    found = resolve("kl", "k3_unbiased", {"cap": 0.05})(told).detach().numpy()
+    d = batch.ref - batch.logprobs
+    expected = np.exp(batch.logprobs - batch.behave) * np.minimum(np.exp(d) - 1 - d, 0.05)
+    np.testing.assert_allclose(found, np.where(batch.mask, expected, 0.0), rtol=1e-12, atol=1e-15)
+
+
 def full_inputs(seed: int, num: int = 6, vocab: int = 9) -> KLInputs:
     generator = torch.Generator().manual_seed(seed)
     new, ref = (torch.randn(num, vocab, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
@@ -96,8 +109,9 @@ def test_full_divergence_takes_words_that_the_policy_rules_out():
 
 def test_full_divergence_without_distributions_says_what_to_do():
     inputs = full_inputs(0)
-    with pytest.raises(ValueError, match="choose k1, k2 or k3"):
-        resolve("kl", "full")(KLInputs(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T))
+    for given in ((None, None), (inputs.log_probs_TV, None), (None, inputs.ref_log_probs_TV)):
+        with pytest.raises(ValueError, match="choose k1, k2 or k3"):
+            resolve("kl", "full")(KLInputs(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T, *given))
 
 
 def test_k1_and_k3_are_unbiased_for_the_full_divergence():
@@ -153,6 +167,7 @@ def test_k3_is_capped_and_its_gradient_vanishes_there():
     assert k3_at(-15.0) == (10.0, 0.0)
     assert k3_at(2.5) == pytest.approx((math.exp(2.5) - 3.5, 1 - math.exp(2.5)))
     assert k3_at(2.5, cap=3.0) == (3.0, 0.0)
+    assert k3_at(2.5, cap=0.5) == (0.5, 0.0)
     assert k3_at(19.5, cap=math.inf)[1] == pytest.approx(1 - math.exp(19.5))
 
 
@@ -249,6 +264,8 @@ def test_weight_variance_is_relative_and_gives_the_effective_sample_size():
     found = weight_variance(weights.mean(), (weights**2).mean())
     assert 1 / (1 + found) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 100)
     assert weight_variance(0.0, 0.0) == 0.0
+    assert weight_variance(0.1, 0.1 * 0.1) == 0.0, "equal weights, whatever their squares round to"
+    assert weight_variance(0.3, 0.09 * (1 - 1e-12)) == 0.0
 
 
 def test_a_changed_coefficient_begins_anew_after_a_resume() -> None:

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.arithmetic.sums import all_reduce_stats, merge_stats, values
+from asyncrl.algorithms.inputs import SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective.objective import Objective
+from asyncrl.algorithms.policy_losses.ppo_clip import ppo_clip
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.config.plugin_code.catalog import known, resolve
 
@@ -179,11 +181,38 @@ def test_decoupled_objective_equals_vanilla_where_prox_is_behave(ragged):
     assert torch.equal(decoupled[1], vanilla[1])
 
 
-def test_vanilla_objective_needs_no_proximal_policy_and_the_decoupled_one_does(ragged):
-    assert not build_objective(ObjectiveSpec(Choice("ppo_clip"), Choice("none"))).needs_prox
-    assert build_objective(ObjectiveSpec(Choice("ppo_clip"), Choice("icepop"))).needs_prox
-    assert build_objective(ObjectiveSpec()).needs_prox
-    assert not build_objective(ObjectiveSpec(prox="approximate")).needs_prox
+@pytest.mark.parametrize(
+    ("parts", "needed"),
+    [
+        ({"policy_loss": Choice("ppo_clip"), "correction": Choice("none")}, False),
+        ({"policy_loss": Choice("ppo_clip"), "correction": Choice("icepop")}, True),
+        ({"policy_loss": Choice("decoupled_ppo"), "correction": Choice("none")}, True),
+        ({"policy_loss": Choice("reinforce"), "correction": Choice("none"), "selection": Choice("m2po")}, True),
+        ({"policy_loss": Choice(f"{ppo_clip.__module__}:ppo_clip"), "correction": Choice("none")}, True),
+        ({}, True),
+        ({"prox": "approximate"}, False),
+        ({"prox": "behave"}, False),
+    ],
+)
+def test_the_proximal_policy_is_recomputed_for_what_may_read_it(parts, needed):
+    assert build_objective(ObjectiveSpec(**parts)).needs_prox is needed
+
+
+@pytest.mark.parametrize(
+    ("parts", "acts", "reads"),
+    [
+        ({}, False, False),
+        ({"entropy_coef": 0.1}, True, False),
+        ({"log_ratio_coef": 0.1}, True, False),
+        ({"kl": Choice("k3"), "kl_coef": 0.1}, True, True),
+    ],
+)
+def test_samples_without_an_advantage_are_trained_if_another_term_acts_on_them(parts, acts, reads):
+    objective = build_objective(ObjectiveSpec(**parts))
+    assert (objective.acts_without_advantage, objective.needs_reference) == (acts, reads)
+
+
+def test_vanilla_objective_takes_a_batch_without_a_proximal_policy_and_the_decoupled_one_does_not(ragged):
     inputs = dataclasses.replace(ragged(0).inputs(), prox_logprobs_T=None)
     build_objective(ObjectiveSpec(Choice("ppo_clip"), Choice("none")))(inputs, None, 1.0)
     with pytest.raises(ValueError, match="prox_logprobs_T is None"):
@@ -255,6 +284,42 @@ def test_statistics_are_those_of_the_definition(ragged):
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
+def test_without_a_proximal_policy_distances_are_from_the_policy_that_sampled(ragged):
+    inputs = dataclasses.replace(ragged(4).inputs(), prox_logprobs_T=None)
+    found = values(build_objective(ObjectiveSpec(Choice("ppo_clip"), Choice("none")))(inputs, None, 1.0)[1])
+    moved_T = (inputs.logprobs_T.detach() - inputs.behave_logprobs_T)[inputs.mask_T]
+    distance = float((moved_T.exp() - 1 - moved_T).mean())
+    assert (found["ppo/behave_kl"], found["ppo/approx_kl"]) == pytest.approx((distance, distance))
+
+
+@pytest.mark.parametrize("selection", [Choice("kl_cov", {"ratio": 0.2, "coef": 0.7}), Choice("m2po")])
+def test_what_is_selected_has_a_penalty_or_no_policy_loss(ragged, selection):
+    batch = ragged(4)
+    spec = ObjectiveSpec(Choice("ppo_clip", {"clip_low": 1.0, "clip_high": 100.0}), Choice("none"), selection)
+    objective, inputs = build_objective(spec), batch.inputs()
+    mask_T = inputs.mask_T
+    chosen = objective.selection(
+        SelectionInputs(
+            inputs.behave_logprobs_T[mask_T] - 0.3,
+            *(each[mask_T] for each in (inputs.behave_logprobs_T, inputs.advantages_T)),
+        )
+    )
+    keep_T, penalty_T = torch.zeros_like(mask_T), torch.zeros_like(inputs.advantages_T)
+    keep_T[mask_T] = chosen.keep_T
+    if chosen.penalty_T is not None:
+        penalty_T[mask_T] = chosen.penalty_T.to(penalty_T.dtype)
+    selected = SelectionOutput(keep_T, None if chosen.penalty_T is None else penalty_T)
+    loss, stats = objective(dataclasses.replace(inputs, selection=selected), None, 2.0)
+    moved = batch.logprobs - batch.behave
+    policy = np.where(keep_T.numpy(), -np.exp(moved) * batch.advantages, 0.0)
+    expected = (policy + penalty_T.numpy() * np.abs(moved))[batch.mask].sum() / 2.0
+    assert loss.item() == pytest.approx(expected)
+    assert stats["masked/selected"].value() == (batch.mask & ~keep_T.numpy()).sum()
+    assert stats["masked/selected"].value() > 0 or penalty_T.any()
+    with pytest.raises(ValueError, match="select first"):
+        objective(inputs, None, 2.0)
+
+
 def test_entropy_is_estimated_from_the_sampled_tokens_where_it_is_not_computed(ragged):
     batch = ragged(4)
     _, stats = build_objective(ObjectiveSpec())(dataclasses.replace(batch.inputs(), entropy_T=None), None, 1.0)
@@ -305,6 +370,7 @@ def test_ranks_reduce_their_statistics_in_two_collectives(ragged):
         (ObjectiveSpec(policy_loss=Choice("ppo_clp")), "did you mean 'ppo_clip'"),
         (ObjectiveSpec(kl_coef=0.1), "kl is not set"),
         (ObjectiveSpec(kl=Choice("k3"), kl_coef=-0.1), r"kl_coef is -0\.1"),
+        (ObjectiveSpec(log_ratio_coef=-0.1), r"log_ratio_coef is -0\.1"),
         (ObjectiveSpec(aggregation=Choice("constant")), r"needs params\.divisor"),
     ],
 )

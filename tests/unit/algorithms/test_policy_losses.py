@@ -86,7 +86,7 @@ def dppo_kl(lp, sg, old, A, low, high):
 
 def gmpo(lp, sg, old, A, spans, low, high):
     def clipped(x, t):
-        return min(x[t] - old[t], high) if A[t] > 0 else max(x[t] - old[t], -low)
+        return min(x[t] - old[t], high) if A[t] > 0 else max(x[t] - old[t], -low) if A[t] < 0 else x[t] - old[t]
 
     log_s = {t: sum(clipped(sg, k) for k in span) / len(span) for span in spans for t in span}
     return lambda t: -math.exp(log_s[t] + clipped(lp, t) - clipped(sg, t)) * A[t]
@@ -273,14 +273,66 @@ def test_gradients_are_finite_at_log_ratios_of_fifty(ragged, name, gap, dtype):
     assert output.loss_T.dtype == torch.float32
 
 
-def test_clip_fraction_counts_tokens_whose_gradient_the_clip_removed(ragged):
+def statistics(name: str, batch) -> dict[str, np.ndarray]:
+    """Of what each statistic is the mean, with the parameters of `CASES`, by loss token. A clip counts the tokens whose
+    gradient it removes; `cispo`, which removes none, those whose weight it holds.
+    """
+    m, A = batch.mask, batch.advantages[batch.mask]
+    lp, old = batch.logprobs[m], (batch.prox if name == "decoupled_ppo" else batch.behave)[m]
+    log_r, ids = lp - old, batch.seq_ids[m]
+    r, p, q = np.exp(log_r), np.exp(old), np.exp(lp)
+    total = np.array([log_r[ids == s].sum() for s in ids])
+    s = np.exp(total / [np.sum(ids == s) for s in ids])
+    up, down = A > 0, A < 0
+    k, lam = np.where(down, 3.0, 2.0), np.where(down, 2.0, 3.0)
+    divergence = p * np.log(p / q) + (1 - p) * np.log((1 - p + 1e-8) / (1 - q + 1e-8))
+    clip, found = "ppo/clip_fraction", dict[str, np.ndarray]()
+    match name:
+        case "ppo_clip":
+            found = {clip: up & (r > 1.2) | down & (r < 0.8), "ppo/dual_clip_fraction": down & (r > 1.4)}
+        case "decoupled_ppo":
+            found = {clip: up & (r > 1.3) | down & (r < 0.8), "ppo/dual_clip_fraction": down & (r > 1.5)}
+        case "gspo":
+            found = {clip: up & (s > 1.08) | down & (s < 0.95)}
+        case "cispo":
+            found = {clip: (r > 1.3) | (r < 0.8)}
+        case "cpgd":
+            found = {clip: up & (r > 1.2) | down & (r < 0.8), "ppo/drift": np.minimum(r - 1, 0.5) * log_r}
+        case "dppo":
+            found = {clip: up & (q - p > 0.08) | down & (p - q > 0.05), "ppo/tv": np.abs(p - q)}
+        case "dppo_kl":
+            outside = up & (q > p) & (divergence > 0.03) | down & (q < p) & (divergence > 0.02)
+            found = {clip: outside, "ppo/binary_kl": divergence}
+        case "gmpo":
+            found = {clip: up & (log_r > 0.3) | down & (log_r < -0.2)}
+        case "topr":
+            found = {"ppo/taper": np.minimum(np.exp(total), 1.0)[down]}
+        case "vespo":
+            found = {"ppo/sequence_weight": np.exp(lam + k * total - lam * np.exp(total))}
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_statistics_say_what_became_of_the_loss_tokens(ragged, name):
+    params = next(params for case, params, _ in reversed(CASES) if case == name)
+    fractions = set()
+    for seed in range(6):
+        batch = ragged(seed)
+        found = resolve("policy_loss", name, params)(batch.inputs()).stats
+        expected = {key: values.mean() for key, values in statistics(name, batch).items()}
+        assert {key: stat.value() for key, stat in found.items()} == pytest.approx(expected)
+        fractions |= {value for key, value in expected.items() if key.endswith("fraction")}
+    assert not fractions or max(fractions) > 0
+
+
+@pytest.mark.parametrize("name", ["dppo", "dppo_kl"])
+def test_a_trust_region_takes_no_token_at_its_edge(ragged, name):
+    """At a threshold of 0 a token whose policies are equal is within."""
     batch = ragged(1)
-    stat = resolve("policy_loss", "ppo_clip")(batch.inputs()).stats["ppo/clip_fraction"]
-    ratio = np.exp(batch.logprobs - batch.behave)[batch.mask]
-    A = batch.advantages[batch.mask]
-    clipped = ((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8))
-    assert 0 < clipped.sum() < len(clipped)
-    assert stat.value() == pytest.approx(clipped.mean())
+    same = dataclasses.replace(batch, behave=batch.logprobs).inputs()
+    output = resolve("policy_loss", name, {"delta_low": 0.0, "delta_high": 0.0})(same)
+    assert torch.equal(output.mask_T, same.mask_T)
+    assert output.stats["ppo/clip_fraction"].value() == 0.0
 
 
 def test_decoupled_loss_without_proximal_logprobs_says_how_to_get_them(ragged):
@@ -292,15 +344,47 @@ def test_decoupled_loss_without_proximal_logprobs_says_how_to_get_them(ragged):
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("ppo_clip", {"clip_low": 1.5}, "clip_low is 1.5"),
-        ("ppo_clip", {"clip_high": -0.1}, "clip_high is -0.1"),
+        *(
+            (name, {"clip_low": low}, f"clip_low is {low}")
+            for name in ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
+            for low in (-0.1, 1.1)
+        ),
+        *((name, {"clip_high": -0.1}, "clip_high is -0.1") for name in ("ppo_clip", "decoupled_ppo", "gspo", "cispo")),
         ("ppo_clip", {"dual_clip": 1.0}, "dual_clip is 1.0"),
         ("cpgd", {"clip_low": 1.0}, "clip_low is 1.0"),
-        ("cpgd", {"drift_cap": -1.0}, "drift_cap is -1.0"),
-        ("sapo", {"tau_positive": 0.0}, "tau_positive is 0.0"),
-        ("dppo", {"delta_high": 2.0}, "delta_high is 2.0"),
+        ("cpgd", {"clip_low": -0.1}, "clip_low is -0.1"),
+        *(("cpgd", {key: -0.1}, f"{key} is -0.1") for key in ("clip_high", "drift_coef", "drift_cap")),
+        *(("sapo", {key: 0.0}, f"{key} is 0.0") for key in ("tau_positive", "tau_negative")),
+        *(("dppo", {key: at}, f"{key} is {at}") for key in ("delta_low", "delta_high") for at in (-0.1, 1.1)),
+        *(("dppo_kl", {key: -0.1}, f"{key} is -0.1") for key in ("delta_low", "delta_high")),
+        *(("gmpo", {key: -0.1}, f"{key} is -0.1") for key in ("clip_low", "clip_high")),
+        ("topr", {"low": -0.1}, "taper is"),
+        ("topr", {"low": 0.6, "high": 0.5}, "taper is"),
+        *(
+            ("vespo", {key: 0.0}, f"{key} is 0.0")
+            for key in ("k_positive", "k_negative", "lambda_positive", "lambda_negative")
+        ),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(ragged, name, params, message):
     with pytest.raises(ValueError, match=message):
         resolve("policy_loss", name, params)(ragged(0).inputs())
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("ppo_clip", {"clip_low": 0.0, "clip_high": 0.0, "dual_clip": 1.1}),
+        ("ppo_clip", {"clip_low": 1.0}),
+        ("cpgd", {"clip_low": 0.0, "clip_high": 0.0, "drift_coef": 0.0, "drift_cap": 0.0}),
+        ("sapo", {"tau_positive": 0.1, "tau_negative": 0.1}),
+        ("dppo", {"delta_low": 0.0, "delta_high": 0.0}),
+        ("dppo", {"delta_low": 1.0, "delta_high": 1.0}),
+        ("dppo_kl", {"delta_low": 0.0, "delta_high": 0.0}),
+        ("gmpo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("topr", {"low": 0.5, "high": 0.5}),
+        ("vespo", dict.fromkeys(("k_positive", "k_negative", "lambda_positive", "lambda_negative"), 0.1)),
+    ],
+)
+def test_a_parameter_at_the_end_of_its_range_is_taken(ragged, name, params):
+    assert torch.isfinite(resolve("policy_loss", name, params)(ragged(0).inputs()).loss_T).all()

@@ -113,6 +113,38 @@ def test_neither_order_nor_ranks_change_what_is_selected(name: str, seed: int, c
     assert torch.equal(keeps, expected.keep_T)
 
 
+def kept_by_m2po(log_ratios: list[float], threshold: float) -> list[bool]:
+    """Which tokens m2po keeps that have these log-ratios and positive advantages."""
+    l_T = torch.tensor(log_ratios, dtype=torch.float64)
+    inputs = SelectionInputs(l_T - 1.0, torch.full_like(l_T, -1.0), torch.ones_like(l_T))
+    kept: list[bool] = resolve("selection", "m2po", {"threshold": threshold})(inputs).keep_T.tolist()
+    return kept
+
+
+def test_m2po_keeps_a_second_moment_of_the_threshold_and_no_part_of_equal_tokens() -> None:
+    assert kept_by_m2po([0.5, 0.5], 0.25) == [True, True]
+    assert kept_by_m2po([0.0, 1.0, 1.0], 0.6) == [True, False, False], "0.5 with one of them, 0.67 with both"
+    assert kept_by_m2po([0.5, 0.25], 0.01) == [False, False]
+    assert kept_by_m2po([1.0, -2.0], 0.01) == [False, True], "the update brings the second one back"
+
+
+@pytest.mark.parametrize(("low", "high", "chosen"), [(1.0, 9.0, False), (0.0, 1.0, False), (0.5, 1.5, True)])
+def test_a_covariance_at_a_bound_is_not_within(low: float, high: float, chosen: bool) -> None:
+    """That of the first two is 1, that of the third 0."""
+    start, A = [-1.0, -3.0, -2.0], [1.0, -1.0, 0.0]
+    inputs = SelectionInputs(*(torch.tensor(values, dtype=torch.float64) for values in (start, start, A)))
+    params = {"ratio": 1.0, "low": low, "high": high}
+    assert (not resolve("selection", "clip_cov", params)(inputs).keep_T.all()) is chosen
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize(("ratio", "count"), [(0.001, 1), (0.119, 2), (1.0, 25)])
+def test_a_share_is_rounded_down_and_is_at_least_one_token(name: str, ratio: float, count: int) -> None:
+    params = {"ratio": ratio} | ({"low": -9.0, "high": 9.0} if name == "clip_cov" else {})
+    found = resolve("selection", name, params)(made(0))
+    assert int((~found.keep_T if found.penalty_T is None else found.penalty_T > 0).sum()) == count
+
+
 def test_equal_policies_are_within_every_bound() -> None:
     inputs = made(0)
     same = SelectionInputs(inputs.behave_logprobs_T, inputs.behave_logprobs_T, inputs.advantages_T)
@@ -130,6 +162,8 @@ def test_no_tokens_are_no_fault(name: str) -> None:
     [
         ("m2po", {"threshold": 0.0}, "threshold is"),
         ("clip_cov", {"ratio": 0.0}, "share of the tokens"),
+        ("clip_cov", {"ratio": 1.1}, "share of the tokens"),
+        ("kl_cov", {"ratio": 1.1}, "share of the tokens"),
         ("clip_cov", {"low": 2.0, "high": 1.0}, "set low <= high"),
         ("kl_cov", {"coef": -1.0}, "coef is"),
     ],
@@ -137,3 +171,11 @@ def test_no_tokens_are_no_fault(name: str) -> None:
 def test_bad_parameters_are_named(name: str, params: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve("selection", name, params)(made(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("m2po", {"threshold": 0.5}), ("clip_cov", {"low": 1.0, "high": 1.0}), ("kl_cov", {"coef": 0.0})],
+)
+def test_parameters_at_the_end_of_their_range_are_taken(name: str, params: dict[str, float]) -> None:
+    assert resolve("selection", name, params)(made(0)).keep_T.any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -35,19 +34,19 @@ def test_nobody_fetches_before_the_origin_has_it() -> None:
     assert fan.poll(1.0) == []
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 10, 512])
-def test_the_rounds_grow_with_the_logarithm_and_no_host_sends_more_than_its_share(hosts: int) -> None:
+@pytest.mark.parametrize(("hosts", "needed"), [(2, 1), (3, 1), (10, 3), (512, 6)])
+def test_the_rounds_grow_with_the_logarithm_and_no_host_sends_more_than_two_at_a_time(hosts: int, needed: int) -> None:
     fan = staged_at_the_origin(hosts)
     rounds, sent = 0, Counter[int | None]()
     while orders := fan.poll(0.0):
         at_a_time = Counter(order.source for order in orders)
-        assert max(at_a_time.values()) <= UPLOADS
+        assert max(at_a_time.values()) <= 2
         sent += at_a_time
         rounds += 1
         assert all(fan.succeeded(order) for order in orders)
     assert sent.total() == hosts - 1  # once for each host
-    assert rounds == math.ceil(math.log(hosts, 1 + UPLOADS) - 1e-9)
-    assert max(sent.values()) <= UPLOADS * rounds
+    assert rounds == needed
+    assert max(sent.values()) <= 2 * rounds
 
 
 def test_a_host_gets_what_it_needs_alone_and_need_not_have_the_rest_first() -> None:
@@ -71,6 +70,7 @@ def test_a_host_that_has_it_is_a_source_at_once_and_the_origin_is_asked_last() -
     assert (one.source, two.source) == (ORIGIN, ORIGIN)
     fan.succeeded(one)
     assert {order.source for order in fan.poll(0.0)} == {one.host}
+    assert fan.sends(ORIGIN) == {"v1"}
 
 
 def test_a_dead_source_is_left_for_the_next_one_and_asked_again_later() -> None:
@@ -87,13 +87,14 @@ def test_a_dead_source_is_left_for_the_next_one_and_asked_again_later() -> None:
     assert fan.poll(2.0) == []
     due = fan.next_due(2.0)
     assert due == 2.5
+    assert fan.next_due(due) == 3.0, "what is due now is no later time"
     assert fan.poll(due)
 
 
 def test_a_host_that_cannot_keep_it_is_asked_again_later_and_longer_each_time() -> None:
     fan = staged_at_the_origin(2)
     now, waits = 0.0, []
-    for _ in range(3):
+    for _ in range(8):
         (order,) = fan.poll(now)
         fan.failed(order, now, source_failed=False)
         assert fan.poll(now) == []
@@ -101,7 +102,28 @@ def test_a_host_that_cannot_keep_it_is_asked_again_later_and_longer_each_time() 
         assert due is not None
         waits.append(due - now)
         now = due
-    assert waits == [0.5, 1.0, 2.0]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    (order,) = fan.poll(now)
+    fan.succeeded(order)
+    fan.want("v2")
+    fan.succeeded(*fan.poll(now))
+    (order,) = fan.poll(now)
+    fan.failed(order, now, source_failed=False)
+    assert fan.next_due(now) == now + 0.5, "it has kept one since"
+
+
+def test_a_source_that_has_sent_again_is_trusted_as_if_it_had_never_failed() -> None:
+    fan, now = staged_at_the_origin(2), 0.0
+    for failures in (2, 1):
+        for failure in range(failures):
+            (order,) = fan.poll(now)
+            fan.failed(order, now, source_failed=True)
+            assert fan.next_due(now) == now + 0.5 * 2**failure
+            now = fan.next_due(now) or now
+        (order,) = fan.poll(now)
+        fan.succeeded(order)
+        fan.want(f"v{failures}0")
+        fan.succeeded(*fan.poll(now))
 
 
 def test_an_origin_whose_own_folder_is_gone_is_asked_again_later() -> None:

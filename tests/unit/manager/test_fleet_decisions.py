@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from asyncrl.manager.fleet.decisions import BACKOFF, DISAGREEMENTS_ALLOWED, FleetDecisions, UpdateMode
+from asyncrl.inference.client import MemoryTag
+from asyncrl.manager.fleet.decisions import BACKOFF, FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, Target
 from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.messages import ServerState
@@ -65,6 +68,24 @@ def test_versions_may_be_skipped() -> None:
     fleet.succeeded(0, first.attempt)
     assert fleet.served_version == 1
     assert updates(fleet.poll(2.0, NOTHING))[0].target.version == 7
+
+
+def test_a_version_is_published_once_and_the_one_before_it_stays_the_one_before() -> None:
+    targets = ServerTargets()
+    for version in (1, 2, 2):
+        targets.publish(target(version))
+    life = ServerLife(0, "http://0", None, ServerState.RESTING, damaged=2, released=frozenset(MemoryTag))
+    assert targets.goal(life) == target(1)
+
+
+def test_a_host_that_fetched_a_version_again_has_the_new_copy_and_no_older_one_takes_its_place() -> None:
+    targets = ServerTargets(staged=True)
+    life = ServerLife(0, "https://10.0.0.0:5000", 0, ServerState.SERVING)
+    for arrived in (Target(2, "/v2", "/disk"), Target(2, "/v2", "/disk/again"), Target(1, "/v1", "/disk")):
+        targets.arrived("10.0.0.0", arrived)
+    assert targets.available(life) == Target(2, "/v2", "/disk/again")
+    targets.arrived("10.0.0.1", at(1, 1))
+    assert (targets.on_host("10.0.0.1"), targets.on_host()) == ({1}, {1, 2})
 
 
 def test_versions_that_are_served_or_loaded_are_in_use() -> None:
@@ -178,7 +199,7 @@ def test_a_failed_update_quarantines_with_growing_back_off() -> None:
         waits.append(due - now)
         now = due
         assert updates(fleet.poll(now, NOTHING))[0].pause == "abort"
-    assert waits == pytest.approx([BACKOFF.delay(failures) for failures in range(1, 10)])
+    assert waits == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0])
 
 
 def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alone() -> None:
@@ -195,14 +216,14 @@ def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alon
 
     now = updated(0.0, 0, 1)
     now = updated(now, 0, 1, why="hangs")
-    for _ in range(DISAGREEMENTS_ALLOWED - 2):
+    for _ in range(3):
         assert not fleet.never_agree()
         now = updated(now, 0, 1)
     assert not fleet.never_agree(), "one of the failures was another"
     now = updated(now, 0)
     assert not fleet.never_agree(), "server 1 agrees"
     fleet.targets.publish(target(2))
-    for _ in range(DISAGREEMENTS_ALLOWED):
+    for _ in range(5):
         assert not fleet.never_agree()
         now = max(life.due for life in fleet.servers)
         updated(now, 0, 1)
@@ -264,6 +285,7 @@ def test_a_restart_during_an_update_gives_the_update_up() -> None:
     fleet.register(0, "http://new", 0, 1.0)
     orders = fleet.poll(1.0, NOTHING)
     assert CancelUpdate(0, old.attempt) in orders
+    assert fleet.poll(1.0, NOTHING) == [], "it is told once"
     assert fleet.succeeded(0, old.attempt) is False
     assert fleet.succeeded(0, updates(orders)[0].attempt)
 
@@ -300,6 +322,19 @@ def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back_healthy
     (check,) = fleet.poll(1.0 + 2 * BACKOFF.first_s, NOTHING)
     assert fleet.healthy(0, "http://0")
     assert fleet.served_version == 0
+    fleet.unhealthy(0, "http://0", "refused", 5.0, gone=True)
+    assert fleet.next_due() == 5.0 + BACKOFF.first_s, "it was well between"
+
+
+def test_a_server_that_is_checked_as_a_version_is_published_waits_for_the_version() -> None:
+    fleet = fleet_of()
+    fleet.unhealthy(0, "http://0", "refused", 0.0, gone=True)
+    assert [type(order) for order in fleet.poll(BACKOFF.first_s, NOTHING)] == [CheckHealth]
+    assert fleet.next_due() is None, "the check has a limit of its own"
+    fleet.targets.publish(target(1))
+    assert not fleet.healthy(0, "http://0")
+    assert fleet.served_version is None
+    assert updates(fleet.poll(BACKOFF.first_s, NOTHING))[0].target == target(1)
 
 
 def test_an_unhealthy_server_comes_back_through_a_whole_update_where_weights_are_published() -> None:
@@ -328,6 +363,7 @@ def test_what_is_kept_is_not_waited_for(mode: UpdateMode) -> None:
     assert [order.pause for order in orders] == [mode, mode]
     assert all(order.keeps_requests for order in orders)
     assert [order.keeps_cache for order in orders] == [mode == "in_place"] * 2
+    assert not any(order.frozen or order.rested for order in orders)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -357,6 +393,22 @@ def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since
         None,
         "differs",
     )
+
+
+def test_contradictions_in_a_row_are_disagreements_also_of_a_server_that_is_drained() -> None:
+    fleet = fleet_of(mode="finish")
+    fleet.targets.publish(target(1))
+    attempt = updates(fleet.poll(0.0, NOTHING))[0].attempt
+    fleet.succeeded(0, attempt)
+    fleet.targets.publish(target(2))
+    assert fleet.poll(1.0, {0: 1}) == []
+    assert life_of(fleet).state is ServerState.DRAINING
+    assert fleet.contradicted(0, attempt, "differs", 1.0, disagrees=True)
+    for _ in range(4):
+        assert not fleet.never_agree()
+        now = life_of(fleet).due
+        fleet.failed(0, updates(fleet.poll(now, NOTHING))[0].attempt, "differs", now, disagrees=True)
+    assert fleet.never_agree() == "differs. So it was after 5 updates in a row, and no server agrees"
 
 
 def test_finish_lets_running_requests_end_first() -> None:
@@ -507,6 +559,18 @@ class AnyFaults(RuleBasedStateMachine):
         for life in self.fleet.servers:
             if life.state in (ServerState.SERVING, ServerState.DRAINING):
                 assert life.version == self.weights[life.url]
+
+    @invariant()
+    def nothing_happens_by_itself_before_what_is_due_next(self) -> None:
+        settled = copy.deepcopy(self.fleet)
+        while settled.poll(self.now, NOTHING):
+            pass
+        states = [life.state for life in settled.servers]
+        due = settled.next_due()
+        assert due is None or due > self.now
+        assert settled.poll(self.now + 1e6 if due is None else (self.now + due) / 2, NOTHING) == []
+        assert [life.state for life in settled.servers] == states
+        assert due is None or settled.poll(due, NOTHING)
 
     @invariant()
     def something_is_due_for_every_server_that_is_behind(self) -> None:

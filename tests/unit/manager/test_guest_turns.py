@@ -354,7 +354,56 @@ def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
     fleet.failed(first.server, first.attempt, "no answer", 0.0)
     assert [life.index for life in fleet.not_resting] == [first.server]
     assert fleet.poll(0.0, {}) == []
-    assert [order.server for order in fleet.poll(5.0, {})] == [first.server]
+    (again,) = fleet.poll(0.5, {})
+    assert isinstance(again, Rest)
+    assert not fleet.succeeded(again.server, again.attempt), "it is no update"
+    assert fleet.released(again.server, again.attempt)
+    assert fleet.not_resting == []
+    fleet.targets.publish(Target(1, "/v1"))
+    fleet.guests.announced = 1
+    update = next(order for order in wake(fleet, version=1) if order.server == again.server)
+    assert isinstance(update, BeginUpdate)
+    fleet.failed(update.server, update.attempt, "no answer", 1.0)
+    fleet.succeeded(second.server, next(life.attempt for life in fleet.servers if life.index == second.server))
+    assert fleet.next_due() == 1.5, "the failed rest is forgotten"
+
+
+def test_memory_that_a_guest_has_again_is_not_taken_for_released() -> None:
+    fleet = fleet_at(0)
+    rest(fleet)
+    update = wake(fleet, version=0)[0]
+    assert isinstance(update, BeginUpdate)
+    first, *others = MemoryTag
+    fleet.resumed(update.server, update.attempt, [first])
+    fleet.resumed(update.server, update.attempt + 100, MemoryTag)
+    fleet.failed(update.server, update.attempt, "no answer", 0.0)
+    again = next(order for order in fleet.poll(0.5, {}) if order.server == update.server)
+    assert isinstance(again, BeginUpdate)
+    assert (again.released, again.rested) == ({*others}, False)
+
+
+def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_its_memory() -> None:
+    fleet = fleet_at(0)
+    fleet.unhealthy(0, "http://0", "refused", 0.0, gone=True)
+    (check,) = fleet.poll(0.5, {})
+    assert isinstance(check, CheckHealth)
+    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    assert [order.server for order in fleet.poll(0.5, {})] == [0, 1]
+    assert fleet.next_due() == 0.5 + LIMIT_S
+    assert not fleet.healthy(0, "http://0")
+    assert len(fleet.not_resting) == 2
+    cancelled = [order for order in fleet.poll(0.5 + LIMIT_S, {}) if isinstance(order, CancelUpdate)]
+    assert len(cancelled) == 2
+    assert {life.reason for life in fleet.servers} == {"release of its memory took longer than 10 s"}
+
+
+@pytest.mark.parametrize("recorded_at", ["http://0", "http://before"])
+def test_what_is_recorded_of_an_earlier_process_of_a_guest_says_nothing_of_the_next(recorded_at: str) -> None:
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns(range(1)))
+    fleet.guests.begin(TrainerTurn(1, training=False, version=0))
+    fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory(recorded_at, released=True))
+    assert fleet.served_version == (None if recorded_at == "http://0" else 0)
+    assert [life.released for life in fleet.servers] == [{*MemoryTag} if recorded_at == "http://0" else set()]
 
 
 def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:

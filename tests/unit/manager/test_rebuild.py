@@ -11,13 +11,16 @@ from msgspec import structs
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.rebuild import rebuild
+from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.reports import run_report
+from asyncrl.master.books.reports import Due, run_report
+from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from tests.unit.manager.test_any_schedule import BEGINNINGS, MOVES, ORDER, Schedule
+from tests.unit.master.test_recorded import admitted, fold
 
 WORKER = "rollout_worker/0"
 
@@ -107,6 +110,82 @@ class Shut:
 
 def granted(rollout: str) -> Admitted:
     return Admitted(rollout, "e0-0", 0, 0, WORKER, 0, 0.0)
+
+
+def held(rollout: str, end: m.FinishedRollout | None = None, version: int = 0) -> m.HeldRollout:
+    return m.HeldRollout(m.GrantedRollout(rollout, f"e0-{rollout[1:]}", int(rollout[1:]), 0, 0, 0, version), end)
+
+
+def test_all_lines_of_what_is_adopted_reach_the_ledger_whatever_number_the_last_manager_came_to() -> None:
+    """The report that was due for the last one names the number of its lines."""
+    due = Due(trained=[m.ReceivedRollout("r2", "e0-2", 2, 0, 5)])
+    recorded = fold(*map(admitted, range(2)))
+    recorded.manager = 1
+    run = run_report(recorded, SampleBuffer(2, 1, OnStale.drop), Curriculum(0.0, 1.0, 1), due, 1)
+    assert (run.consumed is not None and run.consumed.trained, recorded.heard) == (["r2"], 2)
+    books = rebuild(RolloutState(2, 1, ORDER, manager=2), run, [m.HeldReport(WORKER, 0, [held("r0"), held("r3")])])
+    lines = [(type(line).__name__, line.rollout) for line in books.events.unrecorded]
+    assert lines == [("Admitted", "r3"), ("Admitted", "r2"), ("Dropped", "r1")]
+    assert books.events.last_seq == 3
+    assert books.gate.books().trained == 1
+
+
+def test_a_rebuilt_manager_admits_nothing_if_the_gate_was_closed_and_runs_nothing_if_all_was_abandoned() -> None:
+    for closed, abandoned in ((False, False), (True, False), (True, True)):
+        run = m.RunReport(open=[granted("r0")], closed=closed, abandoned_all=abandoned)
+        books = rebuild(RolloutState(2, 1, ORDER), run, [m.HeldReport(WORKER, 0, [held("r0")])])
+        assert books.gate.closed is closed
+        assert (books.gate.books().running, books.gate.books().abandoned) == ((0, 1) if abandoned else (1, 0))
+
+
+def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds() -> None:
+    consumed = m.ConsumedReport(1, ["r0"], [])
+    run = m.RunReport(open=[granted("r0")], consumed=consumed)
+    for reports, awaited in (([m.HeldReport(WORKER, 0, [held("r0")])], True), ([m.HeldReport(WORKER, 0, [])], False)):
+        assert rebuild(RolloutState(1, 1, ORDER), run, reports).awaits_ends is awaited
+
+
+def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_have_spoken() -> None:
+    call = RollCall(until=30.0)
+    call.run = m.RunReport()
+    assert not call.is_complete, "who is to be awaited is not known"
+    call.await_workers({WORKER: 1, "rollout_worker/1": 0}, 29.9)
+    call.take(m.HeldReport(WORKER, 0, []))
+    call.take(m.HeldReport("rollout_worker/1", 0, []))
+    assert not call.is_complete, "another process of the first worker is there"
+    call.take(m.HeldReport(WORKER, 2, []))
+    assert call.is_complete
+    call.run = None
+    assert not call.is_complete
+    call = RollCall(until=30.0)
+    call.run = m.RunReport()
+    call.await_workers({WORKER: 0}, 29.9)
+    assert not call.is_complete
+    call.await_workers({WORKER: 0}, 30.0)
+    assert call.is_complete, "its lease is over"
+
+
+def test_of_a_process_that_was_replaced_only_the_ends_count_and_a_first_report_does() -> None:
+    call, end = RollCall(), m.FinishedRollout("r0", True, tokens=5)
+    call.take(m.HeldReport(WORKER, 1, [held("r2", version=3)]))
+    call.take(m.HeldReport(WORKER, 0, [held("r0"), held("r1")]))
+    call.take(m.HeldReport("rollout_worker/1", 4, [held("r5")]))
+    call.take(m.HeldReport("rollout_worker/1", 4, [held("r6")]))
+    assert [(each.worker, each.incarnation, each.held) for each in call.reports] == [
+        (WORKER, 0, []),
+        (WORKER, 1, [held("r2", version=3)]),
+        ("rollout_worker/1", 4, [held("r5")]),
+    ]
+    assert not call.has_ended("r0")
+    call.finish(end)
+    call.finish(m.FinishedRollout("r9", True))
+    assert call.reports[0].held == [held("r0", end)]
+    assert (call.has_ended("r0"), call.has_ended("r1"), call.has_ended("r9")) == (True, False, False)
+    assert [call.admitted_at(name) for name in ("r2", "r0", "r9")] == [3, 0, 0]
+    call.end(WORKER)
+    call.end(Replaced(WORKER, 2, killed=False))
+    assert call.ended == [WORKER, Replaced(WORKER, 2, killed=False)]
+    assert call.replaced == {WORKER: 2}
 
 
 def test_a_process_that_follows_a_dead_one_is_noted_once_while_the_gate_is_shut() -> None:

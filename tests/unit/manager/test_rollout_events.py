@@ -7,7 +7,7 @@ from collections import Counter
 from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
+from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents, first_number
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
@@ -27,6 +27,29 @@ def test_a_line_is_told_until_its_number_is_named() -> None:
     events.dropped("r2", "stale", PromptGoes.returned)
     events.forget(102)
     assert events.unrecorded == [Dropped("r2", "stale", PromptGoes.returned, 5.0)]
+
+
+def test_a_returned_prompt_alone_has_a_next_try_and_times_are_in_milliseconds() -> None:
+    events = RolloutEvents(now=lambda: 1.23456)
+    events.admitted(RolloutTicket("r1", MASTER, "e0-3", 7, 1, 2), 4)
+    for goes in (PromptGoes.returned, PromptGoes.used):
+        events.dropped("r1", "failed", goes, 1, 3)
+    events.abandoned("r1")
+    assert events.last_seq == 4
+    assert events.unrecorded == [
+        Admitted("r1", "e0-3", 7, 1, MASTER, 4, 1.235, 2),
+        Dropped("r1", "failed", PromptGoes.returned, 1.235, 1, 3),
+        Dropped("r1", "failed", PromptGoes.used, 1.235),
+        Abandoned("r1", 1.235),
+    ]
+
+
+def test_a_managers_numbers_are_above_all_that_the_one_before_gave_out() -> None:
+    before = NumberedLog[str](after=first_number(1))
+    for _ in range(1000):
+        before.add("x")
+    assert first_number(0) == 0
+    assert before.last_seq < first_number(2)
 
 
 def service() -> ManagerService:

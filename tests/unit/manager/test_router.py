@@ -47,6 +47,37 @@ def test_round_robin_goes_on_when_a_server_leaves() -> None:
     assert [place(router, name) for name in "bcd"] == [2, 0, 2]
 
 
+def test_round_robin_goes_on_past_a_server_that_takes_no_requests() -> None:
+    router = router_of("round_robin", servers=4)
+    place(router, "a")
+    router.update(1, "http://1", 0, False)
+    assert [place(router, name) for name in "bcd"] == [2, 3, 0]
+    router.update(1, "http://1", 0, True)
+    assert [place(router, name) for name in "ef"] == [1, 2]
+
+
+def test_servers_are_listed_by_their_index() -> None:
+    router = Router("least_requests", conversations=100)
+    for index in (2, 0, 1):
+        router.update(index, f"http://{index}", 0, True)
+    assert [view.index for view in router.servers] == [0, 1, 2]
+    assert len(router) == 3
+
+
+@pytest.mark.parametrize(("policy", "heavy"), [("least_requests", {"n": 3}), ("least_tokens", {"tokens": 30})])
+def test_after_any_number_of_changes_the_least_loaded_server_gets_a_request(policy: str, heavy: dict[str, int]) -> None:
+    router = router_of(policy, servers=5)
+    for number in range(400):
+        loads = [(view.sequences, view.tokens)[policy == "least_tokens"] for view in router.servers]
+        assert loads[place(router, f"r{number}", **(heavy if number % 3 else {}))] == min(loads)
+        router.release(f"r{number - 5 - number % 7}")
+
+
+def test_requests_without_a_conversation_are_bound_to_no_server() -> None:
+    router = router_of("prefix_affine")
+    assert [place(router, name) for name in "abcd"] == [0, 1, 2, 0]
+
+
 def test_least_requests_counts_the_sequences_of_a_group() -> None:
     router = router_of("least_requests", servers=2)
     assert place(router, "a", n=8) == 0
@@ -106,6 +137,15 @@ def test_scheduling_again_moves_the_request() -> None:
     router.update(0, "http://0", 0, False)
     assert place(router, "a", n=2) == 1
     assert [view.sequences for view in router.servers] == [0, 2]
+
+
+def test_a_request_that_has_moved_outlives_the_server_that_it_left() -> None:
+    router = router_of("least_requests", servers=2)
+    assert place(router, "a") == 0
+    router.update(0, "http://0", 0, False)
+    assert place(router, "a") == 1
+    router.remove(0)
+    assert (router.placed, router.servers[0].sequences) == (1, 1)
 
 
 def test_a_request_that_cannot_move_leaves_its_old_place() -> None:
@@ -183,7 +223,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(server=st.integers(0, 3))
     def remove(self, server: int) -> None:
+        stay = {key for key, placement in self.router._placements.items() if placement.server != server}
         self.router.remove(server)
+        assert self.router._placements.keys() == stay
+
+    @rule(returning=st.integers(0, 3))
+    def some_return(self, returning: int) -> None:
+        self.router.returning = returning
 
     @rule(
         request=st.integers(0, 8),
@@ -198,12 +244,18 @@ class AnyOrder(RuleBasedStateMachine):
         possible = [view for view in self.router.servers if view.routable and view.version >= version]
         self.router.release(str(request))
         loads = [(self.load(view), view.index) for view in possible]
+        returning, in_service = self.router.returning, sum(view.routable for view in self.router.servers)
+        placed = sum(placement.request.n for placement in self.router._placements.values())
+        share = 1.25 * (placed + n) / (in_service + returning) if returning else float("inf")
+        beyond = {view.index for view in possible if view.sequences > share}
+        chosen = min(loads, default=([], None))[1] if self.policy in self.LOADS else None
         server = self.router.schedule(wanted, worker, version)
         if server is None:
-            assert not possible
+            assert beyond or not possible
+            assert chosen is None or chosen in beyond
         else:
-            assert server.index in [view.index for view in possible]
-            assert self.policy not in self.LOADS or server.index == min(loads)[1]
+            assert server.index in {view.index for view in possible} - beyond
+            assert chosen in (None, server.index)
 
     @rule(request=st.integers(0, 8))
     def release(self, request: int) -> None:
@@ -234,6 +286,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.router.placed == 0
         assert not self.router._of_rollout
         assert not self.router._of_worker
+        assert not self.router._of_server
 
 
 AnyOrder.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
@@ -16,15 +17,16 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books import reports as reports_module
-from asyncrl.master.books.reports import Reports, ReportState
+from asyncrl.master.books.reports import Reports, ReportState, received
 from asyncrl.master.books.run_files import BooksError
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.metrics import filtered as filtered_module
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.peers import connections
 from asyncrl.master.peers.connections import introduce_each
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.trainer.messages import RolloutRecord
 from tests.unit.master.test_recorded import admitted, dropped, fold, trained
 
 NONE = cast(Any, None)
@@ -39,8 +41,14 @@ class EveryStepIsWhole:
 
 
 class NothingAtTheRanks:
+    def __init__(self) -> None:
+        self.refreshed, self.discarded = 0, list[str]()
+
     async def refresh(self) -> None:
-        pass
+        self.refreshed += 1
+
+    async def discard(self, records: list[RolloutRecord], limit_s: float) -> None:
+        self.discarded += [record.rollout_id for record in records]
 
 
 class LedgerInMemory:
@@ -62,20 +70,31 @@ class Manager:
         self.refused, self.shut_s = refused, shut_s
         self.calls = 0
 
+        self.told = list[str]()
+        self.reports = list[m.ConsumedReport]()
+        self.replies = list[m.ConsumedReply]()
+
     async def report_run(self, report: m.RunReport) -> int:
+        self.told.append("run")
         return 7
 
-    async def report_consumed(self, *report: object) -> m.ConsumedReply:
+    async def report_consumed(self, *report: Any) -> m.ConsumedReply:
         self.calls += 1
         if self.calls <= self.refused:
             raise NotIntroduced("another manager is there")
-        return m.ConsumedReply(GateBooks(0, 0, {}, 0), [], 0, [], 0, 0.0, [])
+        self.told.append("consumed")
+        self.reports.append(m.ConsumedReport(*report))
+        return self.replies.pop(0) if self.replies else m.ConsumedReply(GateBooks(0, 0, {}, 0), [], 0, [], 0, 0.0, [])
 
     async def close_gate(self) -> None:
+        self.told.append("close")
         await asyncio.sleep(self.shut_s)
 
     async def abandon(self) -> None:
-        pass
+        self.told.append("abandon")
+
+    async def status(self) -> GateStatus:
+        return GateStatus(idle_s=3.0)
 
 
 def state() -> ReportState:
@@ -102,6 +121,159 @@ def test_a_master_that_takes_over_has_the_books_that_the_ledgers_lines_add_up_to
     state.continue_after(recorded)
     assert state.reported_books == GateBooks(4, 2, {"failed": 1}, 0, 1, 0)
     assert set(buffer.used) == {"e0-0", "e0-1", "e0-3"}
+
+
+def record(name: str, order: int, oldest: int = 0) -> RolloutRecord:
+    return RolloutRecord(name, f"e0-{order}", order, 0, oldest, {}, (2, 3), (1, 1), (1.0, 0.0), (False, False), (0, 1))
+
+
+def test_at_the_start_of_a_run_nothing_is_counted_or_due() -> None:
+    begun = state()
+    assert begun.reported_books == GateBooks(0, 0, {}, 0)
+    assert not begun.due
+    assert begun.next_report(0) == m.ConsumedReport(0, [], [])
+    assert begun.run_report(0) == m.RunReport(
+        used=SampleBuffer(2, 1, OnStale.drop).used.to_json(),
+        consumed=m.ConsumedReport(0, [], []),
+        curriculum=Curriculum(0.0, 1.0, 1).state(),
+    )
+
+
+def test_a_resumed_run_counts_what_was_trained_and_dropped_before() -> None:
+    resumed = state()
+    resumed.restore(4, {"stale": 2, "timeout": 1}, Curriculum(0.0, 1.0, 1))
+    assert resumed.reported_books == GateBooks(7, 4, {"stale": 2, "timeout": 1}, 0)
+
+
+def test_a_rollout_of_which_nothing_was_generated_counts_as_of_the_first_version() -> None:
+    assert received(record("r", 3, oldest=2)) == m.ReceivedRollout("r", "e0-3", 3, 2, 5)
+    assert received(record("r", 3, oldest=-1)).version == 0
+    empty = msgspec.structs.replace(record("r", 3), lengths=(0, 0))
+    assert received(empty).tokens == 1
+    assert received(msgspec.structs.replace(empty, lengths=(1, 0))).tokens == 1
+
+
+def test_a_step_is_reported_once_with_what_the_ledger_does_not_know_of_it() -> None:
+    one = state()
+    one.trained(TrainBatch(0, 0, (record("r0", 0), record("r1", 1))))
+    cast(Any, one)._ledger.recorded = fold(admitted(0))
+    assert one.due
+    assert one.reported_books is None, "the books do not have it yet"
+    report = one.next_report(1)
+    assert (report.version, report.trained) == (1, ["r0", "r1"])
+    assert [each.rollout_id for each in report.unknown] == ["r1"]
+    books = m.Books(2, 2, {}, 0, version=1, trained_version=1)
+    one.take(m.ConsumedReply(books, [], 0, [("e0-0", 0.5)], 9, 2.0, [4]))
+    assert not one.due
+    assert one.reported_books == books
+    assert one.last_reply.status == GateStatus(2.0, frozenset({4}), {})
+    assert one.next_report(1) == m.ConsumedReport(1, [], [], events_after=1, measured_after=9)
+    assert one.curriculum.state() != Curriculum(0.0, 1.0, 1).state(), "it has the measured success"
+
+
+def test_a_master_that_takes_over_reports_the_last_step_again_and_trains_none_of_its_rollouts_again() -> None:
+    successor = state()
+    successor.take_up([received(record("r0", 0))], 6)
+    report = successor.next_report(1)
+    assert (report.trained, report.measured_after) == (["r0"], 6)
+    assert cast(Any, successor)._buffer.add([record("r0", 0)]), "a copy"
+
+
+async def test_what_the_buffer_drops_is_reported_and_freed_at_the_ranks_until_nothing_more_is_dropped() -> None:
+    manager = Manager()
+    reports = reports_to(manager)
+    ranks, buffer = cast(Any, reports)._collector, cast(Any, reports.state)._buffer
+    buffer.add([record("r0", 0), record("r1", 0)])
+    await reports.report(0)
+    assert [(drop.rollout_id, drop.reason) for drop in manager.reports[0].dropped] == [("r1", "duplicate_prompt")]
+    assert ranks.discarded == ["r1"]
+    await reports.report(0)
+    assert manager.told == ["consumed"], "nothing is due"
+    await reports.last(0)
+    assert manager.told == ["consumed"] * 2
+
+
+async def test_nothing_is_reported_of_a_step_whose_state_is_not_complete() -> None:
+    manager = Manager()
+    reports = reports_to(manager)
+    whole = cast(Any, reports.state.memory_checkpointer)
+    whole.may_report = lambda version: False
+    reports.state.trained(TrainBatch(0, 0, (record("r0", 0),)))
+    await reports.report(1)
+    await reports.last(1)
+    assert await reports._introduce(1) is False
+    assert manager.told == []
+    whole.may_report = lambda version: True
+    assert await reports._introduce(1) is True
+    assert cast(Any, reports.state)._ledger.managers == [7]
+    assert cast(Any, reports)._collector.refreshed == 2, "the ranks are asked first"
+
+
+async def test_a_manager_that_is_new_is_told_of_the_run_before_the_report() -> None:
+    manager = Manager(refused=1)
+    await reports_to(manager).last(0)
+    assert manager.told == ["run", "consumed"]
+
+
+async def test_the_books_are_closed_in_order_and_a_later_manager_hears_that_they_are() -> None:
+    manager = Manager()
+    reports = reports_to(manager)
+    assert not reports.state.run_report(0).closed
+    await reports.close_gate()
+    assert (reports.state.run_report(0).closed, reports.state.run_report(0).abandoned_all) == (True, False)
+    await reports.close_books(0, complete=True)
+    assert manager.told == ["close", "close", "abandon", "consumed"]
+    assert reports.state.run_report(0).abandoned_all
+
+
+@pytest.mark.parametrize(("complete", "limit_s"), [(False, 5), (True, 31)])
+async def test_a_complete_run_waits_for_a_lease_longer_for_its_last_books(complete: bool, limit_s: int) -> None:
+    manager = cast(Any, Manager())
+
+    async def silent() -> None:
+        raise TimeoutError
+
+    manager.close_gate = silent
+    with pytest.raises(BooksError, match=f"within {limit_s} s"):
+        await reports_to(manager, lease_s=1.0).close_books(0, complete=complete)
+
+
+async def test_a_status_is_asked_for_without_a_report() -> None:
+    manager = Manager()
+    reports = reports_to(manager)
+    await reports.look()
+    assert reports.state.last_reply.status.idle_s == 3.0
+    assert manager.told == []
+
+
+async def test_a_refusal_that_ends_the_following_of_managers_ends_the_next_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MANAGER_LOOK_S", 0.0)
+    manager = cast(Any, Manager())
+
+    async def refuse(report: m.RunReport) -> int:
+        raise HttpRefused("http://manager/report_run", 413, b"more than 256 MB")
+
+    manager.report_run = refuse
+    reports = reports_to(manager)
+    reports.check()
+    reports.follow(lambda: "0/17", lambda: 0)
+    reports.check()
+    async with asyncio.timeout(300):
+        with pytest.raises(HttpRefused):
+            await cast(Any, reports)._following
+    with pytest.raises(HttpRefused):
+        await reports.report(0)
+    await reports.close()
+
+
+async def test_who_closes_follows_no_manager_any_more() -> None:
+    reports = reports_to(Manager())
+    await reports.close()
+    reports.follow(lambda: None, lambda: 0)
+    await reports.close()
+    assert cast(Any, reports)._following.cancelled()
 
 
 async def test_a_manager_that_is_another_each_time_is_not_called_without_pause() -> None:
