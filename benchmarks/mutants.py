@@ -1,15 +1,20 @@
 """Do the tests notice a changed line? Changes one thing at a time in the rooms that decide, and runs the tests near it.
 
-    python benchmarks/mutants.py [--sample 200] [--seed 1] [--rooms NAME ...] [--jobs 1] [--out FILE] [--list]
+    python benchmarks/mutants.py [--sample 200] [--seed 1] [--rooms NAME ...] [--share I/N] [--out FILE] [--list]
 
-A mutant is the package with one comparison, operator, condition, number, boundary or statement changed. Its tests are
-those of `tests/unit` that import the changed module, then those in the folder that mirrors its room. It is killed if
-one of them fails or does not end. A mutant that survives is either a gap in the tests or the same program written in
-another way; those of the second kind are in `mutants_equivalent.json`, each with its reason, and count for neither.
+A mutant is the package with one comparison, operator, condition, number, boundary or statement changed. It is killed if
+one of its tests fails or does not end. Of the tests in the folder of `tests/unit` that mirrors its room, its tests are
+those that run the changed line: all are run once without a change, which tells the lines and seconds of each. The
+quickest come first. Where no test runs the line in its own process, all are run.
 
-The sample is drawn evenly from the rooms, by the seed alone. Results are lines of JSON in FILE, written as they come,
-by the text of the module: the same command goes on where it was stopped, and a changed module is tried again.
-`--list` prints the survivors of FILE.
+A mutant that survives is either a gap in the tests or the same program written in another way. Those of the second kind
+are in `mutants_equivalent.json`, with the line before and after the change and the reason; they count for neither.
+What decides nothing is not changed: annotations, messages, assertions (`strict=` of `zip` among them), and numbers that
+a module names (`POLL_S = 10.0`), which a test could only repeat.
+
+The sample is drawn evenly from the rooms, by the seed alone. `--share I/N` tries the I-th of N parts of it, which have
+few modules in common. Results are lines of JSON in FILE, written as they come: the same command goes on where it was
+stopped. A changed module is tried again, and so is a survivor whose tests have changed. `--list` prints the survivors.
 
 Each mutant runs in a process forked from one that has imported what tests need but nothing of asyncrl, in a copy of the
 checkout: what a test starts sees the change too.
@@ -19,27 +24,34 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import hashlib
 import importlib
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 TARGET = 0.95
-LIMIT_S = 900.0
-"""Seconds of a module's tests without a change. A mutant's have five times what they took, and half a minute."""
+LIMIT_S = 1800.0
+"""Seconds of a room's tests without a change. A mutant's have five times what they took, and half a minute."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "gate": ("manager/rollouts/staleness_gate.py", "manager/rollouts/rollout_state.py"),
     "admission": ("manager/rollouts/admission.py", "manager/rollouts/pacing.py"),
@@ -59,17 +71,22 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rewards": ("plugins/rewards/math_answer.py", "plugins/rewards/text.py", "plugins/rewards/code_tests.py"),
 }
 PRELOADED = (
-    "numpy",
-    "torch",
-    "transformers",
-    "hypothesis",
-    "pytest",
-    "omegaconf",
-    "hydra",
     "aiohttp",
-    "zmq",
+    "hydra",
+    "hypothesis",
     "msgspec",
+    "numpy",
+    "omegaconf",
+    "psutil",
+    "pytest_asyncio",
+    "pytest_timeout",
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "zmq",
 )
+"""Modules that most tests import, and that import nothing of asyncrl."""
 _OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -91,28 +108,31 @@ _OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 _OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
-_SAYS = ("log", "logger", "warn", "note", "print")
+_SAYS = {"log", "_log", "logger", "logging", "warnings", "print"}
 """Calls that tell people something: what they say is not what is tried here."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: `before` at `line` of `file` (below `asyncrl/`) becomes `after`; `start` and `end` are offsets."""
+    """One change of `file` (below `asyncrl/`): the bytes from `start` to `end` become `text`.
 
+    Attributes:
+        first, last: lines of the statement that a test must run to notice it; 0 if the module's import runs it.
+        before, after: the changed line or lines.
+        key: its name in the results, of the module's text and the change.
+    """
+
+    key: str
     room: str
     file: str
     line: int
+    first: int
+    last: int
     start: int
     end: int
+    text: str
     before: str
     after: str
-
-    @property
-    def key(self) -> str:
-        """Its name in the results: the module's text and the change."""
-        text = (ROOT / "asyncrl" / self.file).read_bytes()
-        change = f"{self.file}:{self.start}:{self.after}".encode()
-        return hashlib.blake2b(text + change, digest_size=8).hexdigest()
 
     def known(self, equivalent: Sequence[dict[str, str]]) -> bool:
         """True if it is among those that change nothing."""
@@ -121,47 +141,68 @@ class Mutant:
 
 def mutants(room: str, file: str, text: str) -> list[Mutant]:
     """Return the mutants of a module."""
-    tree, starts = ast.parse(text), [0]
-    encoded = text.encode()
+    tree, starts, encoded = ast.parse(text), [0], text.encode()
     for line in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
-    for node, after in _changes(tree):
+    for node, after, (first, last) in _changes(tree, None):
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-        before = encoded[start:end].decode()
         if isinstance(node, ast.expr):
             after = f"({after})"
-        found.append(Mutant(room, file, node.lineno, start, end, before, after))
+        lines = encoded[starts[node.lineno - 1] : start], encoded[end : starts[node.end_lineno]]
+        line_before, line_after = (
+            " ".join((lines[0] + middle + lines[1]).decode().split()) for middle in (encoded[start:end], after.encode())
+        )
+        key = hashlib.blake2b(encoded + f"{file}:{start}:{after}".encode(), digest_size=8).hexdigest()
+        found.append(Mutant(key, room, file, node.lineno, first, last, start, end, after, line_before, line_after))
     return found
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """Yield each node that is changed below `node`, with its new text."""
+_Span = tuple[int, int]
+
+
+def _changes(node: ast.AST, span: _Span | None) -> Iterator[tuple[ast.stmt | ast.expr, str, _Span]]:
+    """Yield each node that is changed below `node`, with its new text and the lines of its statement.
+
+    `span`: lines of the statement that `node` is of; None outside functions, whose statements the import runs.
+    """
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or _says_nothing(node, name, child):
                 continue
+            within = span
+            if isinstance(child, ast.stmt) and (
+                span or (name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            ):
+                body = getattr(child, "body", None)
+                last = max(child.lineno, body[0].lineno - 1) if body else child.end_lineno or child.lineno
+                within = child.lineno, last
             if isinstance(child, ast.stmt | ast.expr):
                 for changed in _of(child):
-                    yield child, ast.unparse(ast.fix_missing_locations(changed))
-            yield from _changes(child)
+                    yield child, ast.unparse(ast.fix_missing_locations(changed)), within or (0, 0)
+            yield from _changes(child, within)
 
 
 def _says_nothing(parent: ast.AST, field: str, child: ast.AST) -> bool:
-    """True for what decides nothing: annotations, decorators, messages, docstrings, names."""
+    """True for what decides nothing: annotations, decorators, messages, docstrings, assertions, named numbers."""
     if field in ("annotation", "returns", "decorator_list", "type_params") or isinstance(child, ast.JoinedStr):
         return True
     if isinstance(parent, ast.Raise) or isinstance(child, ast.Assert | ast.Import | ast.ImportFrom):
         return True
     if isinstance(child, ast.FunctionDef) and child.name in ("__repr__", "__str__"):
         return True
+    if isinstance(child, ast.keyword) and child.arg == "strict":
+        return True
+    if isinstance(parent, ast.Module) and isinstance(child, ast.Assign | ast.AnnAssign) and child.value is not None:
+        plain = ast.Constant | ast.BinOp | ast.UnaryOp | ast.Tuple | ast.operator | ast.unaryop | ast.expr_context
+        return all(isinstance(each, plain) for each in ast.walk(child.value))
     if isinstance(child, ast.Expr):
         if isinstance(child.value, ast.Constant):
             return True
         if isinstance(child.value, ast.Call):
-            return ast.unparse(child.value.func).rsplit(".", 1)[0].lstrip("_") in _SAYS
+            return not _SAYS.isdisjoint(ast.unparse(child.value.func).split("."))
     return isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
 
 
@@ -208,15 +249,17 @@ def _of(node: ast.stmt | ast.expr) -> Iterator[ast.AST]:
 
 
 def tests_of(file: str, tests: Path) -> list[str]:
-    """Return the test files that try a module: those that import it, then those of the folder that mirrors its room."""
+    """Return the test files that may try a module: those of the folder that mirrors its room; where none of them
+    imports it, also those elsewhere that do.
+    """
     module = "asyncrl." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    imports = [path for path in sorted((tests / "unit").rglob("test_*.py")) if module in _imported(path)]
     folder = Path(file).parent
     while not (tests / "unit" / folder).is_dir():
         folder = folder.parent
-    near = sorted((tests / "unit" / folder).glob("test_*.py"), key=lambda path: Path(file).stem not in path.stem)
-    imports.sort(key=lambda path: Path(file).stem not in path.stem)
-    return [str(path.relative_to(tests.parent)) for path in dict.fromkeys([*imports, *near])]
+    found = {*(tests / "unit" / folder).glob("test_*.py")}
+    if not any(module in _imported(path) for path in found):
+        found |= {path for path in (tests / "unit").rglob("test_*.py") if module in _imported(path)}
+    return sorted(str(path.relative_to(tests.parent)) for path in found)
 
 
 _IMPORTED: dict[Path, set[str]] = {}
@@ -234,14 +277,23 @@ def _imported(path: Path) -> set[str]:
     return _IMPORTED[path]
 
 
+def files_of(room: str) -> list[str]:
+    """Return the modules of a room, below `asyncrl/`.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    files = [path for pattern in ROOMS[room] for path in sorted((ROOT / "asyncrl").glob(pattern))]
+    if not files:
+        raise SystemExit(f"room {room!r}: no file {' or '.join(ROOMS[room])}; its files have moved: change ROOMS")
+    return [path.relative_to(ROOT / "asyncrl").as_posix() for path in files]
+
+
 def drawn(rooms: Sequence[str], sample: int, seed: int) -> list[Mutant]:
     """Return `sample` mutants, as many of each room as there are of it, up to an even share."""
     of_room: dict[str, list[Mutant]] = {}
     for room in rooms:
-        files = [path for pattern in ROOMS[room] for path in sorted((ROOT / "asyncrl").glob(pattern))]
-        if not files:
-            raise SystemExit(f"room {room!r}: no file {' or '.join(ROOMS[room])}; its files have moved: change ROOMS")
-        named = [(path.relative_to(ROOT / "asyncrl").as_posix(), path.read_text()) for path in files]
+        named = [(file, (ROOT / "asyncrl" / file).read_text()) for file in files_of(room)]
         of_room[room] = [mutant for file, text in named for mutant in mutants(room, file, text)]
         random.Random(f"{seed}/{room}").shuffle(of_room[room])
     chosen: list[Mutant] = []
@@ -250,64 +302,236 @@ def drawn(rooms: Sequence[str], sample: int, seed: int) -> list[Mutant]:
     return chosen
 
 
+def share_of(sample: Sequence[Mutant], share: str) -> list[Mutant]:
+    """Return the mutants of the part `share` (`I/N`, from 1), in the order of the sample: modules next to each other.
+
+    Raises:
+        SystemExit: there is no such part.
+    """
+    part, _, parts = share.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise SystemExit(f"--share {share}: name part I of N as I/N, with 1 <= I <= N")
+    sorted_ = sorted(sample, key=lambda mutant: (mutant.room, mutant.file, mutant.start))
+    begin, end = (len(sample) * at // int(parts) for at in (int(part) - 1, int(part)))
+    chosen = set(sorted_[begin:end])
+    return [mutant for mutant in sample if mutant in chosen]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A test without a change: its seconds, and the lines that it runs of each module of the rooms."""
+
+    seconds: float
+    lines: Mapping[str, Sequence[int]]
+
+
+def tests_that_run(mutant: Mutant, tests: Mapping[str, Profile]) -> list[str]:
+    """Return those of `tests` that run the mutant's statement, in the order of their files' seconds; all if none does.
+
+    If the module's import runs the statement, they are the tests that run any line of the module.
+    """
+    statement = range(mutant.first, mutant.last + 1) if mutant.first else None
+    chosen = [
+        name
+        for name, profile in tests.items()
+        if any(statement is None or line in statement for line in profile.lines.get(mutant.file, ()))
+    ] or [*tests]
+    seconds: dict[str, float] = defaultdict(float)
+    for name in chosen:
+        seconds[name.partition("::")[0]] += tests[name].seconds
+    return sorted(chosen, key=lambda name: (seconds[name.partition("::")[0]], name.partition("::")[0]))
+
+
+class _Plugin:
+    """A plugin of pytest. Properties are tried as ever, but a failure is not made smaller, which takes minutes."""
+
+    def pytest_sessionstart(self) -> None:
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutants", settings.default, phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutants")
+
+    def report(self) -> object:
+        """Return what it noted, as JSON values."""
+        raise NotImplementedError
+
+
+class _Profiler(_Plugin):
+    """Notes the profiles of tests, and which fail."""
+
+    def __init__(self, package: Path, files: Sequence[str]) -> None:
+        self._files = {str(package / file): file for file in files}
+        self._lines: set[tuple[str, int]] = set()
+        self._shared: dict[Path, set[tuple[str, int]]] = defaultdict(set)
+        self._tests: dict[str, tuple[Path, float, set[tuple[str, int]]]] = {}
+        self._failed: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._path, self._lines, began = item.path, set(), time.monotonic()
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self._tests[item.nodeid] = item.path, time.monotonic() - began, self._lines
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """What a fixture of several tests runs, all tests of the file are taken to run."""
+        own = self._lines
+        if fixturedef.scope != "function":
+            self._lines = self._shared[self._path]
+        try:
+            return (yield)
+        finally:
+            self._lines = own
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+
+    def report(self) -> object:
+        tests = {}
+        for name, (path, seconds, lines) in self._tests.items():
+            of_file: dict[str, list[int]] = defaultdict(list)
+            for file, line in sorted(lines | self._shared[path]):
+                of_file[self._files[file]].append(line)
+            tests[name] = {"seconds": round(seconds, 4), "lines": of_file}
+        return {"tests": tests, "failed": sorted(self._failed)}
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._trace_lines if frame.f_code.co_filename in self._files else None
+
+    def _trace_lines(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            self._lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._trace_lines
+
+
+class _Chosen(_Plugin):
+    """Runs these tests, in this order, and notes which one fails."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._place = {name: place for place, name in enumerate(tests)}
+        self._failed = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if item.nodeid in self._place]
+        items[:] = sorted(chosen, key=lambda item: self._place[item.nodeid]) or items
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed = self._failed or report.nodeid
+
+    def report(self) -> object:
+        return self._failed
+
+
 class Trial:
-    """Tries mutants in a copy of the checkout."""
+    """Tries mutants in a copy of the checkout. Profiles are kept in the file `kept`, by the texts that they are of."""
 
-    def __init__(self, copied: Path) -> None:
-        self._copied = copied
-        self._limits: dict[str, float] = {}
+    def __init__(self, copied: Path, kept: Path) -> None:
+        self._copied, self._kept = copied, kept
+        self._traced = sorted({file for room in ROOMS for file in files_of(room)})
+        self._modules = _digest([copied / "asyncrl" / file for file in self._traced])
+        self._known: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
 
-    def outcome(self, mutant: Mutant) -> str:
-        """Run the mutant's tests; return `killed` or `survived`.
+    def digest(self, mutant: Mutant) -> str:
+        """Return a digest of the mutant's tests."""
+        return _digest([self._copied / file for file in tests_of(mutant.file, self._copied / "tests")])
+
+    def outcome(self, mutant: Mutant) -> tuple[str, str]:
+        """Run the mutant's tests; return `killed` or `survived`, and the test that failed, if one did.
 
         Raises:
-            SystemExit: the tests fail without any change, so that they would seem to notice each.
+            SystemExit: no test passes without a change.
         """
-        tests, target = tests_of(mutant.file, ROOT / "tests"), self._copied / "asyncrl" / mutant.file
-        if mutant.file not in self._limits:
-            begun = time.monotonic()
-            if (code := _run(tests, self._copied, LIMIT_S)) != 0:
-                raise SystemExit(f"without a change, pytest ends with {code}: pytest {' '.join(tests)}")
-            self._limits[mutant.file] = 30.0 + 5.0 * (time.monotonic() - begun)
-        original = target.read_bytes()
-        target.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
+        tests = self._profiles(tests_of(mutant.file, self._copied / "tests"))
+        chosen, target = tests_that_run(mutant, tests), self._copied / "asyncrl" / mutant.file
+        files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
+        original, status = target.read_bytes(), target.stat()
+        target.write_bytes(original[: mutant.start] + mutant.text.encode() + original[mutant.end :])
+        limit_s = 30.0 + 5.0 * sum(tests[name].seconds for name in chosen)
         try:
-            code = _run(tests, self._copied, self._limits[mutant.file])
+            code, failed = _run(_Chosen(chosen), ["-x", *files], self._copied, limit_s)
         finally:
             target.write_bytes(original)
-        return "survived" if code == 0 else "killed"
+            os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))  # its bytecode is its own again
+        return ("survived", "") if code == 0 else ("killed", failed or f"pytest ended with {code}")
+
+    def _profiles(self, files: Sequence[str]) -> dict[str, Profile]:
+        """Return the profiles of the tests in `files` that pass without a change."""
+        digests = {file: f"{self._modules} {_digest([self._copied / file])}" for file in files}
+        if new := [file for file in files if self._known.get(file, {}).get("digest") != digests[file]]:
+            profiler = _Profiler(self._copied / "asyncrl", self._traced)
+            code, found = _run(profiler, new, self._copied, LIMIT_S)
+            if found is None:
+                raise SystemExit(f"without a change, pytest ends with {code}: pytest {' '.join(new)}")
+            for name in found["failed"]:
+                print(f"fails without a change, so it is left out: {name}", file=sys.stderr)
+                found["tests"].pop(name, None)
+            for file in new:
+                of_file = {name: each for name, each in found["tests"].items() if name.partition("::")[0] == file}
+                self._known[file] = {"digest": digests[file], "tests": of_file}
+            self._kept.write_text(json.dumps(self._known))
+        tests = {name: Profile(**each) for file in files for name, each in self._known[file]["tests"].items()}
+        if not tests:
+            raise SystemExit(f"without a change, no test passes: pytest {' '.join(files)}")
+        return tests
 
 
-def _run(tests: Sequence[str], copied: Path, limit_s: float) -> int:
-    """Run pytest on `tests` in a fork of this process, up to the first failure; return its code, -1 after the limit."""
+def _digest(files: Sequence[Path]) -> str:
+    return hashlib.blake2b(b"\0".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+
+
+def _run(plugin: _Plugin, arguments: Sequence[str], copied: Path, limit_s: float) -> tuple[int, Any]:
+    """Run pytest with `plugin` in a fork of this process.
+
+    Returns:
+        Its code, -1 after the limit, and the plugin's report, None if there is none.
+    """
+    report = copied.parent / "report.json"
+    report.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        os.setsid()
-        os.chdir(copied)
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), 1)
-            os.dup2(nothing.fileno(), 2)
-        elsewhere = [path for path in sys.path if "site-packages" in path or not path.startswith(str(ROOT))]
-        sys.path[:] = [str(copied), *elsewhere]
-        sys.dont_write_bytecode = True  # a mutant may have its original's size and second
-        import pytest
-
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
-    until, code = time.monotonic() + limit_s, None
-    while code is None and time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status) if ended else None
-        time.sleep(0.05)  # a benchmark looks; it synchronises nothing
-    if code is None:
+        code = os.EX_SOFTWARE
+        try:
+            os.setsid()
+            os.chdir(copied)
+            with open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(nothing.fileno(), 2)
+            elsewhere = [path for path in sys.path if "site-packages" in path or not path.startswith(str(ROOT))]
+            sys.path[:] = [str(copied), *elsewhere]
+            os.environ["PYTHONPATH"] = str(copied)
+            if isinstance(plugin, _Chosen):  # a mutant's bytecode must not be taken for another's
+                sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
+            options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            code = pytest.main([*options, *arguments], plugins=[plugin])
+            report.write_text(json.dumps(plugin.report()))
+        finally:
+            os._exit(code)
+    ends = os.pidfd_open(child)
+    ended, _, _ = select.select([ends], [], [], limit_s)
+    os.close(ends)
+    with contextlib.suppress(ProcessLookupError):  # what the tests have left, too
         os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return -1 if code is None else code
+    _, status = os.waitpid(child, 0)
+    found = json.loads(report.read_text()) if ended and report.exists() else None
+    return os.waitstatus_to_exitcode(status) if ended else -1, found
 
 
 def copy_of_checkout(scratch: Path) -> Path:
-    """Return a copy of what tests read."""
+    """Return a copy of what tests read, with the bytecode that is there."""
     copied = scratch / "checkout"
-    skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "site")
+    skipped = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "site")
     shutil.copytree(ROOT, copied, ignore=skipped, symlinks=True)
     return copied
 
@@ -333,30 +557,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=200, help="mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS), metavar="NAME")
-    parser.add_argument("--share", default="1/1", metavar="I/N", help="every N-th of the sample, from the I-th")
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N parts of the sample")
     parser.add_argument("--out", type=Path, default=ROOT / "mutants.log", help="results, one line of JSON each")
     parser.add_argument("--list", action="store_true", help="print the survivors of --out, and try nothing")
     options = parser.parse_args(argv)
     equivalent = json.loads(EQUIVALENT.read_text())
     lines = options.out.read_text().splitlines() if options.out.exists() else []
-    known: dict[str, dict[str, str]] = {row["key"]: row for row in map(json.loads, lines)}
+    known: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
     sample = drawn(options.rooms, options.sample, options.seed)
-    part, parts = map(int, options.share.split("/"))
-    mine = sample[part - 1 :: parts]
     if not options.list:
         os.environ |= {"OMP_NUM_THREADS": "1", "ASYNCRL_COLD_TESTS": "1"}
         for name in PRELOADED:
             importlib.import_module(name)
+        mine = share_of(sample, options.share)
         with tempfile.TemporaryDirectory() as scratch:
-            trial = Trial(copy_of_checkout(Path(scratch)))
+            trial = Trial(copy_of_checkout(Path(scratch)), options.out.with_suffix(".tests"))
             for number, mutant in enumerate(mine, 1):
-                if mutant.known(equivalent) or mutant.key in known:
+                before, tests = known.get(mutant.key), trial.digest(mutant)
+                if mutant.known(equivalent) or (before and (before["outcome"] == "killed" or before["tests"] == tests)):
                     continue
-                row = {"key": mutant.key, "outcome": trial.outcome(mutant), **asdict(mutant)}
+                outcome, by = trial.outcome(mutant)
+                row = {"outcome": outcome, "by": by, "tests": tests, **asdict(mutant)}
                 known[mutant.key] = row
                 with options.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{number}/{len(mine)} {row['outcome']}: {said(mutant)}", file=sys.stderr, flush=True)
+                print(f"{number}/{len(mine)} {outcome}: {said(mutant)}", file=sys.stderr, flush=True)
     results = [
         {"room": mutant.room, "outcome": "equivalent" if mutant.known(equivalent) else known[mutant.key]["outcome"]}
         for mutant in sample
@@ -372,8 +597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def said(mutant: Mutant) -> str:
     """Return the change in a line."""
-    before, after = (" ".join(text.split()) for text in (mutant.before, mutant.after))
-    return f"asyncrl/{mutant.file}:{mutant.line}: {before}  ->  {after}"
+    return f"asyncrl/{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
 
 
 if __name__ == "__main__":
