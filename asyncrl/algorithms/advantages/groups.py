@@ -41,7 +41,6 @@ from asyncrl.algorithms.arithmetic.packed import (
     as_float,
     discounted_suffix_sum,
     segment_sum,
-    sequence_lengths,
     turn_starts,
 )
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
@@ -125,13 +124,12 @@ class Groups:
 class Compared:
     """Units that an estimator compares within groups: U samples, or U turns; see the module's docstring.
 
-    `returns_U` is in fp64, `units_T` has the unit of each policy token, and `lengths_U` each unit's number of tokens.
+    `returns_U` is in fp64, and `units_T` has the unit of each policy token.
     """
 
     returns_U: Tensor
     groups: Groups
     units_T: Tensor
-    lengths_U: Tensor
     inputs: AdvantageInputs
 
     @property
@@ -163,8 +161,7 @@ def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Com
     if turn_discount is not None:
         return _turns(inputs, turn_discount)
     groups = Groups(inputs.group_ids_S, inputs.episodes_S)
-    lengths_S = sequence_lengths(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs, rewards_S.dtype)
-    return Compared(rewards_S, groups, inputs.seq_ids_T, lengths_S, inputs)
+    return Compared(rewards_S, groups, inputs.seq_ids_T, inputs)
 
 
 def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
@@ -176,7 +173,6 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
     seq_ids_K, action_T = inputs.seq_ids_T[starts_T], inputs.mask_T.nonzero().squeeze(-1)
     rewards_N = token_rewards(replace(inputs, rewards_S=inputs.rewards_S.double()), action_T)
     rewards_K = segment_sum(rewards_N.double(), turns_T[action_T], len(seq_ids_K))
-    lengths_K = segment_sum(torch.ones_like(rewards_N), turns_T[action_T], len(seq_ids_K))
     all_S = torch.arange(inputs.num_seqs, device=seq_ids_K.device)
     number_K = torch.arange(len(seq_ids_K), device=seq_ids_K.device)
     number_K = number_K - torch.searchsorted(seq_ids_K, all_S)[seq_ids_K]
@@ -184,7 +180,7 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
     episodes_S = all_S if inputs.episodes_S is None else inputs.episodes_S
     groups = Groups(group_S[seq_ids_K] * len(number_K) + number_K, episodes_S[seq_ids_K])
     returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, discount)
-    return Compared(returns_K, groups, turns_T.clamp(min=0), lengths_K, inputs)
+    return Compared(returns_K, groups, turns_T.clamp(min=0), inputs)
 
 
 def over_tokens(advantages_U: Tensor, inputs: AdvantageInputs, units_T: Tensor | None = None) -> AdvantageOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.advantages.groups import compared
+from asyncrl.algorithms.arithmetic.packed import sequence_lengths
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 
@@ -15,6 +16,8 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutput:
     everywhere. A group of one episode has advantage 0. Made for exactly on-policy data.
     """
     samples = compared(inputs)
-    groups, lengths_E = samples.groups, samples.groups.episode_sums(samples.lengths_U)
+    groups = samples.groups
+    lengths_S = sequence_lengths(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs, samples.returns_U.dtype)
+    lengths_E = groups.episode_sums(lengths_S)
     baseline_E = groups.sum(lengths_E * samples.returns_E) / groups.sum(lengths_E).clamp(min=1.0)
     return samples.over_tokens(samples.centred(baseline_E))

@@ -409,7 +409,6 @@ class FleetDecisions:
         yield Rest(life.index, life.url, life.attempt)
 
     def _check(self, life: ServerLife) -> CheckHealth:
-        self._begin_attempt(life, ServerState.QUARANTINED)
         life.checking = True
         return CheckHealth(life.index, life.url)
 

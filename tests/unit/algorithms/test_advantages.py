@@ -89,7 +89,7 @@ def whitened(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("group_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize(("token_rewards", "longest"), [(False, 12), (True, 12), (False, 1)])
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_sequence_estimator_equals_its_definition_for_groups_of_any_size(

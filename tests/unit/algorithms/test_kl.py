@@ -250,6 +250,9 @@ STATS = {"ppo/approx_kl": 0.02, "ppo/behave_ratio_mean": 1.0, "ppo/behave_ratio_
 
 def test_minibatch_loop_stops_above_its_bounds_only():
     assert should_stop(STATS) is None
+    assert (
+        should_stop({"ppo/approx_kl": 9.0, "ppo/behave_ratio_mean": 0.1, "ppo/behave_ratio_square_mean": 9.0}) is None
+    )
     assert should_stop(STATS, max_kl=0.02, max_weight_variance=0.5) is None
     assert should_stop(STATS, max_kl=0.019) == "ppo/approx_kl 0.02 is above 0.019"
     assert "variance of the importance weights 0.5" in should_stop(STATS, max_weight_variance=0.4)

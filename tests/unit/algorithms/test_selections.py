@@ -123,7 +123,8 @@ def kept_by_m2po(log_ratios: list[float], threshold: float) -> list[bool]:
 
 def test_m2po_keeps_a_second_moment_of_the_threshold_and_no_part_of_equal_tokens() -> None:
     assert kept_by_m2po([0.5, 0.5], 0.25) == [True, True]
-    assert kept_by_m2po([0.0, 1.0, 1.0], 0.6) == [True, False, False], "0.5 with one of them, 0.67 with both"
+    assert kept_by_m2po([0.1, 1.0, 1.0], 0.6) == [True, False, False], "0.505 with one of them, 0.67 with both"
+    assert kept_by_m2po([0.0, 1.0], 0.6) == [True, False], "a token that has not moved is no part of the mean"
     assert kept_by_m2po([0.5, 0.25], 0.01) == [False, False]
     assert kept_by_m2po([1.0, -2.0], 0.01) == [False, True], "the update brings the second one back"
 

@@ -110,6 +110,8 @@ def test_a_host_that_cannot_keep_it_is_asked_again_later_and_longer_each_time() 
     (order,) = fan.poll(now)
     fan.failed(order, now, source_failed=False)
     assert fan.next_due(now) == now + 0.5, "it has kept one since"
+    fan.added(2)
+    assert fan.poll(now) == [Fetch(2, "v2", ORIGIN)], "another host need not wait for it"
 
 
 def test_a_source_that_has_sent_again_is_trusted_as_if_it_had_never_failed() -> None:

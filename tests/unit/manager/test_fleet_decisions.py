@@ -57,6 +57,23 @@ def test_every_server_is_brought_to_a_published_version_by_itself() -> None:
     assert life_of(fleet, 1).state is ServerState.UPDATING
 
 
+def test_servers_are_updated_in_the_order_of_their_indices() -> None:
+    fleet = FleetDecisions("interrupt", LIMIT_S, 0.5)
+    for index in (2, 0, 1, 3):
+        fleet.register(index, f"http://{index}", 0, 0.0)
+    fleet.targets.publish(target(1))
+    assert list(updates(fleet.poll(0.0, NOTHING))) == [0, 1]
+
+
+def test_a_server_is_expected_to_report_the_version_that_it_serves_if_that_is_known() -> None:
+    fleet = fleet_of(version=3)
+    who = ((0, "http://0"), (0, "http://1"), (1, "http://1"))
+    assert [fleet.expected_version(*each) for each in who] == [3, None, None]
+    fleet.targets.publish(target(4))
+    fleet.poll(0.0, NOTHING)
+    assert fleet.expected_version(0, "http://0") is None
+
+
 def test_versions_may_be_skipped() -> None:
     fleet = fleet_of()
     fleet.targets.publish(target(1))
@@ -111,6 +128,8 @@ def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the
     life = life_of(fleet)
     assert (life.state, life.version, life.reason) == (ServerState.SERVING, 0, "a file is damaged")
     assert fleet.served_version == 0
+    assert not fleet.refused(0, orders[0].attempt, "late", 1.0)
+    assert not fleet.unhealthy(0, "http://0", "late", 1.0, gone=False)
     assert fleet.poll(2.0, NOTHING) == []  # it is not read again
     fleet.targets.publish(target(2))
     assert updates(fleet.poll(3.0, NOTHING)).keys() == {0, 1}
@@ -231,6 +250,19 @@ def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alon
     assert not FleetDecisions("interrupt", LIMIT_S).never_agree()
 
 
+def test_servers_that_fail_for_other_reasons_are_not_said_to_disagree() -> None:
+    fleet, now = fleet_of(), 0.0
+    fleet.targets.publish(target(1))
+    for _ in range(6):
+        fleet.failed(0, updates(fleet.poll(now, NOTHING))[0].attempt, "no", now)
+        now = life_of(fleet).due
+        attempt = updates(fleet.poll(now, NOTHING))[0].attempt
+        fleet.succeeded(0, attempt)
+        assert fleet.contradicted(0, attempt, "unreadable", now)
+        assert life_of(fleet).disagreements == 0
+        now = life_of(fleet).due
+
+
 def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
     fleet = fleet_of()
     fleet.targets.publish(target(1))
@@ -318,11 +350,12 @@ def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back_healthy
     (check,) = fleet.poll(BACKOFF.first_s, NOTHING)
     assert isinstance(check, CheckHealth)
     assert fleet.poll(BACKOFF.first_s, NOTHING) == []
-    fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
+    assert not fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True), "it has left already"
+    assert not fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
     (check,) = fleet.poll(1.0 + 2 * BACKOFF.first_s, NOTHING)
     assert fleet.healthy(0, "http://0")
     assert fleet.served_version == 0
-    fleet.unhealthy(0, "http://0", "refused", 5.0, gone=True)
+    assert fleet.unhealthy(0, "http://0", "refused", 5.0, gone=True)
     assert fleet.next_due() == 5.0 + BACKOFF.first_s, "it was well between"
 
 
@@ -353,6 +386,12 @@ def test_health_reports_about_a_former_life_are_ignored() -> None:
     fleet.register(0, "http://new", 0, 1.0)
     assert not fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
     assert fleet.served_version == 0
+    fleet.unhealthy(0, "http://new", "refused", 1.0, gone=True)
+    fleet.poll(1.0 + BACKOFF.first_s, NOTHING)
+    assert not fleet.healthy(0, "http://0")
+    assert not fleet.healthy(1, "http://1")
+    assert not fleet.unhealthy(1, "http://1", "refused", 1.0, gone=True)
+    assert fleet.served_version is None
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -321,6 +321,7 @@ def test_guests_wake_once_the_version_is_known_that_they_are_to_have() -> None:
         assert order.released == {*MemoryTag}
         fleet.succeeded(order.server, order.attempt)
     assert fleet.served_version == 1
+    assert len(rest(fleet, number=4)) == 2, "at once, however long an update might have taken"
 
 
 def test_before_any_version_guests_wake_with_the_initial_model() -> None:
@@ -357,6 +358,7 @@ def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
     (again,) = fleet.poll(0.5, {})
     assert isinstance(again, Rest)
     assert not fleet.succeeded(again.server, again.attempt), "it is no update"
+    assert not fleet.refused(again.server, again.attempt, "damaged", 0.5)
     assert fleet.released(again.server, again.attempt)
     assert fleet.not_resting == []
     fleet.targets.publish(Target(1, "/v1"))
@@ -449,4 +451,5 @@ def test_servers_elsewhere_serve_while_guests_rest() -> None:
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))
     assert [order.server for order in fleet.poll(0.0, {})] == [1]
-    assert fleet.served_version == 0
+    assert [life.index for life in fleet.not_resting] == [1]
+    assert (fleet.served_version, fleet.others_in_service) == (0, 1)

@@ -130,6 +130,17 @@ def test_all_lines_of_what_is_adopted_reach_the_ledger_whatever_number_the_last_
     assert books.gate.books().trained == 1
 
 
+def test_what_is_lost_is_written_by_worker() -> None:
+    """Whoever reads the ledger of the same run again finds the same lines."""
+    workers = [f"rollout_worker/{index}" for index in (3, 7, 1, 5, 0, 6, 2, 4)]
+    lost = [structs.replace(granted(f"r{order}"), order=order, worker=each) for order, each in enumerate(workers[:7])]
+    for reports in ([], [m.HeldReport(each, 0, []) for each in workers]):
+        books = rebuild(RolloutState(7, 1, ORDER), m.RunReport(open=lost), reports)
+        of_line = {each.rollout: each.worker for each in lost}
+        written = [of_line[line.rollout] for line in books.events.unrecorded]
+        assert written == sorted(of_line.values())
+
+
 def test_a_rebuilt_manager_admits_nothing_if_the_gate_was_closed_and_runs_nothing_if_all_was_abandoned() -> None:
     for closed, abandoned in ((False, False), (True, False), (True, True)):
         run = m.RunReport(open=[granted("r0")], closed=closed, abandoned_all=abandoned)

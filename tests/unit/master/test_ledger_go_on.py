@@ -56,6 +56,8 @@ def test_a_checkpoints_line_outlives_the_master_that_wrote_it(tmp_path: Path) ->
 
         successor = open_ledger(folder, file_bytes)
         stayed = successor.go_on(kept)
+        assert successor.lineage == 0
+        assert (len(list(folder.iterdir())) > 1) == (file_bytes == 300)
         successor.take(told("e"))
         successor.close()
         open_ledger(folder, file_bytes).begin(1, state, BOOKS)

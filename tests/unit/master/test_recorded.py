@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,6 +222,26 @@ def test_a_run_that_begins_or_goes_on_carries_nothing(tmp_path: Path, caplog: py
     begins = [line for line in lines(tmp_path) if isinstance(line, Begin)]
     assert [(line.lineage, line.after, line.carried) for line in begins] == [(0, 0, None), (1, 2, None)]
     assert not caplog.records
+
+
+def test_what_a_checkpoint_an_end_or_a_kept_step_names_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = list[int](), os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(descriptor), sync(descriptor))[1])
+    ledger = Ledger(tmp_path, SETTINGS)
+    for syncs in (
+        lambda: ledger.begin(0, None, NO_BOOKS),
+        ledger.lines_written,
+        lambda: ledger.saved(0, NO_BOOKS),
+        lambda: ledger.end(0, NO_BOOKS),
+        ledger.close,
+    ):
+        before = len(synced)
+        syncs()
+        assert len(synced) > before
+        take(ledger, admitted(0))
+        assert syncs == ledger.close or len(synced) == before + 1, "a line of the manager's alone may be lost"
 
 
 def test_each_line_is_in_the_file_as_the_call_that_records_it_returns(tmp_path: Path) -> None:

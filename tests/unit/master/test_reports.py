@@ -10,14 +10,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
+from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, PromptGoes
 from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books import reports as reports_module
-from asyncrl.master.books.reports import Reports, ReportState, received
+from asyncrl.master.books.reports import Reports, ReportState, decide, received
 from asyncrl.master.books.run_files import BooksError
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.metrics import filtered as filtered_module
@@ -55,12 +55,13 @@ class LedgerInMemory:
     def __init__(self) -> None:
         self.recorded = fold()
         self.managers: list[int] = []
+        self.lines: list[Any] = []
 
     def begin_manager(self, number: int) -> None:
         self.managers.append(number)
 
     def take(self, lines: list[Any]) -> None:
-        assert not lines
+        self.lines += lines
 
 
 class Manager:
@@ -163,7 +164,8 @@ def test_a_step_is_reported_once_with_what_the_ledger_does_not_know_of_it() -> N
     assert (report.version, report.trained) == (1, ["r0", "r1"])
     assert [each.rollout_id for each in report.unknown] == ["r1"]
     books = m.Books(2, 2, {}, 0, version=1, trained_version=1)
-    one.take(m.ConsumedReply(books, [], 0, [("e0-0", 0.5)], 9, 2.0, [4]))
+    one.take(m.ConsumedReply(books, [admitted(5)], 1, [("e0-0", 0.5)], 9, 2.0, [4]))
+    assert cast(Any, one)._ledger.lines == [admitted(5)]
     assert not one.due
     assert one.reported_books == books
     assert one.last_reply.status == GateStatus(2.0, frozenset({4}), {})
@@ -189,8 +191,26 @@ async def test_what_the_buffer_drops_is_reported_and_freed_at_the_ranks_until_no
     assert ranks.discarded == ["r1"]
     await reports.report(0)
     assert manager.told == ["consumed"], "nothing is due"
+    buffer.add([record("r2", 0)])
+    assert [drop.rollout_id for drop in reports.state.run_report(0).consumed.dropped] == ["r2"]
+    buffer.add([record("r3", 0)])
     await reports.last(0)
-    assert manager.told == ["consumed"] * 2
+    assert [drop.rollout_id for drop in manager.reports[1].dropped] == ["r2", "r3"]
+
+
+def test_a_prompt_is_given_up_once_and_not_if_it_is_trained() -> None:
+    buffer, recorded = SampleBuffer(2, 1, OnStale.drop), fold(admitted(0), admitted(1))
+    buffer.used.add("e0-1")
+    lines = [
+        *(dropped(order, "failed", PromptGoes.given_up) for order in (0, 1)),
+        admitted(2),
+        dropped(2, "failed", PromptGoes.given_up),
+        dropped(3, "stale", PromptGoes.returned),
+    ]
+    goes = [line.prompt for line in decide(buffer, recorded, lines) if isinstance(line, Dropped)]
+    assert goes == [PromptGoes.given_up, PromptGoes.used, PromptGoes.given_up, PromptGoes.returned]
+    assert decide(buffer, recorded, lines)[2] == admitted(2)
+    assert set(buffer.used) == {"e0-0", "e0-1", "e0-2"}
 
 
 async def test_nothing_is_reported_of_a_step_whose_state_is_not_complete() -> None:
