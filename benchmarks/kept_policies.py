@@ -10,14 +10,17 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.api import RewardFunction, SamplingParams
 from asyncrl.launch.commands.export.policy import export
 from asyncrl.observe.history.tail import read_rows
+from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
@@ -32,15 +35,28 @@ def settings(every: int, steps: int) -> list[str]:
     return ["eval.interval=0", f"checkpoint.interval={every}", f"checkpoint.keep={steps}"]
 
 
-def accuracy(policy: Path, base: Path) -> float:
+@dataclass(frozen=True)
+class HeldOut:
+    """Problems that policies are asked, how an answer is judged, and how long it may be."""
+
+    dataset: Dataset
+    reward: RewardFunction
+    max_new_tokens: int
+
+
+DEMO = HeldOut(ArithmeticDataset(split="held_out", num_rows=HELD_OUT), arithmetic_reward, 112)
+
+
+def accuracy(policy: Path, base: Path, held_out: HeldOut = DEMO) -> float:
     """Greedy, of the policy in the folder `policy`, with the tokenizer of `base`."""
     torch.set_num_threads(1)  # several wait for each other where cores are busy
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), load_tokenizer(base)
-    asked = ReferenceTrainer(ReferenceConfig(), model, tokenizer, ArithmeticDataset(), arithmetic_reward)
-    return asked.greedy_accuracy(ArithmeticDataset(split="held_out", num_rows=HELD_OUT))
+    config = ReferenceConfig(sampling=SamplingParams(max_new_tokens=held_out.max_new_tokens))
+    asked = ReferenceTrainer(config, model, tokenizer, held_out.dataset, held_out.reward)
+    return asked.greedy_accuracy(held_out.dataset)
 
 
-def curve(run: Path, base: Path, every: int) -> list[tuple[int, float, float]]:
+def curve(run: Path, base: Path, every: int, held_out: HeldOut = DEMO) -> list[tuple[int, float, float]]:
     """(step, seconds since the first step began, accuracy) of every policy that the run in the folder `run` kept."""
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"]]  # without the initial model's
     seconds = {int(row["step"]): float(row["time/elapsed_s"]) for row in rows}
@@ -48,7 +64,7 @@ def curve(run: Path, base: Path, every: int) -> list[tuple[int, float, float]]:
     for step in range(every, max(seconds) + 1, every):
         with tempfile.TemporaryDirectory() as folder:
             export(run, step, Path(folder) / "policy")
-            found.append((step, seconds[step], accuracy(Path(folder) / "policy", base)))
+            found.append((step, seconds[step], accuracy(Path(folder) / "policy", base, held_out)))
     return found
 
 

@@ -26,12 +26,13 @@ def first_above(curve: dict[int, float], share: float) -> str:
 
 
 def answers(run_dir: Path) -> list[tuple[str, str, str]]:
-    """Return prompt, first and last answer of the first held-out prompts."""
+    """Return the user's message, first and last answer of the first held-out prompts."""
     by_step: dict[int, dict[int, list[str]]] = {}
     for row in read_samples(sorted((run_dir / "eval_samples" / "held_out").glob("*.parquet"))):
         by_step.setdefault(row["step"], {})[row["order"]] = [segment["text"] for segment in row["segments"]]
     first, last = by_step[min(by_step)], by_step[max(by_step)]
-    return [(first[order][0], first[order][-1], last[order][-1]) for order in sorted(first)[:ANSWERS]]
+    asked = {order: texts[0].split("\nuser\n")[-1].removesuffix("assistant\n") for order, texts in first.items()}
+    return [(asked[order], first[order][-1], last[order][-1]) for order in sorted(first)[:ANSWERS]]
 
 
 def main() -> None:

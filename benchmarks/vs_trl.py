@@ -1,17 +1,20 @@
-"""asyncrl against TRL on one job: seconds a step, and seconds to an accuracy.
+"""asyncrl against TRL on one job: seconds a step, seconds to two accuracies, peak memory.
 
-    python benchmarks/vs_trl.py [--seeds 1 2 3] [--slow-reward] [--own-steps 40] [--only NAME] [--out DIR] [--json FILE]
-                                [--quick] [setting=value ...]
+    python benchmarks/vs_trl.py [--job demo] [--seeds 1 2 3] [--slow-reward] [--own-steps 40] [--only NAME] [--out DIR]
+                                [--json FILE] [--quick] [setting=value ...]
 
-The job is the demo: the same base model, rows, reward, batch of 32 prompts with 8 answers each in four minibatches, the
-same learning rate and its schedule, on the same two cores. TRL runs `peers/trl_job.py` in an environment of its own, in
-DIR, made at the first run with the versions named below. The two take turns, seed by seed; figures are medians.
+The job `demo` is the demo: the same base model, rows, reward, batch of 32 prompts with 8 answers each in four
+minibatches, the same learning rate and its schedule, on the same two cores. `smollm2` is `smollm2_sentence`, a real
+chat model: 16 prompts with 8 answers each, in bfloat16 as both train it there by default (TRL as an autocast). TRL runs
+`peers/trl_job.py` in an environment of its own, in DIR, made at the first run with the versions named below. The two
+take turns, seed by seed; figures are medians.
 
 Evaluation is on nobody's clock: the policy of every second step is kept, by TRL's job while its clock stands still, by
 asyncrl as a checkpoint while its clock goes on, and after the run all are asked the same held-out problems, greedily,
 by the same code. An evaluation within asyncrl's run would generate as many answers as a step does, and hold back newer
 weights meanwhile. Clocks start when the model is loaded: TRL's as it begins to train, asyncrl's as its server takes the
-first request, a few seconds after its train loop begins. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
+first request, a few seconds after its train loop begins. Memory is what the processes of a run have in main memory
+together, shared pages once, looked at every two seconds. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
 median 0.3 s), all verdicts of a batch at the same time in both. `--own-steps`: asyncrl's steps, and so its schedule's,
 where they are not TRL's: its steps are shorter, and their samples older.
 """
@@ -26,35 +29,77 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import kept_policies
+import psutil
 
-from asyncrl.config.load import load_supervised
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment, load_supervised
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.observe.history import History
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.observer import SERVES
-from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets import load_dataset
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 TORCH, TRL = "torch==2.13.0", "trl==1.16.0"
-STEPS, EVALUATE_EVERY, UNTIL = 40, 2, 0.9
+EVALUATE_EVERY = 2
 SLOW = (0.1, 3.0, 0.3)
 """Least, most and median seconds of a verdict."""
 LIMIT_S = 3600.0
+LOOK_S = 2.0
 HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
+class Job:
+    """What both do: the settings of an experiment, with the model that they train.
+
+    Attributes:
+        steps: of TRL, and of asyncrl unless told otherwise.
+        until: accuracies, the seconds to which are measured.
+    """
+
+    name: str
+    config: ExperimentConfig
+    model: Path
+    held_out: kept_policies.HeldOut
+    steps: int
+    until: tuple[float, float]
+
+
+def demo() -> Job:
+    """Return the demo's job; its base model is made first if there is none."""
+    config, model = load_experiment("async_ppo", []), ensure_base_model(load_supervised("arithmetic_base"))
+    assert isinstance(config, ExperimentConfig)
+    return Job("demo", config, model, kept_policies.DEMO, 40, (0.5, 0.9))
+
+
+def smollm2() -> Job:
+    """Return the job of a real chat model, which `asyncrl install smollm2` made."""
+    config = load_experiment("smollm2_sentence", [])
+    assert isinstance(config, ExperimentConfig)
+    problems = load_dataset(config.dataset.path, {"num_rows": 256}, "held_out", 0)
+    held_out = kept_policies.HeldOut(problems, load_plugin(config.reward.path), config.rollout.sampling.max_new_tokens)
+    return Job("smollm2", config, Path(config.model.path or ""), held_out, config.total_train_steps, (0.5, 0.8))
+
+
+JOBS = {"demo": demo, "smollm2": smollm2}
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """One run: median seconds a step after the first five, seconds and steps until the accuracy (None: not reached),
-    and the curve: steps, seconds and accuracy of every policy that was kept."""
+    """One run: median seconds a step after the first five; seconds to each accuracy of the job (None: not reached);
+    the curve: steps, seconds and accuracy of every policy that was kept; most memory of its processes, in bytes."""
 
     step_s: float
-    to_accuracy_s: float | None
-    to_accuracy_steps: int | None
+    to_accuracy_s: tuple[float | None, ...]
     curve: list[tuple[int, float, float]]
+    memory_bytes: int
 
     @property
     def accuracy(self) -> float:
@@ -73,70 +118,93 @@ def trl_python(out: Path) -> Path:
     return python
 
 
-def write_rows(file: Path, count: int, seed: int) -> Path:
-    """`count` rows of the demo's dataset as JSON lines."""
-    dataset = ArithmeticDataset(seed=seed, num_rows=count)
-    file.write_text("".join(json.dumps(dataset.row(index)) + "\n" for index in range(count)))
+def write_rows(job: Job, file: Path, count: int, seed: int) -> Path:
+    """`count` rows of the job's dataset as JSON lines."""
+    dataset = load_dataset(job.config.dataset.path, {"num_rows": count}, "train", seed)
+    file.write_text("".join(json.dumps(dict(dataset.row(index))) + "\n" for index in range(count)))
     return file
 
 
-def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
+def watched(command: Sequence[str], output: Path) -> tuple[int, int]:
+    """Run a command; return its exit code and the most main memory that its processes had together, in bytes."""
+    most = 0
+    with open(output, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+        try:
+            root = psutil.Process(process.pid)
+            for _ in range(int(LIMIT_S / LOOK_S)):
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(LOOK_S), most
+                used = 0
+                for each in [root, *root.children(recursive=True)]:
+                    with suppress(psutil.Error):  # it has just ended
+                        used += each.memory_full_info().pss
+                most = max(most, used)
+        finally:
+            process.terminate()
+    raise SystemExit(f"{command} had not ended after {LIMIT_S:.0f} s; see {output}")
+
+
+def run_trl(python: Path, job: Job, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
     """One run of TRL."""
-    scratch = out / f"trl-seed{seed}{'-slow' if slow else ''}"
+    scratch, config = out / f"trl-{job.name}-seed{seed}{'-slow' if slow else ''}", job.config
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    job = {
-        "model": str(model),
-        "rows": str(write_rows(scratch / "rows.jsonl", 16384, seed)),
+    told: dict[str, Any] = {
+        "job": job.name,
+        "model": str(job.model),
+        "bf16": config.model.dtype == "bfloat16",
+        "rows": str(write_rows(job, scratch / "rows.jsonl", 16384, seed)),
         "log": str(scratch / "log.jsonl"),
         "scratch": str(scratch),
         "seed": seed,
         "steps": steps,
         "threads": 2,
-        "prompts": 32,
-        "group_size": 8,
-        "minibatches": 4,
-        "lr": 1e-4,
-        "max_new_tokens": 112,
+        "prompts": config.train_batch_size,
+        "group_size": config.group_size,
+        "minibatches": config.trainer.ppo_minibatches,
+        "lr": config.optimizer.lr,
+        "schedule": config.optimizer.schedule,
+        "warmup_steps": config.optimizer.warmup_steps,
+        "max_new_tokens": config.rollout.sampling.max_new_tokens,
         "keep_every": EVALUATE_EVERY,
         "slow_reward": SLOW if slow else None,
     }
-    (scratch / "job.json").write_text(json.dumps(job, indent=1))
-    with open(scratch / "output.txt", "w") as output:
-        command = [str(python), str(HERE / "peers" / "trl_job.py"), str(scratch / "job.json")]
-        done = subprocess.run(command, stdout=output, stderr=output, timeout=LIMIT_S, check=False)
+    (scratch / "job.json").write_text(json.dumps(told, indent=1))
+    command = [str(python), str(HERE / "peers" / "trl_job.py"), str(scratch / "job.json")]
+    code, memory_bytes = watched(command, scratch / "output.txt")
     events = [json.loads(line) for line in (scratch / "log.jsonl").read_text().splitlines()]
-    if done.returncode != 0 or len(events) < steps:
-        raise SystemExit(f"TRL ended with {done.returncode} after {len(events)} steps; see {scratch / 'output.txt'}")
+    if code != 0 or len(events) < steps:
+        raise SystemExit(f"TRL ended with {code} after {len(events)} steps; see {scratch / 'output.txt'}")
     seconds = [event["seconds"] for event in events]
-    kept = range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY)
-    curve = [(step, seconds[step - 1], kept_policies.accuracy(scratch / f"v{step}", model)) for step in kept]
-    return outcome(seconds, curve)
+    curve = [
+        (step, seconds[step - 1], kept_policies.accuracy(scratch / f"v{step}", job.model, job.held_out))
+        for step in range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY)
+    ]
+    return outcome(job, seconds, curve, memory_bytes)
 
 
-def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overrides: Sequence[str]) -> Outcome:
+def run_asyncrl(job: Job, seed: int, steps: int, slow: bool, out: Path, overrides: Sequence[str]) -> Outcome:
     """One run of asyncrl."""
-    trial = f"asyncrl-seed{seed}{'-slow' if slow else ''}"
+    trial = f"asyncrl-{job.name}-seed{seed}{'-slow' if slow else ''}"
     settings = [f"fileroot={out}", "experiment_name=vs_trl", f"trial_name={trial}", "resume=restart", f"seed={seed}"]
-    settings += [f"model.path={model}", f"total_train_steps={steps}", "logging.tensorboard=false"]
+    settings += [f"model.path={job.model}", f"total_train_steps={steps}", "logging.tensorboard=false"]
     settings += kept_policies.settings(EVALUATE_EVERY, steps)
     if slow:
         # As many at a time as the gate lets in: they wait for verdicts, not for the engine.
         settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=160"]
-    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
+    experiment = {"demo": "async_ppo", "smollm2": "smollm2_sentence"}[job.name]
     run_dir = out / "vs_trl" / trial
     shutil.rmtree(run_dir, ignore_errors=True)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        code = process.wait(LIMIT_S)
-    finally:
-        process.terminate()
+    command = [sys.executable, "-m", "asyncrl.launch", experiment, *settings, *overrides]
+    code, memory_bytes = watched(command, out / f"{trial}.txt")
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
     if code != 0 or len(rows) != steps:
         raise SystemExit(f"asyncrl ended with {code} after {len(rows)} steps; see {run_dir / 'logs'}")
     before_s = rows[0]["time/elapsed_s"] - _seconds_of_first_step(run_dir)
-    curve = [(step, at - before_s, found) for step, at, found in kept_policies.curve(run_dir, model, EVALUATE_EVERY)]
-    return outcome([row["time/elapsed_s"] - before_s for row in rows], curve)
+    kept = kept_policies.curve(run_dir, job.model, EVALUATE_EVERY, job.held_out)
+    curve = [(step, at - before_s, found) for step, at, found in kept]
+    return outcome(job, [row["time/elapsed_s"] - before_s for row in rows], curve, memory_bytes)
 
 
 def _seconds_of_first_step(run_dir: Path) -> float:
@@ -146,11 +214,11 @@ def _seconds_of_first_step(run_dir: Path) -> float:
     return history.steps[1].at - min(float(line["since"]) for line in lines if line["stage"] == SERVES)
 
 
-def outcome(seconds: Sequence[float], curve: list[tuple[int, float, float]]) -> Outcome:
+def outcome(job: Job, seconds: Sequence[float], curve: list[tuple[int, float, float]], memory_bytes: int) -> Outcome:
     """Summarise a run from the end times of its steps, in seconds, and its kept policies."""
     steps = [after - before for before, after in itertools.pairwise(seconds[5:])]
-    at_s, at_step = next(((at, step) for step, at, found in curve if found >= UNTIL), (None, None))
-    return Outcome(statistics.median(steps), at_s, at_step, curve)
+    to_s = tuple(next((at for _, at, found in curve if found >= until), None) for until in job.until)
+    return Outcome(statistics.median(steps), to_s, curve, memory_bytes)
 
 
 def median(values: Sequence[float | None]) -> float | None:
@@ -159,49 +227,55 @@ def median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if len(known) == len(values) else None
 
 
-def ratio(peer: float | None, ours: float | None) -> str:
-    """Return the peer's time as a multiple of ours."""
-    return "-" if peer is None or ours is None else f"{peer / ours:.2f} x"
-
-
 def main() -> None:
     """Run both, print the table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", choices=JOBS, default="demo")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
-    parser.add_argument("--slow-reward", action="store_true")
+    parser.add_argument("--slow-reward", action="store_true", help="of the demo")
     parser.add_argument("--out", type=Path, default=Path.home() / ".cache" / "asyncrl" / "vs_trl")
     parser.add_argument("--json", type=Path, help="where to write the runs")
-    parser.add_argument("--own-steps", type=int, default=STEPS, help="of asyncrl, where they are not TRL's")
+    parser.add_argument("--own-steps", type=int, help="of asyncrl, where they are not TRL's")
     parser.add_argument("--only", choices=("asyncrl", "TRL"), help="one of the two")
     parser.add_argument("--quick", action="store_true", help="8 steps of one seed: shows that it runs")
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="of asyncrl")
     options = parser.parse_args()
-    steps, own_steps, seeds = (8, 8, options.seeds[:1]) if options.quick else (STEPS, options.own_steps, options.seeds)
+    if options.slow_reward and options.job != "demo":
+        parser.error("--slow-reward is the demo's")
     options.out.mkdir(parents=True, exist_ok=True)
-    python, model = trl_python(options.out), ensure_base_model(load_supervised("arithmetic_base"))
+    python, job = trl_python(options.out), JOBS[options.job]()
+    steps = 8 if options.quick else job.steps
+    seeds, own_steps = (options.seeds[:1] if options.quick else options.seeds), options.own_steps or steps
     slow, out = options.slow_reward, options.out
     runs: dict[str, list[Outcome]] = {name: [] for name in ("asyncrl", "TRL") if options.only in (None, name)}
     for seed in seeds:
         for name, made in runs.items():
             if name == "TRL":
-                made.append(run_trl(python, model, seed, steps, slow, out))
+                made.append(run_trl(python, job, seed, steps, slow, out))
             else:
-                made.append(run_asyncrl(model, seed, own_steps, slow, out, options.overrides))
+                made.append(run_asyncrl(job, seed, own_steps, slow, out, options.overrides))
             print(f"seed {seed}: {name} {made[-1]}", file=sys.stderr, flush=True)
-    print(f"| | seconds a step | seconds to {UNTIL:.2f} | steps to it | accuracy in the end |")
-    print("|---|--:|--:|--:|--:|")
-    figures = {}
-    for name, made in runs.items():
-        step, to = median([run.step_s for run in made]), median([run.to_accuracy_s for run in made])
-        figures[name] = step, to
-        by_step = median([run.to_accuracy_steps for run in made])
-        reached = "not reached | " if to is None or by_step is None else f"{to:.1f} | {by_step:.0f}"
-        print(f"| {name} | {step:.2f} | {reached} | {statistics.median(run.accuracy for run in made):.3f} |")
-    if options.only is None:
-        ratios = [ratio(theirs, ours) for theirs, ours in zip(figures["TRL"], figures["asyncrl"], strict=True)]
-        print(f"| ratio | {ratios[0]} | {ratios[1]} | | |")
+    print(table(job, runs))
     if options.json:
         options.json.write_text(json.dumps({name: [asdict(run) for run in made] for name, made in runs.items()}) + "\n")
+
+
+def table(job: Job, runs: dict[str, list[Outcome]]) -> str:
+    """Return the medians, and TRL's as multiples of ours where both ran."""
+    to = " | ".join(f"seconds to {until:.2f}" for until in job.until)
+    rows = [f"| | seconds a step | {to} | memory, GiB | accuracy in the end |", "|---|--:|--:|--:|--:|--:|"]
+    figures: dict[str, list[float | None]] = {}
+    for name, made in runs.items():
+        reached = [median(each) for each in zip(*(run.to_accuracy_s for run in made), strict=True)]
+        memory = statistics.median(run.memory_bytes for run in made) / 2**30
+        figures[name] = [median([run.step_s for run in made]), *reached, memory]
+        cells = ["not reached" if value is None else f"{value:.2f}" for value in figures[name]]
+        rows.append(f"| {name} | {' | '.join(cells)} | {statistics.median(run.accuracy for run in made):.3f} |")
+    if len(figures) == 2:
+        pairs = zip(figures["TRL"], figures["asyncrl"], strict=True)
+        ratios = ["-" if theirs is None or ours is None else f"{theirs / ours:.2f} x" for theirs, ours in pairs]
+        rows.append(f"| ratio | {' | '.join(ratios)} | |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

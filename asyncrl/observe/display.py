@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import IO, Any, Protocol
 
@@ -117,6 +117,13 @@ def main_figures(row: Row) -> dict[str, float]:
     }
 
 
+def generated_per_s(recent: Collection[Row]) -> float:
+    """Return generated tokens per second over recent steps: rollouts end in bursts, and a short step may have none."""
+    tokens: float = sum(row["throughput/gen_tokens_per_s"] * row["time/step_s"] for row in recent)
+    seconds: float = sum(row["time/step_s"] for row in recent)
+    return tokens / max(seconds, 1e-9)
+
+
 _DROPPED = "rollout/dropped_"
 
 
@@ -164,6 +171,7 @@ class PlainDisplay:
         self._total = total_steps
         self._failures = _Failures()
         self._begun, self._told = False, [""]
+        self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._line_at, self._outlook = time.monotonic(), ""
 
     def note(self, text: str) -> None:
@@ -174,10 +182,11 @@ class PlainDisplay:
         """Print a step's main figures; step 0 has evaluations only."""
         parts = [f"step {row['step']:.0f}/{self._total}"]
         if "reward/mean" in row:
+            self._recent.append(row)
             parts += [
                 f"reward {row['reward/mean']:.3f}",
                 f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']:.0f})",
-                f"gen {row['throughput/gen_tokens_per_s']:,.0f}",
+                f"gen {generated_per_s(self._recent):,.0f}",
                 f"train {row['throughput/train_tokens_per_s']:,.0f} tok/s",
                 f"{row['time/step_s']:.2f} s",
             ]
@@ -278,7 +287,7 @@ class _Panel:
             grid.add_row("epoch", f"{row['data/epoch']:.0f}")
         grid.add_row(
             "tokens/s",
-            f"generated {self._generated_per_s():,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
+            f"generated {generated_per_s(self._recent):,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
         )
         waits = f"trainer for data {self._share('time/wait_for_batch_s')}"
         if "time/generation_idle_s" in row:
@@ -288,13 +297,6 @@ class _Panel:
             counts = ", ".join(f"{count} {reason}" for reason, count in self._failed.items())
             grid.add_row("failed", f"[bold red]{counts}[/]")
         return grid
-
-    def _generated_per_s(self) -> float:
-        """Return generated tokens per second over recent steps: rollouts end in bursts, and a short step may have
-        none.
-        """
-        tokens: float = sum(row["throughput/gen_tokens_per_s"] * row["time/step_s"] for row in self._recent)
-        return tokens / self._recent_s
 
     def _share(self, key: str) -> str:
         return f"{100 * sum(row.get(key, 0.0) for row in self._recent) / self._recent_s:.0f} %"

@@ -90,6 +90,7 @@ def test_sglang_serves_its_adapters_in_float32_with_the_trainers_log_probabiliti
         model__lora__rank=4,
         optimizer__lr=1e-3,
         generation__backend="sglang",
+        generation__dtype="float32",
         generation__sglang__python=SGLANG_PYTHON,
         **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
         generation__device="cpu",

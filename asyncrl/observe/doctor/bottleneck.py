@@ -110,8 +110,14 @@ def trainer(m: Measured) -> Finding | None:
         top, "trainer"
     )
     from_memory = m.settings.get("manager.weight_transport") not in (None, "disk")
-    ways = ["larger micro-batches (trainer.tokens_per_micro_batch)"]
-    ways = [*ways, "fewer servers", "more cores"] if m.cores_are_taken else ["more training ranks", *ways]
+    ways = ["fewer servers", "more cores"]
+    if not m.cores_are_taken:
+        ways = ["more training ranks" if m.on_gpu else "more threads (trainer.threads)"]
+    minibatches = int(m.settings.get("trainer.ppo_minibatches") or 1)
+    if m.rank_tokens > minibatches * int(m.settings.get("trainer.tokens_per_micro_batch") or 0):
+        ways.append("larger micro-batches (trainer.tokens_per_micro_batch)")
+    elif minibatches > 1:
+        ways.append(f"fewer minibatches (trainer.ppo_minibatches={minibatches} now), at a higher learning rate")
     young = (
         ""
         if m.settings.get("rollout.pacing") == "deadline"
@@ -122,7 +128,7 @@ def trainer(m: Measured) -> Finding | None:
         "memory_checkpoint": "The in-memory checkpoint is slow: see that /dev/shm has room, or leave it out "
         "(checkpoint.in_memory=false); a crash of the trainer then costs the steps since the newest checkpoint.",
         "other": "Checkpoints and reports take this long: a faster disk, or a larger checkpoint.interval.",
-    }.get(top, f"{', '.join(ways[:-1])} or {ways[-1]}{young}.".capitalize())
+    }.get(top, f"{' or '.join([', '.join(ways[:-1]), ways[-1]] if ways[:-1] else ways)}{young}.".capitalize())
     return bottleneck(
         m,
         kind,

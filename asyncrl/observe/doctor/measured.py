@@ -24,7 +24,14 @@ from asyncrl.observe.history.history import Row
 
 WINDOW_STEPS = 50
 """Number of newest steps that are measured."""
-SETTINGS = ("generation.backend", "manager.update_mode", "manager.weight_transport", "rollout.pacing")
+SETTINGS = (
+    "generation.backend",
+    "manager.update_mode",
+    "manager.weight_transport",
+    "rollout.pacing",
+    "trainer.ppo_minibatches",
+    "trainer.tokens_per_micro_batch",
+)
 SCARCE_CORES = 0.2
 """Share of the time without a core, of that in which threads could run, from which on cores are all taken."""
 LITTLE_WAITING = 0.15
@@ -73,6 +80,8 @@ class Measured:
             trained.
         workers: number of RolloutWorkers, which share the places.
         no_core: share of the time in which threads of the run could run and had no core.
+        rank_tokens: of a batch, on each training rank.
+        on_gpu: the ranks train on GPUs.
         settings: of the run, those of `SETTINGS`, which advice depends on; None if not known.
     """
 
@@ -101,6 +110,8 @@ class Measured:
     policy_servers: tuple[ServerLoad, ...] = ()
     workers: int = 1
     no_core: float = 0.0
+    rank_tokens: float = 0.0
+    on_gpu: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -209,7 +220,10 @@ def measure(history: History) -> Measured | None:
     parts["other"] = max(0.0, step_s - sum(parts.values()))
     rollout_s = _mean(step.rollout_s for step in steps)
     settings = history.ledger.settings
-    workers = [each for each in history.processes.values() if each.kind == "rollout_worker"]
+    workers, ranks = (
+        [each for each in history.processes.values() if each.kind == kind]
+        for kind in ("rollout_worker", "model_worker")
+    )
     servers, policy_servers = (server_loads(history, kind, begin, end) for kind in (SERVER, POLICY_SERVER))
     admitted, dropped = history.ledger.dropped_since(first)
     places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
@@ -239,6 +253,8 @@ def measure(history: History) -> Measured | None:
         policy_servers=policy_servers,
         workers=int(history.setting("rollout.workers", 1)),
         no_core=_no_core(history, begin, end),
+        rank_tokens=_mean(row.get("tokens/batch", 0.0) for row in rows) / max(1, len(ranks)),
+        on_gpu=any("gpu_bytes" in each.last for each in ranks),
         settings={name: history.setting(name) for name in SETTINGS},
     )
 

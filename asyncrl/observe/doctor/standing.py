@@ -21,6 +21,8 @@ LONG_S = 60.0
 MOST_LINES = 8
 TIMES_LATE = 3.0
 """A step that takes so many times as long as others says nothing on the end of the run."""
+TELLING = 0.25
+"""Share of the first batch from which on the time so far tells how long the rest takes."""
 PACE_STEPS = 11
 """Newest steps whose ends tell how long a step takes."""
 TIMES_A_STEP = 8.0
@@ -129,10 +131,12 @@ def outlook(history: History) -> str:
         if training:
             return f"{what}; the first step shows how long the run takes"
         what += f", {answers} answers of at least {batch * group} are complete"
-        if not share or share >= 1.0:
+        at_once = int(gate.last.get("rollouts_running", 0)) * group
+        if share >= 1.0 or (share < TELLING and answers < at_once):  # answers that began together end together
             return what
         left_s = (now - begun) * (1.0 - share) / share
-        return f"{what}; the batch in {about(left_s)}, the run in more than {about((left_s + now - begun) * total)}"
+        run_s = (left_s + now - begun) * (total - newest)
+        return f"{what}; the batch in {about(left_s)}, the run in more than {about(run_s)}"
     ends = [history.steps[number].at for number in sorted(history.steps)[-PACE_STEPS:]]
     ends = [at for at in ends if at >= _launched_at(history)]
     pace_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun

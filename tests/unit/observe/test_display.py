@@ -228,6 +228,11 @@ def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
     assert "generated 900," in text
     assert "trainer for data 90 %" in text
     assert "generated 0," in panel(burst, *[quiet] * 10)
+    shown, out = console()
+    display = PlainDisplay(shown, 10)
+    for row in (burst, quiet):
+        display.row(row)
+    assert ["gen 1,000  " in line or "gen 900  " in line for line in out.getvalue().splitlines()] == [True, True]
 
 
 def test_what_processes_do_is_printed_again_only_when_it_changes() -> None:

@@ -28,12 +28,14 @@ def of(name: str) -> Any:
         ("The sea is calm at night.", 0.0),
         ("The sea is quietly at rest.", 0.0),
         ("Quiet.", 0.0),
+        ("The sea uses the word quiet often.", 0.0),
+        ('The sea is "quiet" at night.', 0.0),
         ("The sea is quiet at night, and the boats and the birds sleep until the sun.", 0.0),
         ("Here is one:\nThe sea is quiet at night.", 0.0),
         ("", 0.0),
     ],
 )
-def test_a_right_answer_is_one_ended_sentence_of_five_to_twelve_words_with_the_word(answer: str, right: float) -> None:
+def test_a_right_answer_is_one_short_sentence_with_the_word_and_not_about_it(answer: str, right: float) -> None:
     reward = of("one_short_sentence")
     assert is_verdict(reward)
     assert reward({"word": "quiet"}, answer) == right

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.doctor import Diagnosis, examine
+from asyncrl.observe.doctor.bottleneck import bottlenecks
+from asyncrl.observe.doctor.measured import measure
 from asyncrl.observe.history import History
 from tests.examples import examples
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
@@ -130,3 +132,25 @@ def test_the_named_stage_is_one_whose_relief_gains_most(tmp_path: Path) -> None:
         if most > 0.25 * step_s and (named is None or gains.get(named, 0.0) < 0.6 * most):
             wrong.append((seed, named, gains))
     assert len(wrong) <= 1, wrong
+
+
+@pytest.mark.parametrize(
+    ("tokens", "minibatches", "on_gpu", "no_core", "advised"),
+    [
+        (7_000, 4, False, 0.0, "More threads (trainer.threads) or fewer minibatches (trainer.ppo_minibatches=4 now)"),
+        (7_000, 1, False, 0.0, "More threads (trainer.threads)."),
+        (100_000, 4, True, 0.0, "More training ranks or larger micro-batches (trainer.tokens_per_micro_batch)."),
+        (100_000, 4, False, 0.5, "Fewer servers, more cores or larger micro-batches (trainer.tokens_per_micro_batch)."),
+    ],
+)
+def test_what_is_advised_for_a_slow_trainer_would_change_something(
+    tokens: int, minibatches: int, on_gpu: bool, no_core: float, advised: str, tmp_path: Path
+) -> None:
+    """Larger micro-batches change nothing where a minibatch has one; more processes need free cores."""
+    VirtualRun(INJECTED["trainer"], tmp_path).play()
+    measured = measure(History(tmp_path))
+    assert measured is not None
+    settings = {"trainer.ppo_minibatches": minibatches, "trainer.tokens_per_micro_batch": 16_384}
+    settings["rollout.pacing"] = "deadline"
+    given = replace(measured, settings=settings, rank_tokens=tokens, on_gpu=on_gpu, no_core=no_core)
+    assert next(bottlenecks(given)).advice.startswith(advised)

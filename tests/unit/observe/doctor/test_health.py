@@ -339,10 +339,12 @@ def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready(run: P
     write(worker, line | {"answers_total": 0})
     begins = f"step 31 of {total}: 0 of {batch} rollouts are ready, "
     assert outlook(History(run)) == f"{begins}0 answers of at least {batch * group} are complete"
+    write(worker, line | {"at": begun + 30, "answers_total": 1})
+    assert outlook(History(run)) == f"{begins}1 answers of at least {batch * group} are complete", "many end together"
     write(worker, line | {"at": begun + 300, "answers_total": batch * group / 4})
-    assert outlook(History(run)).startswith(
+    assert outlook(History(run)) == (
         f"{begins}{batch * group // 4} answers of at least {batch * group} are complete; the batch in about 15 min, "
-        "the run in more than about "
+        "the run in more than about 3 h 20 min"
     )
     write(run / "observed" / "master_worker-0.jsonl", line | {"at": begun + 301, "training": 1.0})
     assert outlook(History(run)) == f"step 31 of {total} trains; the first step shows how long the run takes"
