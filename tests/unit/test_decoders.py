@@ -14,14 +14,12 @@ process alone, so that other load does not matter; and the largest may not blow 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import os
 import random
 import resource
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -209,19 +207,15 @@ class Case:
     allowed: tuple[type[Exception], ...] = ()
 
 
-FOLDER = Path(tempfile.mkdtemp(dir=IN_MEMORY))
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)  # also where the tests are collected and run elsewhere
-
-
 def in_file(name: str, read: Callable[[Path], Any]) -> Callable[[bytes], Any]:
     """`read` of the folder in which a file `name` has the input."""
-    folder = FOLDER / f"{len(list(FOLDER.iterdir()))}"
-    file = folder / name
-    file.parent.mkdir(parents=True)
 
     def decode(data: bytes) -> Any:
-        file.write_bytes(data)
-        return read(folder)
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+            file = Path(folder) / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            return read(Path(folder))
 
     return decode
 
@@ -349,19 +343,20 @@ def js(value: Any) -> bytes:
 
 
 def ledger_bytes() -> bytes:
-    folder = FOLDER / "ledger"
-    ledger = Ledger(folder, lines.RunSettings(1, 1, "drop", 1, 0), now=lambda: 1000.0)
-    books = GateBooks(1, 0, {"stale": 1}, 0)
-    ledger.begin(0, None, GateBooks(0, 0, {}, 0))
-    ledger.take([lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0), lines.Finished("r1", 8, 1000.0)])
-    ledger.take([lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0), lines.Abandoned("r0", 1000.0)])
-    ledger.step(TrainBatch(0, 0, (RECORD,)), books)
-    ledger.saved(1, books)
-    ledger.end(1, books)
-    ledger.close()
-    data = (folder / "000001.jsonl").read_bytes()
-    shutil.rmtree(folder)
-    return data
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+        folder = Path(name) / "ledger"
+        ledger = Ledger(folder, lines.RunSettings(1, 1, "drop", 1, 0), now=lambda: 1000.0)
+        books = GateBooks(1, 0, {"stale": 1}, 0)
+        ledger.begin(0, None, GateBooks(0, 0, {}, 0))
+        ledger.take(
+            [lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0), lines.Finished("r1", 8, 1000.0)]
+        )
+        ledger.take([lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0), lines.Abandoned("r0", 1000.0)])
+        ledger.step(TrainBatch(0, 0, (RECORD,)), books)
+        ledger.saved(1, books)
+        ledger.end(1, books)
+        ledger.close()
+        return (folder / "000001.jsonl").read_bytes()
 
 
 def audit(folder: Path) -> None:
@@ -555,7 +550,6 @@ def _clean() -> Iterator[None]:
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
     logging.disable(logging.NOTSET)
-    shutil.rmtree(FOLDER)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
