@@ -28,7 +28,7 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, white
     """
     check_discounts(gamma, lam)
     values_T = required_values(inputs)
-    action_T = inputs.mask_T.nonzero().squeeze(-1)
+    action_T = inputs.mask_T.nonzero().flatten()
     values_N, seq_ids_N = values_T[action_T], inputs.seq_ids_T[action_T]
     rewards_N = token_rewards(inputs, action_T).to(values_N.dtype)
     advantages_N = generalised_advantages(rewards_N, values_N, seq_ids_N, terminal_values(inputs), gamma, lam)

@@ -30,8 +30,8 @@ def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, 
     check_discounts(gamma, lam)
     values_T, mask_T, seq_ids_T = required_values(inputs), inputs.mask_T, inputs.seq_ids_T
     starts_T = turn_starts(mask_T, seq_ids_T)
-    start_K = starts_T.nonzero().squeeze(-1)
-    action_T = mask_T.nonzero().squeeze(-1)
+    start_K = starts_T.nonzero().flatten()
+    action_T = mask_T.nonzero().flatten()
     turn_N = starts_T.cumsum(0)[action_T] - 1
     rewards_K = segment_sum(token_rewards(inputs, action_T).to(values_T.dtype), turn_N, len(start_K))
     values_K = values_T[start_K]

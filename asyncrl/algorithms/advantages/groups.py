@@ -170,7 +170,7 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
         raise ValueError(f"turn_discount is {discount}; it is a discount per turn, set it within 0 to 1")
     starts_T = turn_starts(inputs.mask_T, inputs.seq_ids_T)
     turns_T = starts_T.cumsum(0) - 1
-    seq_ids_K, action_T = inputs.seq_ids_T[starts_T], inputs.mask_T.nonzero().squeeze(-1)
+    seq_ids_K, action_T = inputs.seq_ids_T[starts_T], inputs.mask_T.nonzero().flatten()
     rewards_N = token_rewards(replace(inputs, rewards_S=inputs.rewards_S.double()), action_T)
     rewards_K = segment_sum(rewards_N.double(), turns_T[action_T], len(seq_ids_K))
     all_S = torch.arange(inputs.num_seqs, device=seq_ids_K.device)

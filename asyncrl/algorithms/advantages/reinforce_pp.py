@@ -19,7 +19,7 @@ def reinforce_pp(inputs: AdvantageInputs, *, gamma: float = 1.0) -> AdvantageOut
         ValueError: gamma outside [0, 1].
     """
     check_discounts(gamma, 1.0)
-    action_T = inputs.mask_T.nonzero().squeeze(-1)
+    action_T = inputs.mask_T.nonzero().flatten()
     to_go_N = discounted_suffix_sum(token_rewards(inputs, action_T), inputs.seq_ids_T[action_T], gamma)
     to_go_T = to_go_N.new_zeros(len(inputs.mask_T)).index_copy(0, action_T, to_go_N)
     return AdvantageOutput(whiten(to_go_T, inputs.mask_T, inputs.all_reduce))

@@ -143,7 +143,7 @@ def _divergence(one_TV: Tensor, other_TV: Tensor) -> Tensor:
     """`[T]`: KL(one || other) of log-probabilities `[T, V]`."""
     # Words that `one` rules out (log 0) contribute nothing, but 0 * -inf would be nan.
     difference_TV = torch.where(torch.isfinite(one_TV), one_TV - other_TV, 0)
-    kl_T: Tensor = (one_TV.exp() * difference_TV).sum(dim=-1)
+    kl_T: Tensor = (one_TV.exp() * difference_TV).sum(dim=1)
     return kl_T
 
 

@@ -30,7 +30,7 @@ class NumberedLog(Generic[T]):
         after: numbers begin above this; a new manager must begin above the numbers of its predecessor.
     """
 
-    def __init__(self, after: int = 0) -> None:
+    def __init__(self, after: int) -> None:
         self.last_seq = after
         self._entries: deque[T] = deque()
 

@@ -325,14 +325,33 @@ def test_statistics_say_what_became_of_the_loss_tokens(ragged, name):
     assert not fractions or max(fractions) > 0
 
 
-@pytest.mark.parametrize("name", ["dppo", "dppo_kl"])
-def test_a_trust_region_takes_no_token_at_its_edge(ragged, name):
-    """At a threshold of 0 a token whose policies are equal is within."""
+@pytest.mark.parametrize("name", ["dppo", "dppo_kl", "ppo_clip", "gspo", "cispo", "cpgd", "gmpo"])
+def test_a_token_at_the_edge_of_a_trust_region_is_within(ragged, name):
+    """At bounds of 0, one whose policies are equal."""
     batch = ragged(1)
     same = dataclasses.replace(batch, behave=batch.logprobs).inputs()
-    output = resolve("policy_loss", name, {"delta_low": 0.0, "delta_high": 0.0})(same)
+    of = "delta" if name.startswith("dppo") else "clip"
+    output = resolve("policy_loss", name, {f"{of}_low": 0.0, f"{of}_high": 0.0})(same)
     assert torch.equal(output.mask_T, same.mask_T)
     assert output.stats["ppo/clip_fraction"].value() == 0.0
+
+
+@pytest.mark.parametrize(("name", "distance"), [("dppo", "ppo/tv"), ("dppo_kl", "ppo/binary_kl")])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_distance_of_exactly_the_threshold_is_within(ragged, name, distance, advantage):
+    batch = ragged(0)
+    (token,) = np.flatnonzero(batch.mask)[:1]
+    moved = batch.logprobs - 0.5 * advantage
+    alone = dataclasses.replace(
+        batch,
+        mask=np.arange(len(batch.mask)) == token,
+        behave=moved,
+        advantages=np.full_like(batch.advantages, advantage),
+    )
+    far = resolve("policy_loss", name, {"delta_low": 1.0, "delta_high": 1.0})(alone.inputs()).stats[distance].value()
+    for delta, within in ((far, True), (0.999 * far, False)):
+        output = resolve("policy_loss", name, {"delta_low": delta, "delta_high": delta})(alone.inputs())
+        assert bool(output.mask_T.any()) is within
 
 
 def test_decoupled_loss_without_proximal_logprobs_says_how_to_get_them(ragged):

@@ -125,6 +125,16 @@ def test_only_servers_at_the_wanted_version_get_a_request() -> None:
     assert router.schedule(request_of("b"), "w0", min_version=5) is None
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_server_that_is_too_old_for_one_request_gets_the_next_one(policy: str) -> None:
+    router = router_of(policy, servers=2, version=3)
+    router.update(1, "http://1", 4, True)
+    for name, min_version, index in (("a", 4, 1), ("b", 0, 0)):
+        server = router.schedule(request_of(name, tokens=9), "w0", min_version=min_version)
+        assert server is not None
+        assert server.index == index
+
+
 def test_nothing_is_placed_while_no_server_takes_requests() -> None:
     router = Router("least_requests", conversations=100)
     assert router.schedule(request_of("a"), "w0") is None
