@@ -43,7 +43,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -917,7 +917,8 @@ def play_long(seed: int, steps: int = LONG) -> None:
             schedule.books_balance_and_nothing_is_trained_twice()
         schedule.teardown()
     except Exception as error:
-        raise AssertionError(f"seed {seed}: {error!r}; play it again:\n{shortened(played).command}") from error
+        again = shortened(played) if Phase.shrink in settings.default.phases else played
+        raise AssertionError(f"seed {seed}: {error!r}; play it again:\n{again.command}") from error
 
 
 def shortened(played: Played) -> Played:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.staleness_gate import TRAINED, WORKER_LOST, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import ABANDONED, TRAINED, WORKER_LOST, StalenessGate
 from tests.examples import examples
 
 
@@ -184,14 +184,18 @@ def test_the_version_never_goes_back() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=0)
     assert gate.advance(3)
     assert not gate.advance(2)
+    assert not gate.advance(3), "nothing changed"
     assert gate.version == 3
+    gate.train(2, [])
+    gate.train(1, [])
+    assert gate.trained_version == 2
 
 
 def test_abandon_closes_and_accounts_for_everything() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=1)
     start(gate, "a", "b", "c")
     gate.finish("b")
-    gate.abandon()
+    assert gate.abandon() == ["a", "b", "c"]
     books = gate.books()
     assert (books.abandoned, books.running, books.finished_untrained) == (3, 0, 0)
     assert books.balanced
@@ -228,6 +232,47 @@ def test_a_due_rollout_that_runs_blocks_its_step() -> None:
     assert gate.blocking(0) == ["b"]
     gate.finish("b")
     assert gate.blocking(0) == []
+
+
+def test_a_finished_rollout_is_not_lost_with_its_worker() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    start(gate, "a")
+    gate.finish("a")
+    assert gate.lose("a") is None
+    assert gate.books().finished_untrained == 1
+    assert gate.lost("a") is None
+
+
+def test_with_more_rollouts_than_the_limit_none_is_admitted() -> None:
+    """Each was admitted by an earlier gate, of a run that resumes with smaller settings."""
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    for name in ("a", "b", "c"):
+        gate.enter(RolloutTicket(name, "w0"), version=0)
+    assert (gate.capacity, gate.counted, gate.books().submitted) == (0, 3, 3)
+    assert start(gate, "d") == [None]
+
+
+def test_what_an_earlier_gate_counted_is_known_and_not_counted_again() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=1)
+    gate.resume(1, {"rejected": 1, WORKER_LOST: 1}, abandoned=1)
+    before = gate.books()
+    assert (before.submitted, before.abandoned, before.balanced) == (5, 1, True)
+    gate.remember("trained", TRAINED)
+    gate.remember("abandoned", ABANDONED)
+    gate.remember("rejected", "rejected")
+    gate.remember("lost", WORKER_LOST, (RolloutTicket("lost", "w0"), 1))
+    assert gate.books() == before
+    assert [gate.outcome(name) for name in ("trained", "abandoned", "lost")] == [TRAINED, ABANDONED, WORKER_LOST]
+    assert (gate.admitted_at("lost"), gate.admitted_at("rejected")) == (1, None)
+    gate.train(2, ["trained"])
+    assert gate.books().trained == 2, "it is counted already"
+    assert gate.finish("rejected") is None
+    assert gate.finish("lost") == RolloutTicket("lost", "w0")
+    gate.train(2, ["abandoned"])
+    books = gate.books()
+    assert (books.submitted, books.trained, books.finished_untrained, books.abandoned) == (5, 3, 1, 0)
+    assert books.dropped == {"rejected": 1}
+    assert books.balanced
 
 
 def test_running_of_names_the_running_rollouts_of_one_worker() -> None:

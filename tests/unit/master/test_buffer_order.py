@@ -139,6 +139,33 @@ async def test_what_arrives_while_it_ranks_is_behind_what_it_ranked(mine: str) -
     assert [each.rollout_id for each in batch.records] == ["r0", "r2"]
 
 
+async def test_the_function_sees_the_rollout_and_the_age_of_its_oldest_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = list[ReadyRollout]()
+
+    def note(rollout: ReadyRollout) -> float:
+        seen.append(rollout)
+        return 0.0
+
+    monkeypatch.setattr("asyncrl.master.data.buffer_order.load_plugin", lambda path: note)
+    order = ConfiguredOrder(BufferOrderConfig("mine.py:note", timeout_s=LIMIT_S))
+    empty = structs.replace(record(1, 0.0, oldest=-1), generated=(0, 0), version_tokens={})
+    timed = structs.replace(record(0, 0.5, oldest=3), metrics={"time/reward_s": 2.0})
+    await order.ranks([timed, empty], 5)
+    assert seen[0] == ReadyRollout("e0-0", 0, 2, (0.5, 0.5), (6, 6), (False, False), {"time/reward_s": 2.0})
+    assert seen[1].age == 0, "it has no token that could be old"
+
+
+async def test_failures_are_counted_where_there_is_an_order(mine: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert ConfiguredOrder(BufferOrderConfig()).metrics() == {}
+    order = ConfiguredOrder(BufferOrderConfig(f"{mine}:broken", timeout_s=LIMIT_S))
+    assert order.metrics() == {"rollout/order_failed": 0.0}
+    for _ in range(2):
+        assert await order.ranks(ROLLOUTS, 3) == {}
+    assert order.metrics() == {"rollout/order_failed": 2.0}
+
+
 def test_a_path_that_names_no_function_is_refused(mine: str) -> None:
     for path, message in ((f"{mine}:constant", "it is a int"), (f"{mine}:nothing", "defines no 'nothing'")):
         with pytest.raises(ConfigError, match=message):
@@ -178,6 +205,10 @@ class HalfAState:
 
     def state(self):
         return {}
+
+
+class NoCall:
+    pass
 
 
 class NotPlain(LeastSeen):
@@ -225,16 +256,40 @@ async def test_a_state_that_cannot_be_restored_in_time_ends_the_start_with_the_s
     hang.set()
 
 
+async def test_an_object_that_fails_to_hear_of_a_step_does_not_cost_the_step(
+    classes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = ConfiguredOrder(BufferOrderConfig(f"{classes}:LeastSeen", timeout_s=LIMIT_S))
+    order._own.times = None
+    await order.trained([of_row(0, 0)], 3)
+    assert "step 4 was not reported to it" in caplog.text
+    assert order.failures == 1
+
+
+async def test_an_object_begins_anew_where_nothing_was_kept_of_it(
+    classes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = ConfiguredOrder(BufferOrderConfig(f"{classes}:LeastSeen", timeout_s=LIMIT_S))
+    await order.restore(None)
+    assert order.state()["state"] == {}
+    assert not caplog.records
+    await order.restore({"path": "elsewhere.py:Other", "state": {"0": 7}})
+    assert "begins anew: what was kept is of 'elsewhere.py:Other'" in caplog.text
+
+
 async def test_a_functions_order_keeps_nothing(mine: str) -> None:
     order = ConfiguredOrder(BufferOrderConfig(f"{mine}:hardest_first"))
     await order.trained(ROLLOUTS, 3)
     assert order.state() is None
-    await order.restore(None)
+    await order.restore({"path": "before.py:Counted", "state": {"0": 7}})
+    assert order.failures == 0
 
 
 def test_an_object_that_cannot_be_kept_is_refused_before_the_start(classes: str) -> None:
     with pytest.raises(ConfigError, match=r"state\(\) and restore\(state\) both or neither"):
         ConfiguredOrder(BufferOrderConfig(f"{classes}:HalfAState"))
+    with pytest.raises(ConfigError, match=r"its objects need __call__\(rollout\)"):
+        ConfiguredOrder(BufferOrderConfig(f"{classes}:NoCall"))
     with pytest.raises(ConfigError, match=r"buffer\.order\.path=.*NotPlain.*state\(\) is a set; state must be"):
         ConfiguredOrder(BufferOrderConfig(f"{classes}:NotPlain"))
     config = ExperimentConfig()

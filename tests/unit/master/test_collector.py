@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.master.data.collector import PACE_S, Collector
+from asyncrl.master.data.collector import PACE_S, POLL_S, REPLY_LIMIT_S, Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -24,6 +24,7 @@ class Workers:
         self.wake = [asyncio.Event() for _ in range(count)]
         self.polls: list[tuple[int, int, float]] = []
         self.asked: list[int] = []
+        self.limits: list[float] = []
         self.discarded: list[tuple[int, str]] = []
         self.failure: Exception | None = None
 
@@ -39,6 +40,7 @@ class Worker:
 
     async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> PolledBuffer | Done:
         workers, received = self.all, self.all.received[self.index]
+        workers.limits.append(timeout_s)
         if isinstance(request, Discard):
             workers.discarded += [(self.index, rollout_id) for rollout_id in request.rollout_ids]
             return Done()
@@ -154,6 +156,60 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     await collector.refresh()
     assert workers.discarded == [(1, "r0")]
     assert collector.generated_tokens == 4
+    await collector.close()
+
+
+async def test_each_wait_is_for_another_arrival_and_afterwards_a_poll_is_for_one_rollout() -> None:
+    workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
+    collector = Collector(list(workers), buffer)
+    collector.start()
+    collector.start()
+    await rounds()
+    assert len(workers.polls) == 1, "it has begun"
+    for order in range(2):
+        waiting = asyncio.create_task(collector.changed(missing=3))
+        await rounds()
+        assert not waiting.done()
+        workers.received[0].append(record(order))
+        workers.wake[0].set()
+        await waiting
+    await until(lambda: len(workers.asked) == 3)
+    assert workers.asked == [1, 3, 1], "three are missing as the second poll begins, and nobody waits as the third does"
+    await collector.close()
+    collector.check()
+
+
+async def test_a_poll_may_be_held_and_any_other_call_is_answered_within_a_limit() -> None:
+    workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
+    collector = Collector(list(workers), buffer)
+    collector.start()
+    await rounds()
+    await collector.refresh()
+    await rounds()
+    assert workers.limits == [POLL_S + REPLY_LIMIT_S, REPLY_LIMIT_S, POLL_S + REPLY_LIMIT_S]
+    assert [hold for *_, hold in workers.polls] == [POLL_S, 0.0, POLL_S]
+    await collector.close()
+
+
+async def test_rollouts_are_freed_with_one_call_to_each_head_that_holds_some() -> None:
+    workers, buffer = Workers(3), SampleBuffer(4, 0, "drop")
+    collector = Collector(list(workers), buffer)
+    await collector.discard([record(0, worker=2), record(1), record(2, worker=2)], limit_s=3.0)
+    assert workers.discarded == [(0, "r1"), (2, "r0"), (2, "r2")]
+    assert workers.limits == [3.0, 3.0]
+
+
+async def test_a_look_raises_the_error_that_ended_the_polls() -> None:
+    workers = Workers(2)
+    collector = Collector(list(workers), SampleBuffer(4, 0, "drop"))
+    collector.start()
+    await rounds()
+    collector.check()
+    workers.failure = ConnectionError("model_worker/1 is gone")
+    workers.wake[1].set()
+    await rounds()
+    with pytest.raises(ConnectionError, match="model_worker/1"):
+        collector.check()
     await collector.close()
 
 

@@ -14,7 +14,6 @@ from msgspec import structs
 from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 from tests.examples import examples
 
@@ -144,16 +143,61 @@ def test_a_prompt_that_a_step_trains_is_not_dropped_for_good(state: str) -> None
 
 def test_state_survives_json_and_live_records_are_forgotten() -> None:
     buffer = SampleBuffer(2, 1, "drop")
-    buffer.add([record(0), record(1), record(2)])
-    batch = buffer.take(0)
+    buffer.add([record(0, 1), record(1, 1), record(2, 1), record(3, 0)])
+    batch = buffer.take(2)
     assert batch is not None
     buffer.mark_trained(batch)
     restored = SampleBuffer(2, 1, "drop")
     restored.restore(json.loads(json.dumps(buffer.state())))
     assert sorted(restored.used) == ["e0-0", "e0-1"]
     assert restored.trained == 2
+    assert restored.dropped == buffer.dropped == {"stale": 1}
     restored.add([record(2, tag="new"), record(1, tag="new")])
     assert len(restored) == 1
+
+
+def test_a_step_that_is_taken_keeps_its_records_until_it_is_trained_and_trains_them_once() -> None:
+    buffer = SampleBuffer(2, 1, "drop")
+    buffer.add([record(0), record(1), record(2)])
+    assert [each.rollout_id for each in buffer.live()] == ["r0", "r1", "r2"]
+    batch = buffer.take(0)
+    assert batch is not None
+    assert (batch.version, batch.min_version) == (0, 0), "there is no version below 0"
+    assert [each.rollout_id for each in buffer.untrained()] == ["r2", "r0", "r1"]
+    assert not buffer.used
+    buffer.mark_trained(batch)
+    assert [each.rollout_id for each in buffer.untrained()] == ["r2"]
+    with pytest.raises(KeyError):
+        buffer.mark_trained(batch)
+    assert buffer.trained == 2
+
+
+def test_of_equally_old_rollouts_those_first_in_the_data_are_taken_and_of_one_place_those_of_the_first_name() -> None:
+    buffer = SampleBuffer(2, 4, "drop")
+    twin = structs.replace(record(1, tag="a"), prompt_id="another")
+    buffer.add([record(3), record(2), record(1), twin])
+    assert ids(buffer, 0) == ["a1", "r1"]
+    assert ids(buffer, 0) == ["r2", "r3"]
+
+
+def test_what_an_earlier_master_trained_is_a_second_copy() -> None:
+    buffer = SampleBuffer(1, 1, "drop")
+    buffer.know_trained(["r0"])
+    assert [copy.rollout_id for copy in buffer.add([record(0), record(1)])] == ["r0"]
+    assert (buffer.received, len(buffer), buffer.pop_drops()) == (1, 1, [])
+
+
+def test_it_describes_what_became_of_all_that_it_received() -> None:
+    buffer = SampleBuffer(1, 0, "drop")
+    assert buffer.describe() == "0 of 1 rollouts in the buffer (0 received, 0 trained, 0 in training, dropped: none)"
+    buffer.add([record(0, 1), record(0, 1, tag="again"), record(1, 0), record(2, 1), record(3, 1)])
+    batch = buffer.take(1)
+    assert batch is not None
+    buffer.mark_trained(batch)
+    assert buffer.take(1) is not None
+    assert buffer.describe() == (
+        "1 of 1 rollouts in the buffer (5 received, 1 trained, 1 in training, dropped: 1 duplicate_prompt, 1 stale)"
+    )
 
 
 class CountedRecords(dict[str, RolloutRecord]):
@@ -276,34 +320,3 @@ class TestRandomHistories:
 
         History.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
         History.TestCase("runTest").runTest()  # type: ignore[no-untyped-call]
-
-
-@given(
-    st.sets(st.tuples(st.integers(0, 3), st.integers(0, 5000))),
-    st.sets(st.sampled_from(["x", "e01-2", "e1-", "e1-02"])),
-)
-def test_used_prompts_are_a_set_that_survives_json(pairs: set[tuple[int, int]], others: set[str]) -> None:
-    expected = {f"e{epoch}-{row}" for epoch, row in pairs} | others
-    used = UsedPrompts(expected)
-    for prompt_id in expected:
-        used.add(prompt_id)
-    again = UsedPrompts.from_json(json.loads(json.dumps(used.to_json())))
-    for one in (used, again):
-        assert set(one) == expected
-        assert len(one) == len(expected) == len(list(one))
-        assert all(prompt_id in one for prompt_id in expected)
-        assert "e9-1" not in one
-        assert 3 not in one
-    again.add("e3-70000")
-    assert "e3-70000" in again
-
-
-def test_a_finished_epoch_of_used_prompts_takes_next_to_nothing() -> None:
-    used = UsedPrompts(f"e0-{row}" for row in range(50_000))
-    assert len(json.dumps(used.to_json())) < 200
-
-
-def test_damaged_used_prompts_are_refused() -> None:
-    value = UsedPrompts(["e0-1", "e0-2"]).to_json()
-    with pytest.raises(ValueError, match="2 ids where count says 3"):
-        UsedPrompts.from_json(value | {"count": 3})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.comm.request_reply.messages import encode
-from asyncrl.master.data.step_plan import Assignment, plan_step
-from asyncrl.trainer.messages import BeginStep
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.data.sample_buffer import TrainBatch
+from asyncrl.master.data.step_plan import Assignment, Dealing, assign, minibatches_of_groups, plan_batch, plan_step
+from asyncrl.trainer.messages import BeginStep, RolloutRecord
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 
 PLACEMENTS = [
@@ -54,6 +57,37 @@ def test_each_rollout_leaves_where_it_was_received_and_comes_to_one_copy_of_each
                 tuple(other.data_heads[to[row]] for row in rows) for other, to in zip(grids, goes, strict=True)
             )
             assert share.heads == heads
+
+
+def record(order: int, head: int = 0, **fields: Any) -> RolloutRecord:
+    sizes = {"lengths": (4, 6), "generated": (2, 4), "rewards": (0.0, 1.0), "truncated": (False, False)}
+    values = {"oldest_version": 5, "version_tokens": {5: 6}, **sizes, "episodes": (0, 1)} | fields
+    return RolloutRecord(f"r{order}", f"e0-{order}", order, head, **values)
+
+
+def test_a_batch_is_dealt_to_the_copies_of_every_grid_as_the_settings_say() -> None:
+    config = ExperimentConfig(seed=3)
+    config.trainer.ppo_minibatches, config.trainer.ppo_epochs = 2, 3
+    dealing = Dealing.of(config)
+    assert dealing == Dealing(2, 3, 3, ())
+    assert dealing.optimizer_steps == 6
+    placement = Placement({"actor": WorkerGrid(data=2), "critic": WorkerGrid(data=1, first=2)})
+    batch = TrainBatch(7, 5, tuple(record(order, order % 2) for order in range(8)))
+    cuts = [assign(batch.records, ranks, dealing, 7) for ranks in (2, 1)]
+    expected = plan_step(cuts, placement, version=7, min_version=5, minibatches=6, master=4)
+    assert plan_batch(batch, placement, dealing, master=4) == expected
+    assert {step.master for step in plan_batch(batch, placement, dealing)} == {0}
+    assert Dealing(4).optimizer_steps == 4
+
+
+def test_a_rollout_is_in_a_minibatch_of_each_policy_dealt_by_the_signal_of_its_samples() -> None:
+    dealing = Dealing(2, 2, seed=1, policies=("judge",))
+    own, judged = {"groups": ("", "")}, {"groups": ("judge", "judge")}
+    records = [record(order, **(own if order % 3 else judged)) for order in range(8)]
+    cut = assign(records, 1, dealing, 4)
+    signals = ([order % 3 > 0 for order in range(8)], [order % 3 == 0 for order in range(8)])
+    expected = [minibatches_of_groups(signal, dealing, 4).tolist() for signal in signals]
+    assert [list(entry.minibatches) for entry in cut] == [a + b for a, b in zip(*expected, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [4, 64])

@@ -49,7 +49,7 @@ class UsedPrompts:
 
     def update(self, other: UsedPrompts) -> None:
         """Add all ids of `other`."""
-        for prompt_id in other if len(other) != self._count else ():
+        for prompt_id in list(other):
             self.add(prompt_id)
 
     def __contains__(self, prompt_id: object) -> bool:

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.plugins import datasets
 from asyncrl.plugins.datasets import load_dataset
-from asyncrl.plugins.datasets.queue.order import DataOrder, epoch_order, prompt_seed, seed_from
+from asyncrl.plugins.datasets.queue.order import (
+    CACHED_EPOCHS,
+    DataOrder,
+    epoch_of,
+    epoch_order,
+    prompt_seed,
+    seed_from,
+)
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31), st.integers(1, 3))
@@ -17,6 +24,27 @@ def test_each_epoch_has_each_prompt_once(num_rows: int, seed: int, epochs: int) 
     expected = sorted(f"e{epoch}-{row}" for epoch in range(epochs) for row in range(num_rows))
     assert sorted(ref.prompt_id for ref in refs) == expected
     assert [order.order_of(ref.prompt_id) for ref in refs] == list(range(epochs * num_rows))
+
+
+def test_prompts_of_any_epoch_are_found_though_few_permutations_are_kept() -> None:
+    order, epochs = DataOrder(5, seed=3), [0, 1, 2, 3, 4, 5, 9, 2, 0, 9, 3]
+    for epoch in epochs:
+        for place in range(5 * epoch, 5 * epoch + 5):
+            ref = DataOrder(5, seed=3).ref(place)
+            assert order.ref(place) == ref
+            assert order.order_of(ref.prompt_id) == place
+        assert len(order._permutations) == len(order._positions) <= CACHED_EPOCHS
+    assert sorted(order._permutations) == [3, 4, 5, 9], "of those that are kept, the oldest epoch leaves"
+
+
+def test_an_order_ends_after_its_epochs() -> None:
+    assert DataOrder(10, 0).end is None
+    assert DataOrder(10, 0, epochs=2).end == 20
+    assert DataOrder(10, 0, epochs=1.55).end == 15
+
+
+def test_the_epoch_of_a_prompt_is_in_its_id() -> None:
+    assert [epoch_of(prompt) for prompt in ("e0-3", "e12-0", "mine", "x7", "")] == [0, 12, 0, 7, 0]
 
 
 def test_each_attempt_at_a_prompt_has_random_numbers_of_its_own() -> None:
