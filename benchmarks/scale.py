@@ -259,7 +259,7 @@ def _requests(cuts: Any, placed: Any) -> list[Any]:
     """Build the request for each rank."""
     from asyncrl.master.data.step_plan import plan_step
 
-    return plan_step(cuts, placed, version=1, min_version=0, minibatches=1)
+    return plan_step(cuts, placed, version=1, min_version=0, minibatches=1, master=0)
 
 
 def step_told(quick: bool) -> float:

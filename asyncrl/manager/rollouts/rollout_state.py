@@ -173,7 +173,7 @@ class RolloutState:
         self.suspects.silent(worker)
         return self._lose_running(worker)
 
-    def replaced(self, worker: str, incarnation: int, *, killed: bool = False) -> list[str]:
+    def replaced(self, worker: str, incarnation: int, *, killed: bool) -> list[str]:
         """Drop the running rollouts of a worker whose process died and was replaced; return them.
 
         Args:

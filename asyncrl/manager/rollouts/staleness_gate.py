@@ -168,7 +168,7 @@ class StalenessGate:
         if self._submitted:
             raise ValueError(f"cannot resume at version {version}: {self._submitted} rollouts are already submitted")
         self._trained, self._abandoned = version * self.batch_size, abandoned
-        self._dropped = Counter(dropped or {})
+        self._dropped = Counter(dropped)
         self._submitted = self._trained + self._abandoned + self._dropped.total()
         self.trained_version = version
 

@@ -145,7 +145,7 @@ class Collector:
             if task.done() and not task.cancelled():
                 task.result()
 
-    async def changed(self, missing: int = 1) -> None:
+    async def changed(self, missing: int) -> None:
         """Wait until a record arrives after the last call; `missing` is the number that the step still needs.
 
         Raises:

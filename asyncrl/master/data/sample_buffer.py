@@ -96,7 +96,7 @@ class SampleBuffer:
         self._live = LiveRecords(eta, on_stale)
         self._taken: dict[str, RolloutRecord] = {}
         self._prompts: dict[str, str] = {}  # of live and taken records, with their rollouts
-        self._finished: RecentIds[bool] = RecentIds(
+        self._finished: RecentIds[None] = RecentIds(
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
         self._drops: list[Drop] = []
@@ -179,13 +179,13 @@ class SampleBuffer:
             del self._taken[record.rollout_id]
             del self._prompts[record.prompt_id]
             self.used.add(record.prompt_id)
-            self._finished.put(record.rollout_id, True)
+            self._finished.put(record.rollout_id, None)
             self.trained += 1
 
     def know_trained(self, rollout_ids: Iterable[str]) -> None:
         """Note rollouts that were trained before this buffer was made: if received, they are second copies."""
         for rollout_id in rollout_ids:
-            self._finished.put(rollout_id, True)
+            self._finished.put(rollout_id, None)
 
     def pop_drops(self) -> list[Drop]:
         """Return the drops since the last call; each is returned exactly once."""
@@ -220,7 +220,7 @@ class SampleBuffer:
     def _drop(self, record: RolloutRecord, reason: str) -> None:
         self.dropped[reason] += 1
         self._drops.append(Drop(record, reason, record.prompt_id in self.used))
-        self._finished.put(record.rollout_id, True)
+        self._finished.put(record.rollout_id, None)
 
 
 def _data_order(record: RolloutRecord) -> tuple[int, str]:

@@ -65,7 +65,7 @@ class Dealing:
         return self.minibatches * self.passes
 
 
-def plan_batch(batch: TrainBatch, placement: Placement, dealing: Dealing, *, master: int = 0) -> list[BeginStep]:
+def plan_batch(batch: TrainBatch, placement: Placement, dealing: Dealing, *, master: int) -> list[BeginStep]:
     """Return the request to each ModelWorker, by index: `batch` dealt to the copies of every grid."""
     cuts = [assign(batch.records, grid.data, dealing, batch.version) for grid in placement.distinct]
     version, oldest, steps = batch.version, batch.min_version, dealing.optimizer_steps
@@ -79,7 +79,7 @@ def plan_step(
     version: int,
     min_version: int,
     minibatches: int,
-    master: int = 0,
+    master: int,
 ) -> list[BeginStep]:
     """Return the request to each ModelWorker, by index.
 
@@ -172,7 +172,7 @@ def assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, versi
     tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
     heads_G = np.array([record.head for record in records], dtype=np.int64)
     if dealing.passes > 1:
-        share_G = _shares_of_all_passes(tokens_G, minibatches_GE, ranks)
+        share_G = _shares_of_all_passes(tokens_G, minibatches_GE, dealing.optimizer_steps, ranks)
         destination_G = _nearest_ranks(tokens_G, heads_G, share_G, ranks)[share_G]
     else:
         destination_G = np.empty(len(records), dtype=np.int64)
@@ -187,13 +187,13 @@ def assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, versi
     ]
 
 
-def _shares_of_all_passes(tokens_G: Ints, minibatches_GE: Ints, ranks: int) -> Ints:
+def _shares_of_all_passes(tokens_G: Ints, minibatches_GE: Ints, minibatches: int, ranks: int) -> Ints:
     """Return the share [G] of each group: longest first, to the share with the fewest tokens in its minibatches."""
-    held = np.zeros((ranks, int(minibatches_GE.max(initial=0)) + 1), dtype=np.int64)
+    held = np.zeros((ranks, minibatches), dtype=np.int64)
     share_G = np.empty(len(tokens_G), dtype=np.int64)
     for group in np.argsort(-tokens_G, kind="stable").tolist():
         theirs = minibatches_GE[group]
-        share = share_G[group] = int(held[:, theirs].sum(-1).argmin())
+        share = share_G[group] = int(held[:, theirs].sum(1).argmin())
         held[share, theirs] += tokens_G[group]
     return share_G
 
@@ -214,12 +214,11 @@ def _balanced_shares(tokens_M: Ints, ranks: int) -> Ints:
             heapreplace(waiting, entry + steps[group])
             continue
         heappop(waiting)
-        if full > small:
-            larger_left -= 1
-            if not larger_left:  # nobody else has room for one more
-                full = small
-                waiting = [entry for entry in waiting if sizes[entry % ranks] < full]
-                heapify(waiting)
+        larger_left -= 1
+        if not larger_left:  # nobody else has room for one more
+            full = small
+            waiting = [entry for entry in waiting if sizes[entry % ranks] < full]
+            heapify(waiting)
     return np.array(share_of, dtype=np.int64)
 
 

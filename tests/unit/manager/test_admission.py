@@ -122,7 +122,8 @@ async def test_a_call_whose_reply_was_lost_gets_the_same_rollouts_again() -> Non
     assert manager.admitted == ["a", "b"]
 
 
-async def test_two_calls_with_one_id_start_it_once() -> None:
+@pytest.mark.parametrize("accepted", [False, True])
+async def test_two_calls_with_one_id_start_it_once(accepted: bool) -> None:
     manager = Manager()
     assert await manager.granted("w0", "a", "b") == ["a", "b"]
     earlier, later = await manager.waiting("w0", "c"), await manager.waiting("w0", "c", "d")
@@ -130,8 +131,8 @@ async def test_two_calls_with_one_id_start_it_once() -> None:
     manager.admission.admit()
     assert await earlier == ["c"]
     assert manager.admitted == ["a", "b", "c"]
-    for ended in ("b", "c"):
-        manager.rollouts.finish(m.FinishedRollout(ended, accepted=False, reason="failed"))
+    manager.rollouts.finish(m.FinishedRollout("b", accepted=False, reason="failed"))
+    manager.rollouts.finish(m.FinishedRollout("c", accepted, "" if accepted else "failed"))
     manager.admission.admit()
     assert await later == ["d"]
     assert manager.admitted == ["a", "b", "c", "d"]
@@ -253,6 +254,7 @@ async def test_a_grant_names_prompt_row_try_and_version() -> None:
 
 async def test_generation_is_idle_while_nothing_runs_and_the_gate_is_full() -> None:
     manager = Manager(batch=1)
+    manager.admission.admit()
     manager.now += 5.0
     assert manager.admission.idle_s == 0.0, "the gate has room"
     await manager.granted("w0", "a")

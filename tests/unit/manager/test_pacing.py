@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -137,6 +138,9 @@ def test_the_start_is_two_batches() -> None:
     for number in range(10):
         pacing.started(str(number), 0.0)
     assert pacing.room(0, 0.0) == 6
+    for number in range(20):
+        pacing.started(str(number), 0.0)
+    assert pacing.room(0, 0.0) == 0
 
 
 def test_the_margin_rises_with_waits_and_falls_with_rollouts_that_stand() -> None:
@@ -172,6 +176,52 @@ def test_recent_rollouts_tell_how_many_of_the_running_ones_finish_in_time() -> N
     assert recent.share_in_time == pytest.approx(0.8 * 0.5)
     # a new one finishes within 2 s in 2 of 4 cases, one of 1.5 s within 3.5 s in 2 of 3, one of 9 s is unknown
     assert recent.finish_in_time(np.array([0.0, 1.5, 9.0])) == pytest.approx(0.8 * (1 / 2 + 2 / 3))
+    assert recent.finish_in_time(np.array([3.5])) == pytest.approx(0.8), "as the longest one"
+
+
+def test_the_share_that_is_kept_is_of_the_last_sixteen_batches() -> None:
+    recent = RecentRollouts(batch_size=4)
+    for number in range(80):
+        recent.ended(float(number), kept=number < 64)
+    assert recent.share_kept == 48 / 64
+    recent.ended(100.0, kept=True)
+    recent.learn()
+    assert (len(recent), recent.share_kept) == (64, 48 / 64)
+
+
+def test_the_room_is_that_of_the_docstring() -> None:
+    """B = 4. Durations of 1 to 8 s make h = 4, and the first step takes T = 6 s."""
+    pacing, margin = DeadlinePacing(4, 2), START_MARGIN - DECAY
+    for number in range(8):
+        pacing.started(str(number), 0.0)
+    for number in range(8):
+        pacing.ended(str(number), number + 1.0, kept=True)
+        pacing.observe(number + 1, number + 1.0)
+    pacing.asked(4, 10.0)
+    assert pacing.training
+    for number in range(8, 14):
+        pacing.started(str(number), 10.01)
+    wanted, of_new = 4 * (4 / 6 + margin), 4 / 8
+    first = wanted - 6 * (5 / 8 - 1 / 8) / (1 - 1 / 8)  # each is 1.99 s old
+    assert pacing.room(4, 12.0) == math.ceil(first / of_new) == 3
+    assert pacing.room(4, 12.06) == 3, "ages are looked at 64 times in four seconds"
+    second = wanted - 6 * (6 / 8 - 2 / 8) / (1 - 2 / 8)  # beyond 2 s
+    assert pacing.room(4, 12.0625) == math.ceil(second / of_new) == 2
+    for _ in range(2):
+        pacing.started("new", 12.0625)
+    assert pacing.room(4, 12.0625) == math.ceil((second - of_new) / of_new) == 1
+    assert pacing.room(5, 12.0625) == 0, "a rollout more is finished"
+    pacing.ended("13", 12.0625, kept=False)
+    third = wanted - 8 / 9 * (5 * 2 / 3 + 1 / 2)
+    assert pacing.room(4, 12.0625) == math.ceil(third / (8 / 9 * of_new)) == 3, "a rejected one is missing at once"
+    pacing.asked(1, 16.0)
+    assert not pacing.training
+    assert pacing.room(1, 16.0) == 0, "the older five are taken to be ready by then"
+    pacing.observe(4, 18.0)
+    assert pacing.margin.value == pytest.approx(margin + 2 / 8 - DECAY), "it waited for 2 of 8 s"
+    assert list(pacing.margin._standing) == [0, 0]
+    pacing.asked(7, 20.0)
+    assert list(pacing.margin._standing) == [0, 0, 3]
 
 
 class Schedules(RuleBasedStateMachine):

@@ -41,6 +41,12 @@ def test_a_run_with_an_end_admits_whole_batches_only() -> None:
     assert state(batch=2, eta=9, rows=5).gate.limit == 20
 
 
+def test_the_first_manager_of_a_launch_numbers_from_one() -> None:
+    rollouts = state()
+    rollouts.measured.add(("e0-0", 1.0))
+    assert (rollouts.manager, rollouts.measured.last_seq) == (0, 1)
+
+
 def test_prompts_are_used_up_once_nothing_runs_and_none_is_left() -> None:
     rollouts = state(batch=1, rows=2, epochs=1)
     admit(rollouts, "a", "b")
@@ -79,6 +85,7 @@ def test_a_rejected_rollouts_prompt_is_tried_again_as_its_worker_says(
     assert since(rollouts, 2) == [Dropped("a", ended.get("reason", "rejected"), PromptGoes(goes), 5.0, *tries)]
     assert rollouts.queue.waiting(0) == again
     assert rollouts.queue.is_used(0) == (again is None)
+    assert rollouts.queue.live == {1: 1}
     assert rollouts.measured.unrecorded == [("e0-0", 0.25)]
     rollouts.finish(m.FinishedRollout("a", False, success=0.25, **ended))
     assert (len(since(rollouts, 2)), len(rollouts.measured.unrecorded)) == (1, 1), "a repeated report"
@@ -160,6 +167,15 @@ def test_what_only_the_trainer_knows_enters_with_its_report_and_once() -> None:
     assert another.gate.books().trained == 2
 
 
+def test_what_a_run_resumed_with_is_not_counted_again_when_it_is_reported_again() -> None:
+    rollouts = state()
+    rollouts.gate.resume(1)
+    rollouts.consume(m.ConsumedReport(1, ["x"], [], unknown=[received("x", 0)]))
+    books = rollouts.gate.books()
+    assert (books.submitted, books.trained, books.balanced) == (2, 2, True)
+    assert not rollouts.queue.live
+
+
 def test_a_report_says_how_many_lines_and_measurements_are_recorded() -> None:
     rollouts = state(manager=1)
     first = (1 << 40) + 1
@@ -190,6 +206,7 @@ def held(*names: str, version: int = 0) -> list[m.HeldRollout]:
 def test_the_first_report_of_each_process_of_a_worker_counts() -> None:
     rollouts = state()
     rollouts.adopt(m.HeldReport("w0", 0, held("a")))
+    assert rollouts.incarnations == {"w0": 0}
     rollouts.adopt(m.HeldReport("w0", 0, held("a", "b")))
     assert list(rollouts.gate.live) == ["a"], "a late copy"
     assert since(rollouts, 0) == [Admitted("a", "e0-0", 0, 0, "w0", 0, 5.0, 1, True)]
@@ -197,7 +214,7 @@ def test_the_first_report_of_each_process_of_a_worker_counts() -> None:
     assert list(rollouts.gate.live) == ["a", "b"]
     rollouts.adopt(m.HeldReport("w0", 1, held("a", "b", "c")))
     assert (list(rollouts.gate.live), rollouts.incarnations) == (["a", "b"], {"w0": 2})
-    rollouts.replaced("w1", 5)
+    rollouts.replaced("w1", 5, killed=False)
     rollouts.adopt(m.HeldReport("w1", 4))
     assert rollouts.incarnations["w1"] == 5, "a process that was seen after it"
     rollouts.gate.drop("a", "failed")
@@ -239,7 +256,10 @@ def test_ends_are_awaited_until_the_worker_reports_them_or_is_lost() -> None:
     assert rollouts.awaits_ends
     rollouts.await_ends_of([])
     assert not rollouts.awaits_ends
-    assert not awaited([]).awaits_ends
+    rollouts = awaited([])
+    assert not rollouts.awaits_ends
+    rollouts.consume(m.ConsumedReport(1, [], [m.DroppedRollout("a", "stale")]))
+    assert rollouts.awaits_ends, "a rollout that the trainer dropped has ended as well"
 
 
 def test_at_the_end_every_live_rollout_is_abandoned() -> None:

@@ -90,6 +90,8 @@ async def test_what_cannot_wait_comes_first_and_what_is_stale_not_at_all(mine: s
     order = BufferOrderConfig(f"{mine}:hardest_first")
     last_chance, stale = record(4, 1.0, oldest=1), record(5, 0.0, oldest=0)
     assert await taken(order, *ROLLOUTS, last_chance, stale) == [["r3", "r4"], ["r1", "r2"]]
+    one_step_left = record(4, 1.0, oldest=2)
+    assert (await taken(order, *ROLLOUTS[1:], one_step_left))[0] == ["r1", "r3"], "it can wait for the next step"
 
 
 @pytest.mark.parametrize("name", ["broken", "not_a_number", "leaves", "too_late"])
@@ -98,6 +100,7 @@ async def test_where_it_fails_the_step_takes_the_oldest_and_the_log_says_so(
 ) -> None:
     assert await taken(BufferOrderConfig(f"{mine}:{name}"), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
     assert f"{name} " in caplog.text
+    assert "took longer" not in caplog.text, "a TimeoutError of the function's own is a failure like others"
     assert "oldest tokens first in step 4" in caplog.text
 
 

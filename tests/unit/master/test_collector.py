@@ -102,7 +102,7 @@ async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
     collector = Collector(list(workers), buffer)
     collector.start()
-    waiting = asyncio.create_task(collector.changed())
+    waiting = asyncio.create_task(collector.changed(missing=1))
     await rounds()
     assert not waiting.done()
     workers.received[1].append(record(0, worker=1))
@@ -155,6 +155,7 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     workers.received[1].append(record(0, worker=1))
     await collector.refresh()
     assert workers.discarded == [(1, "r0")]
+    assert set(workers.limits) == {REPLY_LIMIT_S, POLL_S + REPLY_LIMIT_S}, "the worker need not hold it"
     assert collector.generated_tokens == 4
     await collector.close()
 
@@ -174,8 +175,10 @@ async def test_each_wait_is_for_another_arrival_and_afterwards_a_poll_is_for_one
         workers.wake[0].set()
         await waiting
     await until(lambda: len(workers.asked) == 3)
+    await rounds()
     assert workers.asked == [1, 3, 1], "three are missing as the second poll begins, and nobody waits as the third does"
     await collector.close()
+    assert len(asyncio.all_tasks()) == 1
     collector.check()
 
 
@@ -222,7 +225,7 @@ async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
     await rounds()
     workers.wake[1].set()
     with pytest.raises(ConnectionError, match="model_worker/1"):
-        await (collector.changed() if wait == "changed" else collector.refresh())
+        await (collector.changed(1) if wait == "changed" else collector.refresh())
     await collector.close()
     assert len(asyncio.all_tasks()) == 1
 

@@ -190,7 +190,8 @@ def test_what_an_earlier_master_trained_is_a_second_copy() -> None:
 def test_it_describes_what_became_of_all_that_it_received() -> None:
     buffer = SampleBuffer(1, 0, "drop")
     assert buffer.describe() == "0 of 1 rollouts in the buffer (0 received, 0 trained, 0 in training, dropped: none)"
-    buffer.add([record(0, 1), record(0, 1, tag="again"), record(1, 0), record(2, 1), record(3, 1)])
+    buffer.expire(1)
+    buffer.add([record(1, 0), record(0, 1), record(0, 1, tag="again"), record(2, 1), record(3, 1)])
     batch = buffer.take(1)
     assert batch is not None
     buffer.mark_trained(batch)

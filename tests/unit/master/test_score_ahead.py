@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.score_ahead import AheadScorer, frozen_calls
 from asyncrl.master.graph.builtin import grpo, ppo
 from asyncrl.master.graph.call_graph import Call, Graph
@@ -65,6 +65,10 @@ async def test_an_eighth_of_a_batch_is_scored_at_a_time_each_rollout_once_by_the
 async def test_of_a_batch_of_less_than_eight_one_rollout_is_scored_at_a_time() -> None:
     buffer, worker = SampleBuffer(7, 4, "drop"), Worker()
     ahead = scorer(buffer, [worker])
+    assert ahead.pop_metrics(TrainBatch(0, 0, tuple(records(range(1))))) == {
+        "rollout/scored_ahead": 0.0,
+        "time/score_ahead_s": 0.0,
+    }
     buffer.add(records(range(2)))
     assert [await ahead.piece(0) for _ in range(3)] == [True, True, False]
     assert [request.rollout_ids for request in worker.asked] == [(("r0",),), (("r1",),)]

@@ -96,15 +96,14 @@ def _draw(epoch: int, row: int) -> float:
 class OwnCurriculum(Curriculum):
     """A user's curriculum, named by `dataset.curriculum.path` (`asyncrl.api.Curriculum`).
 
-    Its methods raise `CurriculumFailed` if the user's take longer than `CALL_LIMIT_S`. A call that hangs cannot be
-    ended, so no other is made before it has returned.
+    Its methods replace all of the built-in one's. They raise `CurriculumFailed` if the user's take longer than
+    `CALL_LIMIT_S`. A call that hangs cannot be ended, so no other is made before it has returned.
 
     Raises:
         ConfigError: it cannot be constructed.
     """
 
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:
-        super().__init__(0.0, 1.0, 1)
         self._path = path
         self._threads, self._running = DaemonThreads(), Future[Any]()
         self._running.set_result(None)

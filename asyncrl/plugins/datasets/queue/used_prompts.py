@@ -84,7 +84,7 @@ class UsedPrompts:
         for epoch in self._rows.keys() - self._packed.keys():
             bitmap = bytes(self._rows[epoch]).rstrip(b"\0")
             self._packed[epoch] = base64.b64encode(zlib.compress(bitmap)).decode()
-        epochs = {str(epoch): packed for epoch, packed in sorted(self._packed.items())}
+        epochs = {str(epoch): packed for epoch, packed in self._packed.items()}
         return {"count": self._count, "epochs": epochs, "others": sorted(self._others)}
 
     @classmethod

@@ -107,6 +107,19 @@ class NumbersAsKeys(Thirds):
         return self.right
 
 
+class AnswersOtherwise(Thirds):
+    def rests(self, row, epoch):
+        return bool(self.right)
+
+    def state(self):
+        return {}
+
+
+class TooLate(Thirds):
+    def rests(self, row, epoch):
+        raise TimeoutError("of my own")
+
+
 class Forgets(Thirds):
     def measured(self, row, epoch, success):
         self.right[row] = epoch
@@ -160,9 +173,13 @@ def test_a_state_of_another_curriculum_is_not_taken(
     built_in.measured("e0-4", 1.0)
     assert not make_curriculum(own("Thirds"), built_in.state()).rests("e2-4")
     assert "begins anew: what was kept is of ''" in caplog.text
+    settings = CurriculumConfig(low=0.1, high=0.9)
+    caplog.clear()
+    assert make_curriculum(settings, built_in.state()).rests("e1-4"), "this one goes on"
+    assert not caplog.records
     theirs = make_curriculum(own("Thirds"))
     theirs.measured("e0-4", 1.0)
-    assert not make_curriculum(CurriculumConfig(low=0.1, high=0.9), theirs.state()).rests("e1-4")
+    assert not make_curriculum(settings, theirs.state()).rests("e1-4")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +188,8 @@ def test_a_state_of_another_curriculum_is_not_taken(
         ("NoBool", r"rests\(0, 1\) failed: TypeError\(\"it returned 'yes', which is no bool\"\)"),
         ("NotPlain", r"state\(\) failed: TypeError\('state\(\) is a set; state must be plain data for JSON"),
         ("NumbersAsKeys", r"state\(\) has the key 0, which JSON would restore as text"),
+        ("AnswersOtherwise", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
+        ("TooLate", r"rests\(0, 1\) failed: TimeoutError\('of my own'\)"),
         ("Forgets", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
         ("None_", r"defines no 'None_'"),
     ],
@@ -181,6 +200,11 @@ def test_one_that_cannot_be_kept_is_refused_before_the_start(
     settings = own(name)
     with pytest.raises(ConfigError, match=rf"^dataset\.curriculum\.path=.*{message}"):
         OwnCurriculum(settings.path, settings.args).check()
+
+
+def test_one_that_cannot_be_made_is_refused(own: Callable[[str], CurriculumConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"Thirds' with args \{'begin': 2\}: TypeError"):
+        OwnCurriculum(own("Thirds").path, {"begin": 2})
 
 
 def test_a_right_one_passes(own: Callable[[str], CurriculumConfig]) -> None:

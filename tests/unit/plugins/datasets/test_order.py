@@ -37,6 +37,12 @@ def test_prompts_of_any_epoch_are_found_though_few_permutations_are_kept() -> No
     assert sorted(order._permutations) == [3, 4, 5, 9], "of those that are kept, the oldest epoch leaves"
 
 
+def test_an_order_is_shuffled_unless_the_settings_say_otherwise() -> None:
+    order = DataOrder(30, seed=3)
+    assert [order.ref(place).row for place in range(30)] == epoch_order(30, 3, 0).tolist() != list(range(30))
+    assert order.ref(0).attempt == 0
+
+
 def test_an_order_ends_after_its_epochs() -> None:
     assert DataOrder(10, 0).end is None
     assert DataOrder(10, 0, epochs=2).end == 20

@@ -44,8 +44,9 @@ def test_damaged_used_prompts_are_refused() -> None:
 
 
 def test_ids_come_by_epoch_and_row_and_then_those_of_another_form() -> None:
-    used = UsedPrompts(["x", "e1-0", "e0-17", "a", "e0-8", "e0-7"])
-    assert list(used) == ["e0-7", "e0-8", "e0-17", "e1-0", "a", "x"]
+    used = UsedPrompts(["e1-0", *"xdbcefa", "e0-17", "e0-8", "e0-7"])
+    assert list(used) == ["e0-7", "e0-8", "e0-17", "e1-0", *"abcdefx"]
+    assert used.to_json()["others"] == [*"abcdefx"]
     assert used.epochs == [0, 1]
     assert [used.rows(epoch).tolist() for epoch in (0, 1)] == [[7, 8, 17], [0]]
 
