@@ -149,8 +149,7 @@ class DeadlinePacing:
         self._training: deque[float] = deque(maxlen=STEPS_KEPT)
         self._asked_at: float | None = -math.inf
         self._begun_at: float | None = None
-        self._wanted = 0.0
-        self._refresh_at = -math.inf
+        self._wanted = self._refresh_at = 0.0
 
     @property
     def training(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.master.data.collector import PACE_S, POLL_S, REPLY_LIMIT_S, Collector
+from asyncrl.master.data.collector import PACE_AWAITED_S, PACE_S, POLL_S, REPLY_LIMIT_S, Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -83,16 +83,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_burst_is_told_in_few_polls_while_nobody_waits() -> None:
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_a_burst_is_told_in_few_polls_and_in_more_while_a_step_waits(awaited: bool) -> None:
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
     collector = Collector(list(workers), buffer)
+    if awaited:
+        collector._awaited.set()
+    pace_s = PACE_AWAITED_S if awaited else PACE_S
     begun = time.monotonic()
     collector.start()
     for order in range(50):
         workers.received[0].append(record(order))
         workers.wake[0].set()
         await rounds(5)
-    assert len(workers.polls) <= 2 + (time.monotonic() - begun) / PACE_S
+    assert len(workers.polls) <= 2 + (time.monotonic() - begun) / pace_s
     await collector.refresh()
     assert len(buffer) == 50
     await collector.close()

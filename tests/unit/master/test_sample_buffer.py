@@ -127,6 +127,7 @@ def test_a_prompt_that_is_dropped_for_good_takes_its_live_record_along() -> None
     assert (len(buffer), buffer.take(9)) == (0, None)
     assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r0", "duplicate_prompt", used=True)]
     assert not buffer.drop_for_good("e0-0"), "it is used"
+    assert not buffer._prompts, "nothing is kept of what is neither live nor taken"
 
 
 @pytest.mark.parametrize("state", ["taken", "trained"])
@@ -167,6 +168,7 @@ def test_a_step_that_is_taken_keeps_its_records_until_it_is_trained_and_trains_t
     assert not buffer.used
     buffer.mark_trained(batch)
     assert [each.rollout_id for each in buffer.untrained()] == ["r2"]
+    assert buffer._prompts == {"e0-2": "r2"}
     with pytest.raises(KeyError):
         buffer.mark_trained(batch)
     assert buffer.trained == 2

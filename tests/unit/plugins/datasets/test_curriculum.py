@@ -68,7 +68,7 @@ def test_one_made_of_its_state_decides_as_it_does(measured: list[tuple[int, int,
     again = Curriculum(0.2, 0.8, 2, json.loads(json.dumps(curriculum.state())), 0.5)
     ids = [f"e{epoch}-{row}" for epoch in range(10) for row in range(5)]
     assert [again.rests(each) for each in ids] == [curriculum.rests(each) for each in ids]
-    assert again.state() == curriculum.state()
+    assert again.state() == curriculum.state() == sorted(curriculum.state())
 
 
 OWN = """
