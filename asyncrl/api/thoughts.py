@@ -76,7 +76,7 @@ def opened_thoughts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
     if not marks or not _opens(marks[-1]):
         return ""
     begin, end = marks[-1].span()
-    after_role = len(tail) < len(prompt_ids) and _ROLE.fullmatch(text, 0, begin) is not None
+    after_role = len(tail) < len(prompt_ids) and _ROLE.fullmatch(text[:begin]) is not None
     return text[begin:] if after_role or not text[end:].strip() else ""  # else the prompt speaks of the mark
 
 

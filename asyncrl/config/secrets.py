@@ -8,7 +8,6 @@ have any names.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -82,19 +81,18 @@ def is_secret(name: str) -> bool:
 def without_secrets(value: Any, name: str = "") -> Any:
     """Return the value of the setting `name` with every secret in it replaced by `HIDDEN`, at any depth."""
     if isinstance(value, Mapping):
-        named = value.get("name", value.get("key")) if "value" in value else None  # {name: API_KEY, value: ...}
+        named = value.get("name", value.get("key"))  # {name: API_KEY, value: ...}
         return {
-            key: without_secrets(each, str(named if key == "value" and named else key) if not is_secret(name) else name)
+            key: without_secrets(each, name if is_secret(name) else str(named if key == "value" else key))
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
-        flags = ["", *value][: len(value)]  # ["--api-key", "..."], ["Authorization", "..."]
-        pair = len(value) == 2
+        flags, pair = ["", *value], len(value) == 2  # ["--api-key", "..."], ["Authorization", "..."]
         return [
             without_secrets(each, str(flag) if isinstance(flag, str) and (pair or flag.startswith("-")) else name)
             if not is_secret(name)
             else without_secrets(each, name)
-            for flag, each in zip(flags, value, strict=True)
+            for flag, each in zip(flags, value, strict=False)
         ]
     if value is None or isinstance(value, bool):
         return value
@@ -117,7 +115,6 @@ def hide(text: str) -> str:
             place = found.end("sign")  # within a value there may be another: url=https://host?token=...
             if _is_assigned(found):
                 text = f"{text[:place]}{HIDDEN}{text[found.end() :]}"
-                place += len(HIDDEN)
     return text
 
 
@@ -136,8 +133,8 @@ def _hide_user(found: re.Match[str]) -> str:
 def _is_login(text: str) -> bool:
     """Return True if `text` is base64 of `user:password`."""
     try:
-        return b":" in base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+        return b":" in base64.b64decode(text)
+    except ValueError:
         return False
 
 

@@ -90,7 +90,7 @@ def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     inner = {turn.parent for turn in turns}
     order = {turn: number for number, turn in enumerate(turns)}
     leaves = [turn.path for turn in turns if turn not in inner]
-    yield from sorted(leaves, key=lambda path: [order.get(turn, -1) for turn in path])
+    yield from sorted(leaves, key=lambda path: [order[turn] for turn in path if turn in order])
 
 
 def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off: bool = False) -> Sample:

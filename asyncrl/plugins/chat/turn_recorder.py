@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class TurnRecorder:
 
     def find_ids(self, token_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> Turn | None:
         """Return the turn that `token_ids`, with `pictures` at spans of them, continue; None without one."""
-        whole, digest, found, read = _bytes_of(token_ids), hashlib.blake2b(digest_size=16), None, 0
+        whole, digest, found, read = _bytes_of(token_ids), _digest(), None, 0
         for length in sorted(length for length in self._by_ids if length <= len(token_ids)):
             digest.update(whole[_BYTES * read : _BYTES * length])
             read, of_prefix = length, digest.copy()
@@ -99,7 +100,7 @@ def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[
     """Return, for each assistant's message, the number of messages up to it, and a digest of these messages and the
     tools.
     """
-    digest = hashlib.blake2b(_canonical(list(tools)), digest_size=16)
+    digest = _digest(_canonical(list(tools)))
     found = []
     for count, message in enumerate(messages, start=1):
         digest.update(b"\n" + _canonical(_what_counts(message)))
@@ -133,7 +134,7 @@ def _plain(value: Any) -> str:
 
 
 def _ids_key(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
-    return hashlib.blake2b(bytes_of_ids(ids, pictures), digest_size=16).digest()
+    return _digest(bytes_of_ids(ids, pictures)).digest()
 
 
 def bytes_of_ids(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
@@ -143,6 +144,7 @@ def bytes_of_ids(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes
 
 _BYTES = 4
 """Bytes of a token id."""
+_digest = partial(hashlib.blake2b, digest_size=16)
 
 
 def _bytes_of(ids: Sequence[int]) -> bytes:

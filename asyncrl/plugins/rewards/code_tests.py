@@ -77,8 +77,9 @@ class CodeTestsReward:
         ):
             if not limit >= least:
                 raise ValueError(f"{name} is {limit}; give {least} or more")
-        cpu_s = max(1, math.ceil(timeout_s))
-        limits = Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes, output_bytes=output_mb << 20)
+        limits = Limits(
+            WALL_BY_CPU * timeout_s, math.ceil(timeout_s), memory_mb, processes, output_bytes=output_mb << 20
+        )
         self._sandbox = Sandbox(limits, packages=packages)
         self._missing: set[str] = set()
         self._all_or_nothing = all_or_nothing
@@ -164,7 +165,7 @@ def program_in(text: str) -> str:
     if len(codes) == 1:
         return codes[0]
     trees = [_parsed(code) for code in codes]
-    last = next((n for n in reversed(range(len(codes))) if n == 0 or not _only_tries(n, trees)), 0)
+    last = next(n for n in reversed(range(len(codes))) if n == 0 or not _only_tries(n, trees))
     needed, program = [codes[last]], trees[last]
     missing = _missing(program) if program is not None else set()
     for code, tree in zip(codes[:last][::-1], trees[:last][::-1], strict=True):

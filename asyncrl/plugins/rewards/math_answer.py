@@ -193,7 +193,7 @@ def answers_agree(given: str, expected: str) -> bool:
     given, expected = _bare(given), _bare(expected)
     if ("=" in given) != ("=" in expected):
         given, expected = _ASSIGNED.sub("", given), _ASSIGNED.sub("", expected)
-    if not given or not expected:
+    if not given:
         return False
     said, wanted = (_STYLE.sub(r"\1", text).strip() for text in (given, expected))
     if _SPACES.sub("", said) == _SPACES.sub("", wanted):
@@ -352,7 +352,7 @@ def _last_boxed(text: str) -> str | None:
         return str(bare[-1]) if bare else None
     start = boxes[-1].end()
     depth = 1
-    for position in range(start, min(len(text), start + MAX_ANSWER_CHARS)):
+    for position in range(start, min(len(text), start + MAX_ANSWER_CHARS + 1)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
             return text[start:position]

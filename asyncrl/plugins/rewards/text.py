@@ -112,7 +112,7 @@ def f1(data: Mapping[str, Any], completion: str) -> float:
     punctuation and English articles. Two texts without a word agree.
     """
     given = _words(without_thoughts(completion))
-    return max((_f1(given, _words(text)) for text in right_answers(data)), default=0.0)
+    return max(_f1(given, _words(text)) for text in right_answers(data))
 
 
 def last_number_in(text: str) -> Fraction | None:
@@ -162,7 +162,5 @@ def _words(text: str) -> Counter[str]:
 
 
 def _f1(given: Counter[str], wanted: Counter[str]) -> float:
-    if not given or not wanted:
-        return float(given == wanted)
-    common = (given & wanted).total()
-    return 2 * common / (given.total() + wanted.total())
+    words = given.total() + wanted.total()
+    return 2 * (given & wanted).total() / words if words else 1.0

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -42,6 +42,8 @@ from asyncrl.plugins.sandbox.system_calls import refusing_filter
 from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
 
 _CHUNK = 1 << 16
+_TRIAL_S = 60.0
+"""Time for the first program, which shows that a sandbox can be made here: it says nothing of a busy machine."""
 _START = """
 import builtins, os, sys
 if sys.argv[1]:
@@ -112,7 +114,8 @@ class Sandbox:
     """
 
     def __init__(self, limits: Limits | None = None, parallel: int = 0, packages: Sequence[str] = ()) -> None:
-        self.limits = limits or Limits()
+        limits = limits or Limits()
+        self.limits = replace(limits, wall_s=max(limits.wall_s, _TRIAL_S))
         self._places = threading.BoundedSemaphore(parallel or usable_cores())
         self._python = os.path.realpath(sys.executable)
         library = Path(os.__file__).resolve().parent
@@ -134,7 +137,7 @@ class Sandbox:
                 "no sandbox can be made here; the kernel has to allow user namespaces (in a container: run it with "
                 f"--security-opt seccomp=unconfined, or as root with SYS_ADMIN). It said: {tried.stderr.strip()[-400:]}"
             )
-
+        self.limits = limits
         if packages:
             ended = self.run({"try.py": f"import {', '.join(packages)}"}, ["try.py"])
             if ended.exit_code != 0:

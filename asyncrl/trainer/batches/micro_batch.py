@@ -131,10 +131,9 @@ def wanted_lengths(wanted_T: NDArray[np.bool_], starts_S: Ints, lengths_S: Ints)
     if wanted_T[starts_S].any():
         first = int(np.flatnonzero(wanted_T[starts_S])[0])
         raise ValueError(f"sequence {first} of the batch wants its first token scored; put a prompt token before it")
-    total = len(wanted_T)
     seq_ids_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
     last = np.zeros(len(lengths_S), dtype=np.int64)
-    positions = np.flatnonzero(wanted_T) if total else np.zeros(0, dtype=np.int64)
+    positions = np.flatnonzero(wanted_T)
     np.maximum.at(last, seq_ids_T[positions], positions - starts_S[seq_ids_T[positions]])
     return last
 

@@ -12,6 +12,7 @@ number allows, so that micro-batches are nearly equal and none is a leftover.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
@@ -60,14 +61,8 @@ def cut(lengths: Sequence[int], budget: int, kind: AttentionKind = AttentionKind
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     padded = kind == AttentionKind.padded
     parts = _fill(order, lengths, budget, padded)
-    low, high = 1, budget
-    while low < high:  # the least budget that still gives this many parts
-        middle = (low + high) // 2
-        if len(_fill(order, lengths, middle, padded)) <= len(parts):
-            high = middle
-        else:
-            low = middle + 1
-    return _fill(order, lengths, high, padded)
+    least = bisect_left(range(budget), True, key=lambda most: len(_fill(order, lengths, most, padded)) <= len(parts))
+    return _fill(order, lengths, least, padded)
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], budget: int, padded: bool) -> list[list[int]]:
@@ -181,5 +176,5 @@ def _block(lengths: Sequence[int], start: int) -> Block[Ints]:
     sizes = np.asarray(lengths, dtype=np.int64)
     real = np.arange(width) < sizes[:, None]
     starts = start + np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    gather = np.where(real, starts[:, None] + np.arange(width), 0).reshape(-1)
+    gather = (real * (starts[:, None] + np.arange(width))).flatten()
     return Block(rows, width, gather, np.flatnonzero(real))

@@ -77,9 +77,8 @@ class PrefixOrder:
         members = self.order[ranks]
         lengths = lengths_S[members]
         shared = np.zeros(len(members), dtype=np.int64)
-        if len(members) > 1:
-            least = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
-            shared[1:] = np.minimum(np.minimum(least, lengths[:-1]), lengths[1:])
+        least = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
+        shared[1:] = np.minimum(np.minimum(least, lengths[:-1]), lengths[1:])
         return Branches(members, lengths, shared)
 
 
@@ -105,7 +104,7 @@ def picture_symbols(
                 first[key] = used
                 used += placed.length
             begin = start + placed.position
-            symbols_T[begin : begin + placed.length] = -1 - first[key] - np.arange(placed.length)
+            symbols_T[begin : begin + placed.length] = ~(first[key] + np.arange(placed.length))
     return symbols_T
 
 
@@ -193,11 +192,11 @@ def _fitting(group: Branches, budget: int) -> list[Branches]:
         return [group]
     units, first, cost = [], 0, 0
     for place, (length, shared) in enumerate(zip(group.lengths.tolist(), group.shared.tolist(), strict=True)):
-        if place > first and cost + length - shared > budget:
+        if cost and cost + length - shared > budget:
             units.append(group[first:place])
             first, cost = place, length
         else:
-            cost += length - (shared if place > first else 0)
+            cost += length - shared
     return [*units, group[first:]]
 
 
@@ -275,7 +274,7 @@ def _cut_rows(tree: Branches) -> list[list[int]]:
     Blocks of rows whose queries are their whole path come first.
     """
     lengths, own = tree.lengths.tolist(), (tree.lengths - tree.shared).tolist()
-    rows = sorted((row for row in range(len(own)) if own[row]), key=lambda row: (-lengths[row], -own[row]))
+    rows = sorted((row for row in range(len(own)) if own[row]), key=lambda row: (-lengths[row], own[row]))
     whole = [row for row in rows if _asks_whole(own[row], lengths[row])]
     ends = np.cumsum(block_rows([lengths[row] for row in whole])).tolist()
     parts = [whole[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

@@ -100,3 +100,9 @@ def test_marks_of_thoughts_are_kept_where_they_are_control_tokens_and_others_are
     said = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
     assert answer_text(tokenizer, [], tokenizer.encode(said + "<end>")) == said
     assert answer_text(tokenizer, [], tokenizer.encode("a<pad>b<end>")) == "ab"
+
+
+def test_marks_of_which_only_a_part_is_a_control_token_are_kept() -> None:
+    tokenizer = Words("<|channel>", "<channel|>", "<pad>")
+    said = "<|channel>thought\na<channel|>b"
+    assert answer_text(tokenizer, [], tokenizer.encode(f"{said}<pad><end>")) == said

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.files.private_files import NotPrivate, check_tree, make_private_folder, open_private_file
+from asyncrl.comm.files.private_files import (
+    NotPrivate,
+    check_tree,
+    make_private_folder,
+    open_private_file,
+    read_own_file,
+)
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], autouse=True)
@@ -57,3 +63,32 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     make_private_folder(tmp_path / "a")
     (tmp_path / "a" / "out").symlink_to("/")
     check_tree(tmp_path / "a")  # and not the whole machine
+
+
+def test_what_lies_deep_in_a_tree_is_checked_too(tmp_path: Path) -> None:
+    make_private_folder(tmp_path / "a" / "b" / "c")
+    (tmp_path / "a" / "b" / "c" / "file").touch()
+    (tmp_path / "a" / "b" / "c" / "file").chmod(0o620)
+    with pytest.raises(NotPrivate, match="c/file has mode 0620"):
+        check_tree(tmp_path / "a")
+
+
+def test_only_a_short_regular_file_of_this_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, fifo, link = (tmp_path / name for name in ("file", "fifo", "link"))
+    file.write_bytes(b"12345")
+    os.mkfifo(fifo)
+    link.symlink_to(file)
+    opened = len(os.listdir("/proc/self/fd"))
+    assert read_own_file(file, 5) == b"12345"
+    with pytest.raises(NotPrivate, match="file has more than 4 bytes"):
+        read_own_file(file, 4)
+    with pytest.raises(NotPrivate, match="fifo is no regular file"):
+        read_own_file(fifo, 5)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_own_file(link, 5)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    for look in (lambda: read_own_file(file, 5), lambda: check_tree(file), lambda: make_private_folder(tmp_path)):
+        with pytest.raises(NotPrivate, match="of user|belongs to user"):
+            look()
+    assert len(os.listdir("/proc/self/fd")) == opened

@@ -10,7 +10,7 @@ from asyncrl.config.describe import experiment_help, resolved_yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import CONFIG_FILE, write_run_config
-from asyncrl.config.secrets import HIDDEN, hide, is_secret, without_secrets
+from asyncrl.config.secrets import HIDDEN, hide, is_secret, shown, without_secrets
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.refusal import refuse
 from asyncrl.observe.dashboard.page_data import page_data
@@ -33,7 +33,7 @@ Authorization: Bearer hunter2|Authorization: Basic dXNlcjpwYXNz|X-Api-Key: hunte
 url=https://h/v1?api_key=hunter2#f|https://h/?x=1&access_token=hunter2|--api-key hunter2|--api-key=hunter2
 OPENAI_API_KEY=hunter2 python x.py|curl -H 'Authorization: Bearer hunter2' https://h|Server=h;Password=hunter2;User=u
 AccountKey=hunter2==;x|{{'openai_key': 'hunter2', 'x': 1}}|{{openai_key: hunter2, x: 1}}|{{"password":"hunter2"}}
---password 'hunter2 x'""".replace("\n", "|").split("|")
+--password 'hunter2 x'|with {{x: 1, openai_key: hunter2}}|reads (openai_key: hunter2)""".replace("\n", "|").split("|")
 READABLE = """https://judge.example/v1?model=x&max_tokens=5|my_secret.py:score|pkg.token:Reward|path/api_key.py:f
 ssh://git@host/x|git@github.com:a/b|the token: a b|sk-learn|basic arithmetic|max_tokens=5|--max-tokens 5|tokens: 5
 --tokenizer /x|{eos_token: </s>}|key=value|sort_key=name|https://h:8000/v1|give HF_TOKEN: it is gated
@@ -80,15 +80,27 @@ def test_commands_pairs_and_variables_in_lists_are_looked_through() -> None:
         "credentials": {"user": "hunter2", "numbers": ["hunter2"]},
         "password": 12345,
         "eos_token": 2,
-        "nothing": None,
+        "judge_key": 7,
+        "columns": ["password", "user", "mail"],
     }
     found = without_secrets(given)
     assert "hunter2" not in str(found)
     assert "12345" not in str(found)
     assert found["command"] == ["serve", "--api-key", HIDDEN, "--port", "80", f"--token={HIDDEN}"]
     assert found["headers"][1] == ["Accept", "json"]
-    assert found["env"][1] == {"name": "MODE", "value": "fast"}
-    assert (found["eos_token"], found["nothing"]) == (2, None)
+    assert found["env"] == [{"name": "OPENAI_API_KEY", "value": HIDDEN}, {"name": "MODE", "value": "fast"}]
+    assert all(found[name] == given[name] for name in ("eos_token", "judge_key", "columns"))
+
+
+def test_what_a_setting_does_not_have_is_no_secret() -> None:
+    given = {"password": None, "secret": False, "api_key": "", "env": [{"name": None, "value": "x"}]}
+    assert without_secrets(given) == given
+
+
+def test_a_message_shows_a_long_value_in_part_and_a_secret_not_at_all() -> None:
+    assert shown("path", "x" * 200) == repr("x" * 200)
+    assert shown("path", "x" * 201) == repr("x" * 200 + "...")
+    assert shown("api_key", "x") == repr(HIDDEN)
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm.files import retry_write
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
 from asyncrl.runtime.trials import memory_checkpoint as module
-from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from tests.refusing_disk import refusing
 
 
@@ -215,6 +216,40 @@ def test_something_that_is_missing_on_one_host_is_told_to_all(
     elsewhere.invalidate()
     assert memory_checkpoint.invalid
     assert not memory_checkpoint.can_go_on(0)
+
+
+def test_the_end_of_in_memory_checkpoints_is_shown_once_with_its_reason(
+    memory_checkpoint: MemoryCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = list[str]()
+    monkeypatch.setattr(module, "remark", lambda _, text: shown.append(text))
+    memory_checkpoint.begin()
+    for reason in ("memory is full", "and on another rank"):
+        memory_checkpoint.warn_of_end(reason)
+        memory_checkpoint.invalidate()
+    assert len(shown) == 1
+    assert "in-memory checkpoints are now off: memory is full" in shown[0]
+
+
+def test_a_run_keeps_its_steps_in_memory_unless_it_replays_samples_or_that_is_off() -> None:
+    config = ExperimentConfig()
+    assert uses_memory_checkpoint(config)
+    config.samples.replay = "/kept"
+    assert not uses_memory_checkpoint(config)
+    config.samples.replay, config.checkpoint.in_memory = "", False
+    assert not uses_memory_checkpoint(config)
+
+
+def test_a_host_without_shared_memory_keeps_the_step_in_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MEMORY", tmp_path / "missing")
+    step = MemoryCheckpoint(tmp_path)
+    step.begin()
+    assert step.folder.parent == tmp_path
+    assert step.can_go_on(0)
+    step.remove()
+    assert not step.folder.exists()
 
 
 def test_the_price_is_named_with_the_step_of_which_it_is_a_tenth() -> None:

@@ -167,8 +167,7 @@ class _Walk:
             return self._next
         if self.calls or self._refused or any(part.strip() for part in self.content):
             return None
-        blanks = _BLANKS.match(self._text, at)
-        return self._format.opening.match(self._text, blanks.end() if blanks else at)
+        return self._format.opening.match(self._text, after_blanks(self._text, at))
 
     def _call(self, begin: re.Match[str]) -> int:
         assert self._format is not None
@@ -195,9 +194,8 @@ def json_at(text: str, at: int) -> tuple[Any, int] | None:
 
     Strict: no NaN, no half of a surrogate pair, no number or nesting beyond Python's limits, no duplicate key.
     """
-    blanks = _BLANKS.match(text, at)
     try:
-        value, end = _DECODER.raw_decode(text, blanks.end() if blanks else at)
+        value, end = _DECODER.raw_decode(text, after_blanks(text, at))
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -238,8 +236,7 @@ def call_of(value: Any, *keys: str, arguments_needed: bool = False) -> RawCall |
 
 def after_blanks(text: str, at: int) -> int:
     """Return the position of the first non-blank character from `at` on."""
-    blanks = _BLANKS.match(text, at)
-    return blanks.end() if blanks else at
+    return next(_BLANKS.finditer(text, at)).end()
 
 
 def as_json(call: RawCall | ToolCall, arguments_key: str) -> str:

@@ -71,6 +71,17 @@ def test_what_is_written_as_json_is_read_again(name, calls):
     assert (parsed.calls, parsed.content, parsed.malformed, parsed.reasoning) == (written, "", 0, None)
 
 
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_letters_are_written_as_they_are_and_quotes_and_blanks_are_read_again(name):
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "array"}}}}
+    for text in ("é\u4f60", "it's", 'say "it"', "a, b='c'", "\n"):
+        calls = (ToolCall("call_0", "f", {"a": text, "b": ["é", {"ü": None}]}),)
+        written = parser(name).render(calls)
+        assert "é" in written
+        assert "ü" in written
+        assert parser(name).parse(written, [{"type": "function", "function": tool}]).calls == calls
+
+
 _identifiers = st.from_regex(r"[a-z_][a-z0-9_]{0,9}", fullmatch=True)
 
 
@@ -184,6 +195,34 @@ def test_reasoning_that_the_prompt_began_ends_at_its_mark():
         assert parsed.reasoning.startswith("maybe")
 
 
+def test_a_second_end_of_the_reasoning_is_content() -> None:
+    parsed = parser("hermes").parse("so</think> 4 </think>!")
+    assert (parsed.reasoning, parsed.content) == ("so", "4 </think>!")
+    parsed = parser("hermes").parse("a<think> b\n</think> c <think></think>d<think>\ne</think>")
+    assert (parsed.reasoning, parsed.content) == ("b\ne", "a c d")
+
+
+def test_blanks_around_an_answer_stay_where_it_has_neither_calls_nor_reasoning() -> None:
+    for name in FORMATS:
+        assert parser(name).parse("\n4 \n").content == "\n4 \n"
+    assert parser("hermes").parse("\n4 \n", reasoning_open=True).reasoning == "4"
+
+
+def test_a_text_too_long_to_be_parsed_is_content() -> None:
+    for size, calls in ((4_000_000, 1), (4_000_001, 0)):
+        parsed = parser("hermes").parse(HERMES + "x" * (size - len(HERMES)))
+        assert (len(parsed.calls), len(parsed.content)) == (calls, size - calls * len(HERMES))
+
+
+@pytest.mark.parametrize("name", ["llama3", "json"])
+def test_a_call_without_marks_is_one_only_where_no_text_comes_before_it(name: str) -> None:
+    call = parser(name).render([ToolCall("", "f", {"a": 1})])
+    assert len(parser(name).parse(f"<think>so</think>\n\n{call}").calls) == 1
+    for text in (f"I call {call}", f"I\n{call}", f'{{"name": "f", "x": 1}} {call}'):
+        parsed = parser(name).parse(text)
+        assert (parsed.calls, parsed.content) == ((), text)
+
+
 def test_reasoning_that_is_cut_off_holds_no_call():
     assert parser("hermes").parse(f"<think>first {HERMES}").calls == ()
     assert parser("hermes").parse(f"first {HERMES}", reasoning_open=True).calls == ()
@@ -208,6 +247,19 @@ def test_reasoning_that_is_cut_off_holds_no_call():
         ("llama3", '{"name": "f", "parameters": {}} is my answer'),
         ("json", '```json\n{"name": "f", "arguments": {"a": }}\n```'),
         ("json", '[{"name": "f", "arguments": {}}, 3]'),
+        ("json", '{"name": "f", "arguments": {}, "parameters": {}}'),
+        ("json", '{"name": "", "arguments": {}}'),
+        ("json", '```json\n{"name": "f", "arguments": {}}\n```x'),
+        ("json", '{"name": "f", "arguments": {}}; {"name": "g", "arguments": {}}'),
+        ("internlm", '<|action_start|><|plugin|>{"name": "f", "parameters": {}, "arguments": {}}<|action_end|>'),
+        ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]<|tools_suffix|>'),
+        ("apertus", '<|tools_prefix|>[{"": {}}]<|tools_suffix|>'),
+        ("hunyuan", "<tool_calls>[]</tool_calls>"),
+        ("hunyuan", '<tool_calls>[{"name": "f", "arguments": {}}, 3]</tool_calls>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS][{"a": 1}]'),
+        ("xml", "<function=f>"),
+        ("xml", "<function= ></function>"),
+        ("xml", "<function=f><parameter= >1</parameter></function>"),
         ("xml", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
         ("xml", "<tool_call>{}</tool_call>"),
         ("xml", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
@@ -237,11 +289,21 @@ def test_a_whole_call_may_lack_its_closing_mark_at_the_end():
     assert len(parser("hermes").parse(HERMES.removesuffix("</tool_call>")).calls) == 1
     xml = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
     assert len(parser("xml").parse(xml).calls) == 1
+    assert len(parser("xml").parse(f"{xml}and more").calls) == 0
+
+
+@pytest.mark.parametrize("name", ["hermes", "internlm"])
+def test_a_call_without_arguments_has_none(name: str) -> None:
+    text = (
+        parser(name).render([ToolCall("", "f", {})]).replace(', "arguments": {}', "").replace(', "parameters": {}', "")
+    )
+    assert parser(name).parse(text).calls == (ToolCall("call_0", "f", {}),)
 
 
 def test_llama_calls_may_follow_its_tag_and_a_semicolon():
     text = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
-    assert [call.name for call in parser("llama3").parse(text).calls] == ["f", "g"]
+    for ending in ("", ";", " ; \n"):
+        assert [call.name for call in parser("llama3").parse(text + ending).calls] == ["f", "g"]
     assert len(parser("llama3").parse('{"type": "function", "name": "f", "parameters": {}}').calls) == 1
 
 
@@ -303,6 +365,12 @@ POINT = {"type": "object", "properties": {"x": {"type": "integer"}}}
         ({"type": ["integer", "string"]}, "10", 10),
         ({"type": "string"}, "10", "10"),
         ({"type": "string"}, '"quoted"', '"quoted"'),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"type": ["boolean", "null"]}, "None", None),
+        ({"type": "integer"}, "1 2", "1 2"),
+        ({"type": "integer"}, " 1\n", 1),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "integer"}, "True", "True"),
         ({"type": "string", "pattern": "(a+)+$"}, "a" * 60 + "b", "a" * 60 + "b"),
         ({"type": "number", "multipleOf": 0.5}, "1.5", 1.5),
         ({"description": "anything"}, '{"x": 1}', '{"x": 1}'),
@@ -361,3 +429,5 @@ def test_a_template_whose_calls_are_not_read_is_refused_with_the_reason():
 def test_an_unknown_format_is_refused():
     with pytest.raises(ValueError, match="choose hermes"):
         parser("hermse")
+    with pytest.raises(ValueError, match="'none' has no tool calls"):
+        parser("none").render([ToolCall("", "f", {})])

@@ -73,6 +73,13 @@ def test_an_answer_that_one_reward_cannot_compare_is_an_error() -> None:
     assert exact_match({"answer": [4, 4.5, Decimal("4.50")]}, "4.50") == 1.0
 
 
+def test_case_and_distance_count_unless_they_are_left_aside() -> None:
+    assert (exact_match({"answer": "Red"}, "red"), exact_match({"answer": "Red"}, "rED", ignore_case=True)) == (0, 1)
+    for tolerance, reward in ((0.0, 0.0), (0.25, 0.0), (0.5, 1.0)):
+        assert numeric_match({"answer": 7}, "It is 7.5", tolerance=tolerance) == reward
+    assert (f1({"answer": "the"}, "A."), f1({"answer": "the"}, "fox"), f1({"answer": "fox"}, "")) == (1.0, 0.0, 0.0)
+
+
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("pattern '(' is not a regular expression")):
         FormatReward(pattern="(")
@@ -168,7 +175,8 @@ def test_programs_may_import_the_packages_that_are_named(caplog: pytest.LogCaptu
     without = CodeTestsReward(timeout_s=60.0)
     with caplog.at_level("WARNING"):
         assert without(row, program) == without(row, program) == 0.0
-    assert caplog.text.count("programs fail that import 'numpy'") == 1
+        assert without(row, "import no_such_package") == 0.0
+    assert caplog.text.count("programs fail that import 'numpy'") == caplog.text.count("programs fail") == 1
     assert CodeTestsReward(timeout_s=60.0, memory_mb=1024, packages=["numpy"])(row, program) == 1.0
 
 
@@ -182,7 +190,21 @@ def test_packages_that_programs_could_not_import_are_refused(packages: list[str]
         CodeTestsReward(memory_mb=64, packages=packages)
 
 
-@pytest.mark.parametrize("limit", [{"timeout_s": 0}, {"memory_mb": 0}, {"processes": 1}, {"timeout_s": float("nan")}])
+def test_a_share_of_the_tests_is_the_reward_where_that_is_asked_for(code_tests: CodeTestsReward) -> None:
+    row = {"tests": [{"input": text, "output": "1\n"} for text in ("1", "2", "1")]}
+    graded = CodeTestsReward(all_or_nothing=False, timeout_s=60.0)
+    assert (graded(row, "print(input())"), code_tests(row, "print(input())")) == (pytest.approx(2 / 3), 0.0)
+    assert (graded(row, "print(1)  \nprint()"), code_tests(row, "print(1)")) == (1.0, 1.0)
+
+
+@pytest.mark.usefixtures("code_tests")
+def test_the_least_limits_are_allowed() -> None:
+    CodeTestsReward(timeout_s=0.1, memory_mb=64, processes=3, output_mb=1)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"timeout_s": 0.09}, {"timeout_s": float("nan")}, {"memory_mb": 63}, {"processes": 2}, {"output_mb": 0}]
+)
 def test_a_limit_that_no_program_could_keep_is_named(limit: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(limit))} is .*; give .* or more"):
         CodeTestsReward(**limit)
@@ -234,6 +256,32 @@ _ADD = "def add(a, b):\n    return a + b"
             f"```python\n{_ADD}\n```\nBetter:\n```python\ndef add(*n):\n    return sum(n)\n```",
             "def add(*n):\n    return sum(n)",
         ),
+        (f'````python\n{_SUM}\ns = """\n```\n"""\n````', f'{_SUM}\ns = """\n```\n"""'),
+        ("  ```python\nif x:\n    y = 2\n  ```", "if x:\n    y = 2"),
+        ('    ```python\n    s = """\nflush\n    """\n    ```', 's = """\nflush\n"""'),
+        (f"```python\n{_ADD}\n```\n```python\nimport math\nassert add(1, 2) == 3\n```", _ADD),
+        (f"```python\n{_ADD}\n```\n```python\nimport math\n```", "import math"),
+        (f"```python\n{_ADD}\n```\n```python\nprint(3)\n```", "print(3)"),
+        (f"```python\nx = (\n```\n```python\n{_SUM}\n```", _SUM),
+        (f"```python\n{_SUM}\n```\n```python\nx = (\n```", "x = ("),
+        (
+            f"```python\n{_ADD}\n```\n```python\nimport sys\nprint(add(*map(int, sys.stdin)))\n```",
+            f"{_ADD}\n\nimport sys\nprint(add(*map(int, sys.stdin)))",
+        ),
+        (
+            f"```python\n{_ADD}\n```\n```python\nprint(add(*map(int, open(0))))\n```",
+            f"{_ADD}\n\nprint(add(*map(int, open(0))))",
+        ),
+        (  # names of names, of a module and of what it is imported as
+            "```python\nimport os.path as p\nimport os.path\n```\n```python\na = p.sep\n```\n```python\nb = a\n```\n"
+            "```python\nprint(b)\n```",
+            "import os.path as p\nimport os.path\n\na = p.sep\n\nb = a\n\nprint(b)",
+        ),
+        ("```python\nimport os.path\n```\n```python\nprint(os.sep)\n```", "import os.path\n\nprint(os.sep)"),
+        (  # names that a block defines itself
+            "```python\ne = n = 1\n```\n```python\ntry:\n    f = lambda n: n\nexcept OSError as e:\n    print(e)\n```",
+            "try:\n    f = lambda n: n\nexcept OSError as e:\n    print(e)",
+        ),
         (
             '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```',
             'def f():\n    """\n    ```\n    f()\n    ```\n    """',
@@ -242,6 +290,13 @@ _ADD = "def add(a, b):\n    return a + b"
 )
 def test_the_last_python_block_outside_of_the_thoughts_is_the_program(answer: str, program: str) -> None:
     assert program_in(answer) == program
+
+
+def test_a_block_of_more_than_100_000_characters_is_not_looked_into() -> None:
+    tries = "assert 1 + 2 == 3  #"
+    for size, is_program in ((100_000, False), (100_001, True)):
+        long = tries + "x" * (size - len(tries))
+        assert program_in(f"```python\n{_SUM}\n```\n```python\n{long}\n```") == (long if is_program else _SUM)
 
 
 def test_asserts_may_be_a_list_of_texts_and_what_is_no_code_is_an_error(code_tests: CodeTestsReward) -> None:

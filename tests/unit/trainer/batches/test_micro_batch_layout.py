@@ -41,6 +41,22 @@ def test_micro_batches_are_nearly_equal(lengths: list[int], budget: int) -> None
     assert max(sums) <= least + 2 * max(lengths)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "budget", "kind", "parts"),
+    [
+        ([4, 4, 4, 4], 13, AttentionKind.packed, [[0, 1], [2, 3]]),  # and not three and a leftover
+        ([5, 5], 10, AttentionKind.packed, [[0, 1]]),
+        ([6, 3, 3], 12, AttentionKind.packed, [[0, 1, 2]]),
+        ([6, 3, 3], 12, AttentionKind.padded, [[0], [1, 2]]),
+        ([6, 3, 3], 18, AttentionKind.padded, [[0, 1, 2]]),
+    ],
+)
+def test_micro_batches_are_as_few_as_the_budget_allows_and_none_is_a_leftover(
+    lengths: list[int], budget: int, kind: AttentionKind, parts: list[list[int]]
+) -> None:
+    assert cut(lengths, budget, kind) == parts
+
+
 def test_a_sequence_longer_than_the_budget_is_alone() -> None:
     assert cut([5, 50, 5], 10, AttentionKind.packed) == [[1], [0, 2]]
 
@@ -69,6 +85,15 @@ def test_blocks_gather_each_sequence_into_its_row_and_scatter_it_back(lengths: l
 def test_blocks_waste_little(lengths: list[int]) -> None:
     computed = sum(block.rows * block.width for block in blocks(sorted(lengths, reverse=True)))
     assert computed <= (1 + MAX_BLOCK_WASTE) * sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"), [([5, 3], [2]), ([5, 2], [1, 1]), ([4, 4, 2], [3]), ([8, 8, 2, 2], [2, 2])]
+)
+def test_a_block_takes_rows_until_a_quarter_of_its_tokens_would_be_padding(lengths: list[int], rows: list[int]) -> None:
+    made = blocks(lengths)
+    assert [block.rows for block in made] == rows
+    assert [block.pairs for block in made] == [n * w * (w + 1) // 2 for n, w in ((b.rows, b.width) for b in made)]
 
 
 def test_blocks_of_ascending_lengths_are_refused() -> None:

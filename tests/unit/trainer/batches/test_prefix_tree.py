@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 import asyncrl.trainer.batches.prefix_tree as prefix_tree
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -249,6 +250,45 @@ def test_every_attention_over_a_random_tree_is_that_of_a_plain_mask_forward_and_
             torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
+def a_root_and(rows: list[tuple[int, int]]) -> Branches:
+    """A sequence, and others of the given lengths, of whose tokens so many are their own."""
+    lengths, own = np.array(rows).T
+    return Branches(np.arange(len(rows) + 1), np.array([lengths.max(), *lengths]), np.array([0, *(lengths - own)]))
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_row_asks_only_for_its_own_tokens_where_that_computes_fewer_pairs(length: int) -> None:
+    for own in range(1, length):
+        made = lay_out(a_root_and([(length, own)])).blocks
+        whole = length * (length + 1) // 2
+        masked = own * length < whole
+        assert [block.queries for block in made] == ([None, own] if masked else [None])
+        assert sum(block.pairs for block in made) == whole + min(own * length, whole)
+
+
+@pytest.mark.parametrize(("own", "queries"), [(2048, [None, 2048]), (2049, [None])])
+def test_a_mask_of_more_than_16_mib_is_not_made(own: int, queries: list[int | None]) -> None:
+    assert [block.queries for block in lay_out(a_root_and([(8192, own)])).blocks] == queries
+
+
+@pytest.mark.parametrize(("own", "rows"), [((5, 3), [1, 2]), ((6, 3), [1, 1, 1]), ((3, 6), [1, 1, 1])])
+def test_a_masked_block_takes_rows_until_a_quarter_of_its_pairs_would_be_padding(
+    own: tuple[int, int], rows: list[int]
+) -> None:
+    assert [block.rows for block in lay_out(a_root_and([(20, each) for each in own])).blocks] == rows
+
+
+def test_equal_tokens_are_shared_unless_they_show_other_pictures() -> None:
+    one, two = (Picture.from_array(np.full((2, 2, 3), shade, np.uint8)) for shade in (0, 255))
+    tokens = np.array([7, 0, 0, 7, 0, 0, 7, 0, 0, 1, 2], dtype=np.int32)
+    shown = [(PlacedPicture(1, 2, one),), (PlacedPicture(1, 2, one),), (PlacedPicture(1, 2, two),), ()]
+    symbols = prefix_tree.picture_symbols(tokens, np.array([0, 3, 6, 9]), shown).tolist()
+    assert symbols[:3] == symbols[3:6] != symbols[6:9]
+    assert len({*symbols}) == 2 + 2 + 1 + 2, "places of two pictures, and three tokens of text"
+    assert all(symbol < 0 for at in (1, 4, 7) for symbol in symbols[at : at + 2])
+    assert prefix_tree.picture_symbols(tokens, np.array([0, 3, 6, 9]), []).tolist() == tokens.tolist()
+
+
 @given(sequence_lists, st.integers(1, 60), st.data())
 def test_cuts_hold_every_sequence_once_within_the_budget_and_groups_whole_where_they_fit(
     sequences: list[list[int]], budget: int, data: st.DataObject
@@ -262,6 +302,14 @@ def test_cuts_hold_every_sequence_once_within_the_budget_and_groups_whole_where_
         members = np.flatnonzero(groups == group).tolist()
         if order.branches(members, lengths).tokens <= budget:
             assert sum(bool(set(part.members.tolist()) & set(members)) for part in parts) == 1
+
+
+def test_a_group_that_exceeds_the_budget_is_cut_as_late_as_it_allows() -> None:
+    sequences = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 6, 8]]
+    order, lengths = order_of(sequences)
+    for budget, parts in ((5, [[0, 1], [2, 3]]), (7, [[0, 1, 2], [3]]), (8, [[0, 1, 2, 3]])):
+        made = cut_tree(Prefixes(order, np.zeros(4, dtype=np.int64)), range(4), lengths, budget)
+        assert [part.members.tolist() for part in made] == parts
 
 
 @pytest.fixture(scope="module")

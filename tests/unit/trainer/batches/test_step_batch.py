@@ -41,6 +41,12 @@ def test_samples_lie_end_to_end_with_their_group_and_minibatch() -> None:
     assert all(key in batch for key in BATCH_KEYS)
 
 
+def test_a_sample_belongs_to_a_minibatch_of_each_pass() -> None:
+    made = [Trajectory(name, name, n, (sample([0, 1], [-1, 3]),)) for n, name in enumerate("ab")]
+    batch = build_step_batch(made, [[0, 2], [1, 2]], version=4, num_minibatches=3)
+    assert [batch.minibatch(number) for number in range(3)] == [[0], [1], [0, 1]]
+
+
 def test_a_prompt_that_was_sent_once_is_in_every_sample_again() -> None:
     def group() -> tuple[Sample, ...]:
         return (sample([0, 0, 1], [-1, -1, 3]), sample([0, 0, 1, 1], [-1, -1, 3, 4]), sample([0, 0], [-1, -1]))
