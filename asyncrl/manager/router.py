@@ -54,7 +54,7 @@ class ServerView:
     index: int
     url: str
     version: int
-    routable: bool = True
+    routable: bool
     sequences: int = 0
     tokens: int = 0
 

@@ -24,7 +24,7 @@ class Manager:
     def __init__(self, batch: int = 2, first: m.RequestSize | None = None, begun: bool = True) -> None:
         self.now = 100.0
         self.rollouts = RolloutState(batch, 0, DataOrder(1000, 0, shuffle=False))
-        self.server: ServerView | None = ServerView(0, "http://a", 7)
+        self.server: ServerView | None = ServerView(0, "http://a", 7, routable=True)
         self.placed: list[tuple[m.RouteRequest, str]] = []
         self.admission = Admission(self.rollouts, self.place, first=first, pacing=None, clock=lambda: self.now)
         if begun:
