@@ -89,6 +89,6 @@ def test_only_a_short_regular_file_of_this_user_is_read(tmp_path: Path, monkeypa
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     for look in (lambda: read_own_file(file, 5), lambda: check_tree(file), lambda: make_private_folder(tmp_path)):
-        with pytest.raises(NotPrivate, match="of user|belongs to user"):
+        with pytest.raises(NotPrivate, match=r"of user|belongs to user"):
             look()
     assert len(os.listdir("/proc/self/fd")) == opened
