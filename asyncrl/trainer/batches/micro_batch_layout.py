@@ -74,9 +74,10 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget: int, padded: boo
     cost = 0
     for index in order:
         length = lengths[index]
-        cost += lengths[parts[-1][0]] if padded and parts else length
-        if parts and cost <= budget:
+        more = lengths[parts[-1][0]] if padded and parts else length
+        if cost and cost + more <= budget:
             parts[-1].append(index)
+            cost += more
         else:
             parts.append([index])
             cost = length

@@ -79,6 +79,7 @@ def test_what_is_said_is_what_stands_outside_of_the_thoughts(text: str, spoken: 
         ("Think in <think> tags, as in <think>...</think>. Question: 2+2? Answer:", ""),
         ("Think in <think> tags. Question: 2+2? Answer: <think>", "<think>"),
         ("<user>[INST] Think in <think> tags. 2+2? [/INST]", ""),
+        ("assistant\n<think>\nOkay, so", ""),
         ("<user>2+2?<assistant>[THINK]", "[THINK]"),
         ("<user>2+2?<assistant><seed:think>", "<seed:think>"),
         ("", ""),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm.files import retry_write
+from asyncrl.comm.files.file_lock import is_held, take_lock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
 from asyncrl.runtime.trials import memory_checkpoint as module
@@ -39,12 +40,19 @@ def test_one_goes_on_where_the_announced_version_is_kept(memory_checkpoint: Memo
     assert not memory_checkpoint.can_go_on(3), "servers have a version that a successor would make anew"
 
 
-def test_nobody_goes_on_where_something_could_not_be_kept(memory_checkpoint: MemoryCheckpoint) -> None:
+def test_nobody_goes_on_where_something_could_not_be_kept(memory_checkpoint: MemoryCheckpoint, tmp_path: Path) -> None:
     memory_checkpoint.begin()
     memory_checkpoint.invalidate()
     assert not memory_checkpoint.can_go_on(0)
     memory_checkpoint.begin()
     assert memory_checkpoint.can_go_on(0)
+    mark = (tmp_path / MEMORY_CHECKPOINT_FILE).read_text()
+    memory_checkpoint.invalidate()
+    (tmp_path / MEMORY_CHECKPOINT_FILE).write_text(mark)
+    assert not memory_checkpoint.can_go_on(0), "the folder says so too"
+    memory_checkpoint.begin()
+    memory_checkpoint.remove()
+    assert not (tmp_path / MEMORY_CHECKPOINT_FILE).exists()
 
 
 def test_a_disk_that_is_read_only_for_a_while_does_not_keep_the_mark(
@@ -101,13 +109,15 @@ def test_a_launch_in_another_container_removes_nothing_of_one_that_lives(
     assert memory_checkpoint.folder.exists()
 
 
-@pytest.mark.parametrize("kind", ["fifo", "zero", "link", "file", "lock", "launch"])
+@pytest.mark.parametrize("kind", ["fifo", "zero", "link", "file", "lock", "launch", "folder", "gone"])
 def test_what_a_stranger_left_in_shared_memory_is_neither_read_nor_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Everybody may make a folder there with the name of one of this user's."""
     monkeypatch.setattr(module, "_MEMORY", tmp_path)
-    planted, elsewhere = tmp_path / f"asyncrl-{os.geteuid()}-ffffffffffff-ffffffffffffffff", tmp_path / "elsewhere"
+    planted, elsewhere = tmp_path / f"asyncrl-{os.geteuid()}-000000000000-0000000000000000", tmp_path / "elsewhere"
+    orphan = tmp_path / f"asyncrl-{os.geteuid()}-ffffffffffff-ffffffffffffffff"
+    orphan.mkdir()
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
     if kind == "link":
@@ -116,20 +126,30 @@ def test_what_a_stranger_left_in_shared_memory_is_neither_read_nor_removed(
         planted.touch()
     else:
         planted.mkdir()
-        for name in ("owner", "lock", "launch") if kind in ("fifo", "zero") else (kind,):
+        for name in {"fifo": NAMES, "zero": NAMES, "folder": (), "gone": ()}.get(kind, (kind,)):
             os.symlink("/dev/zero", planted / name) if kind == "zero" else os.mkfifo(planted / name)
-        if kind in ("fifo", "zero"):
+        if kind not in ("lock", "launch"):
             lstat = Path.lstat
-            monkeypatch.setattr(Path, "lstat", lambda path: _of_a_stranger(lstat(path), path == planted))
+            monkeypatch.setattr(
+                Path, "lstat", lambda path: _of_a_stranger(lstat(path), path == planted, kind == "gone")
+            )
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, names: sorted(glob(path, names)))
     finder = threading.Thread(target=module._remove_orphans, args=(tmp_path,), daemon=True)
     finder.start()
     finder.join(10.0)
     assert not finder.is_alive()
-    assert (elsewhere / "kept").exists()
+    assert list(elsewhere.iterdir()) == [elsewhere / "kept"]
+    assert not orphan.exists(), "those after it are removed nevertheless"
     assert planted.exists() or kind == "launch", "only what is a folder of this user with a free lock"
 
 
-def _of_a_stranger(status: os.stat_result, is_theirs: bool) -> os.stat_result:
+NAMES = ("owner", "lock", "launch")
+
+
+def _of_a_stranger(status: os.stat_result, is_theirs: bool, is_gone: bool) -> os.stat_result:
+    if is_theirs and is_gone:
+        raise FileNotFoundError
     values = list(status)
     values[4] += is_theirs
     return os.stat_result(values)
@@ -153,12 +173,14 @@ def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_mad
         module._remove_orphans(memory_checkpoint.folder.parent)
         removed.set()
 
+    opened = len(os.listdir("/proc/self/fd"))
     finder = threading.Thread(target=find)
     finder.start()
     monkeypatch.setattr(module, "take_lock", slow)
     memory_checkpoint.begin()
     finder.join(60.0)
     monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == opened + 1
     assert memory_checkpoint.can_go_on(0)
     module._remove_orphans(memory_checkpoint.folder.parent)
     assert memory_checkpoint.can_go_on(0), "the lock is that of the folder made again"
@@ -184,6 +206,45 @@ def test_every_host_of_ranks_has_a_folder_and_all_of_them_the_inboxes(
     assert other.inbox(1) == elsewhere.inbox(1)
     assert not elsewhere.inbox(1).is_relative_to(elsewhere.folder), "it outlives this host"
     assert not elsewhere.invalid
+
+
+def test_a_folder_that_is_removed_before_its_lock_is_open_is_made_again(
+    memory_checkpoint: MemoryCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_lock, left = module._open_lock, [1]
+    monkeypatch.setattr(module, "_open_lock", lambda folder: None if left and left.pop() else open_lock(folder))
+    memory_checkpoint.begin()
+    assert is_held(memory_checkpoint.folder / "lock")
+
+
+def test_a_rank_removes_what_dead_launches_left_on_its_host_and_what_it_leaves_itself(
+    elsewhere: MemoryCheckpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "another").mkdir()
+    dead, opened = MemoryCheckpoint(tmp_path / "another", "10.0.0.2"), len(os.listdir("/proc/self/fd"))
+    dead.join()
+    dead._release()  # as the kernel does
+    elsewhere.join()
+    assert (dead.folder.exists(), elsewhere.folder.exists()) == (False, True)
+    elsewhere.leave()
+    assert not elsewhere.folder.exists()
+    assert len(os.listdir("/proc/self/fd")) == opened - 1
+
+
+def test_a_rank_does_not_wait_for_ever_for_a_lock_that_another_process_keeps(
+    memory_checkpoint: MemoryCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOCK_LIMIT_S", 0.01)
+    memory_checkpoint.begin()
+    there = MemoryCheckpoint(tmp_path, "10.0.0.2")
+    there.folder.mkdir(mode=0o700)
+    descriptor = os.open(there.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    assert take_lock(descriptor)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"lock was not free for 0\.01 s"):
+        there.join()
+    assert len(os.listdir("/proc/self/fd")) == opened
+    os.close(descriptor)
 
 
 def test_what_an_earlier_launch_left_on_another_host_is_not_this_ones(
@@ -240,10 +301,14 @@ def test_a_run_keeps_its_steps_in_memory_unless_it_replays_samples_or_that_is_of
     assert not uses_memory_checkpoint(config)
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
 def test_a_host_without_shared_memory_keeps_the_step_in_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
-    monkeypatch.setattr(module, "_MEMORY", tmp_path / "missing")
+    if is_closed:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    else:
+        monkeypatch.setattr(module, "_MEMORY", tmp_path / "missing")
     step = MemoryCheckpoint(tmp_path)
     step.begin()
     assert step.folder.parent == tmp_path

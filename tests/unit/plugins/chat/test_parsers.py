@@ -390,6 +390,14 @@ def test_a_value_has_the_type_that_its_json_schema_says(name, schema, raw, value
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.parametrize("name", ["xml", "glm", "minimax"])
+@pytest.mark.parametrize("function", [{"name": "f"}, {"name": "f", "parameters": None}, {"name": "g"}])
+def test_arguments_of_a_tool_without_a_schema_stay_text(name, function):
+    text = parser(name).render([ToolCall("", "f", {"a": "1", "b": "true"})])
+    (call,) = parser(name).parse(text, [{"type": "function", "function": function}]).calls
+    assert call.arguments == {"a": "1", "b": "true"}
+
+
 def test_the_parameters_themselves_may_be_a_reference():
     of_args = {"type": "object", "properties": {"p": {"type": "integer"}}}
     tool = {"name": "f", "parameters": {"$ref": "#/$defs/Args", "$defs": {"Args": of_args}}}

@@ -229,6 +229,7 @@ _ADD = "def add(a, b):\n    return a + b"
         (f"```python\n{_SUM}```\nDone.", _SUM),
         (f"```\n{_SUM}\n```\nInput:\n```\n1 2\n```\nOutput:\n```\n3\n```", _SUM),
         (f"<answer>\n{_SUM}\n</answer>", f"\n{_SUM}\n"),
+        ("<answer>x = 1</answer>, no, <answer>x = 2</answer>", "x = 2"),
         (f"\ufeff```python-exec\n{_SUM}\n```", _SUM),
         (f"````python\n{_SUM}\n````", _SUM),
         (f"```python3.11 title=a\n{_SUM}\n```", _SUM),

@@ -479,6 +479,26 @@ def test_samples_that_share_next_to_nothing_are_packed(qwen_dir: Path, make_batc
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.parametrize("kind", AttentionKind)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=9), st.booleans())
+def test_every_layout_has_each_token_at_its_place_and_scores_it_with_the_output_before(
+    kind: AttentionKind, sequences: list[list[int]], wanted: bool
+) -> None:
+    made = one_micro_batch(sequences, kind, CPU, wanted=wanted)
+    ids, positions = (made.model_inputs[name].flatten() for name in ("input_ids", "position_ids"))
+    ordered = [sequences[seq] for seq in made.seqs]
+    read = [sequence[: len(sequence) - wanted] for sequence in ordered]
+    assert sorted(made.seqs) == list(range(len(sequences)))
+    assert ids[made.places_I].tolist() == [token for sequence in read for token in sequence]
+    assert positions[made.places_I].tolist() == [place for sequence in read for place in range(len(sequence))]
+    assert sorted(made.depths.tolist()) == sorted(positions[made.places_I.unique()].add(1).tolist())
+    scored = [(n, at) for n, sequence in enumerate(ordered) for at in range(1, len(sequence)) if wanted]
+    assert made.tokens_N.tolist() == [ordered[n][at] for n, at in scored]
+    assert made.seq_ids_N.tolist() == [n for n, _ in scored]
+    assert positions[made.predictors_N].tolist() == [at - 1 for _, at in scored]
+    assert ids[made.predictors_N].tolist() == [ordered[n][at - 1] for n, at in scored]
+
+
 def test_sequences_are_laid_out_together_with_each_prefix_once() -> None:
     sequences = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [7]]
     made = one_micro_batch(sequences, AttentionKind.tree, CPU, wanted=False)

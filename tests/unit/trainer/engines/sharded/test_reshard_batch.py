@@ -187,14 +187,19 @@ def test_a_column_that_is_neither_per_token_nor_per_sample_is_refused(
         batch = build_step_batch(rollouts, [0, 0], version=0, num_minibatches=1)
         if not world.hosts("actor"):
             return "not asked"
-        batch._columns["per_group"] = torch.zeros(2)
-        with pytest.raises(ValueError, match="'per_group' has 2 rows, which is neither one per token") as raised:
-            move_columns(
-                MoveColumns(("per_group",), "actor", "critic"),
-                world,
-                shares_of(cuts, world),
-                {world.placement.grid("actor"): batch},
-            )
-        return str(raised.value)
+        for column, told in (
+            (torch.zeros(2), "'mine' has 2 rows, which is neither one per token"),
+            (torch.zeros(batch.num_tokens, 2), f"'mine' has shape \\({batch.num_tokens}, 2\\)"),
+            (torch.zeros(batch.num_seqs, dtype=torch.complex64), "type torch.complex64; only vectors of numbers"),
+        ):
+            batch._columns["mine"] = column
+            with pytest.raises(ValueError, match=told):
+                move_columns(
+                    MoveColumns(("mine",), "actor", "critic"),
+                    world,
+                    shares_of(cuts, world),
+                    {world.placement.grid("actor"): batch},
+                )
+        return "asked"
 
-    on_ranks(config, move)
+    assert "asked" in on_ranks(config, move)
