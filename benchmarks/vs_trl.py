@@ -42,7 +42,7 @@ from asyncrl.config.load import load_experiment, load_supervised
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.observe.history import History
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.observe.observer import SERVES
+from asyncrl.observe.observer import Activity
 from asyncrl.plugins.datasets import load_dataset
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
@@ -211,7 +211,7 @@ def _seconds_of_first_step(run_dir: Path) -> float:
     """From when the generation server takes requests until the end of the first step."""
     history = History(run_dir)
     lines = history.processes["generation_server/0"].lines
-    return history.steps[1].at - min(float(line["since"]) for line in lines if line["stage"] == SERVES)
+    return history.steps[1].at - min(float(line["since"]) for line in lines if line["activity"] == Activity.serves)
 
 
 def outcome(job: Job, seconds: Sequence[float], curve: list[tuple[int, float, float]], memory_bytes: int) -> Outcome:

@@ -26,10 +26,13 @@ _PAIRS: tuple[tuple[str, str], ...] = (
 _XML = r"(?:[a-z]+[:_])?(?:think(?:ing)?|thoughts?|reasoning)"
 """`<think>`, `<thinking>`, `<thought>`, `<reasoning>`, `<seed:think>`, `<longcat_think>`."""
 _MARK = re.compile(
-    rf"<(?P<open>{_XML})(?:\s[^<>]{{0,80}})?>|</(?P<close>{_XML})>|"
-    + "|".join(f"(?P<o{n}>{re.escape(opens)})|(?P<c{n}>{re.escape(ends)})" for n, (opens, ends) in enumerate(_PAIRS)),
+    rf"(?=[<\[◁])(?:<(?P<open>{_XML})(?:\s[^<>]{{0,80}})?>|</(?P<close>{_XML})>|"  # most characters begin no mark
+    + "|".join(f"(?P<o{n}>{re.escape(begin)})|(?P<c{n}>{re.escape(end)})" for n, (begin, end) in enumerate(_PAIRS))
+    + ")",
     re.IGNORECASE,
 )
+_ALWAYS = re.compile(r"(?:[a-z]+[:_])?think")
+"""XML marks that a model writes for thoughts alone; others may be what a prompt asks for."""
 _HARMONY, _FINAL = "<|channel|>", re.compile(r"<\|channel\|>final\b[^<]*<\|message\|>")
 """gpt-oss writes in channels, of which `final` is the answer."""
 _HARMONY_TOKENS = (_HARMONY, "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|constrain|>")
@@ -73,7 +76,7 @@ def opened_thoughts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
     tail = list(itertools.takewhile(lambda token: token not in boundaries, last))[::-1]
     text = text_of_tokens(tokenizer, tail)
     marks = list(_MARK.finditer(text))
-    if not marks or not _opens(marks[-1]):
+    if not marks or not opens(marks[-1]):
         return ""
     begin, end = marks[-1].span()
     after_role = len(tail) < len(prompt_ids) and _ROLE.fullmatch(text[:begin]) is not None
@@ -93,10 +96,10 @@ def without_thoughts(text: str) -> str:
     at, opened = 0, None
     for mark in _MARK.finditer(text):
         kind = _kind(mark)
-        if opened is None and _opens(mark):
+        if opened is None and opens(mark):
             kept.append(text[at : mark.start()])
             opened = kind
-        elif opened in (None, kind) and not _opens(mark):
+        elif opened in (None, kind) and not opens(mark):
             kept, opened = kept if opened else [], None
             at = mark.end()
     if opened is None and at == 0:
@@ -104,7 +107,26 @@ def without_thoughts(text: str) -> str:
     return "".join(kept + ([text[at:]] if opened is None else [])).strip()
 
 
-def _opens(mark: re.Match[str]) -> bool:
+def find_mark(text: str, at: int, of: re.Match[str] | None = None) -> re.Match[str] | None:
+    """Return the first mark of thoughts in `text` from position `at` on; None if there is none.
+
+    Marks that a prompt may ask for, such as `<reasoning>`, are none here: an answer with them stays as it is.
+
+    Args:
+        of: a mark that opens thoughts, of which the closing one is searched.
+    """
+    for mark in _MARK.finditer(text, at):
+        name = mark["open"] or mark["close"]
+        if of is not None:
+            if not opens(mark) and _kind(mark) == _kind(of):
+                return mark
+        elif name is None or _ALWAYS.fullmatch(name.lower()):
+            return mark
+    return None
+
+
+def opens(mark: re.Match[str]) -> bool:
+    """True if a mark opens thoughts, False if it closes them."""
     return str(mark.lastgroup).startswith("o")
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
@@ -15,6 +15,9 @@ from asyncrl.comm.typed import convert
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.values import to_yaml
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.supervised.settings import SFTConfig
 
 LOCK_FILE = "lock"
 """Locked as long as the run lasts (`asyncrl.runtime.trials.claim`); names the launch that holds, or last held, it."""
@@ -78,7 +81,7 @@ _MENDS = {
     REMARKS_FILE: "delete it",
     RESTARTS_FILE: "delete it: it only says which processes were restarted",
     BOOKS_FILE: "delete it: the next launch writes it again",
-    DATA_RECORD_FILE: "put a copy of it back; or delete it, if the data are as they were: they are recorded again",
+    DATA_RECORD_FILE: "put a copy of it back, or delete it: it is written again if the data are as they were",
 }
 
 
@@ -137,13 +140,19 @@ def versions_in(root: Path) -> list[int]:
     return sorted(int(name) for name in found if name.isdecimal())
 
 
-def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:
+def write_run_config(config: ExperimentConfig | SFTConfig, run_dir: Path) -> None:
     """Write the resolved config, secrets included, where `read_run_config` finds it and no other user can read it."""
     file = run_dir / CONFIG_FILE
     file.touch(0o600)
     file.chmod(0o600)
+    file.write_text(to_yaml(plain_settings(config)), encoding="utf-8")
+
+
+def plain_settings(config: ExperimentConfig | SFTConfig) -> dict[str, Any]:
+    """Return all settings as nested mappings of plain data."""
     whole = asdict(config)  # msgspec leaves out the defaults of what was made by `convert`
-    file.write_text(to_yaml(msgspec.to_builtins(whole)), encoding="utf-8")
+    plain: dict[str, Any] = msgspec.to_builtins(whole)
+    return plain
 
 
 def read_run_config(run_dir: Path) -> ExperimentConfig:

@@ -31,6 +31,7 @@ from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.inference.sglang.server_checks import check_head, check_kept_requests, check_pictures
 from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.remarks import remark
@@ -74,7 +75,7 @@ class Guest:
             except NameEntryNotFound:
                 pass  # the ranks load their models
             self._resolver.withdraw(self._loading)
-            observer.stage("waits for its turn on the device")
+            observer.stage("waits for the trainer to free the device's memory", Activity.blocked)
             while True:
                 waiting()
                 with contextlib.suppress(NameResolveTimeout):
@@ -93,12 +94,13 @@ class Guest:
         while True:
             with contextlib.suppress(NameResolveTimeout):
                 last = await asyncio.to_thread(self._resolver.watch, self._memory, WATCH_S, last)
-                observer.stage(observer.RESTS if last == released else observer.SERVES)
+                observer.stage(observer.RESTS if last == released else observer.SERVES, Activity.serves)
 
 
 class GenerationServer(AsyncWorker):
     """The process around one engine."""
 
+    always_reports = True  # the GserverManager waits for its weight updates
     _scratch: ClassVar[str] = "sglang"
     _guest: Guest | None = None
 
@@ -171,7 +173,7 @@ class GenerationServer(AsyncWorker):
 
     async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
         """Observe the engine until it is gone; return the reason."""
-        observer.stage(observer.SERVES)
+        observer.stage(observer.SERVES, Activity.serves)
         async with connect(served.url, self.http_security) as client:
             following = [asyncio.create_task(self._figures.follow(client))]
             if self._guest is not None:

@@ -30,6 +30,7 @@ from asyncrl.config.run_dir import METRICS_FILE, SAMPLES_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.values import plain
 from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.refusal import ERROR
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.history import History
 from asyncrl.observe.history.tail import JsonlTail
@@ -242,7 +243,7 @@ class Run(Iterator[Row]):
             return
         lines = self.output.splitlines()
         if code == EXIT_CONFIG:
-            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+            errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
             raise ConfigError("\n".join(errors or lines[-_LAST_LINES:]))
         end = "\n".join(lines[-_LAST_LINES:])
         raise RunFailed(f"the run in {self.folder} ended with exit code {code}:\n{end}", code)

@@ -101,7 +101,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
         if config.resume == Resume.auto:
-            check_same_data(config)
+            notes += [f"WARNING: {note}" for note in check_same_data(config)]
             check_same_roles(config)
             notes += [f"WARNING: {note}" for note in missing_history(config)]
         launcher.prepare()

@@ -94,7 +94,7 @@ class GserverManager(AsyncWorker):
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
         tolerance = logprob_check_tolerance(config)
-        self._logprob_check = LogprobCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
+        self._logprob_check = LogprobCheck(tolerance, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
         self._workers = RolloutWorkers(self.resolver, self._service, config.rollout.workers, self.log)
 
@@ -274,10 +274,14 @@ class GserverManager(AsyncWorker):
         """Follow the registered generation servers, and RolloutWorkers."""
         registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
         others = await asyncio.to_thread(self.resolver.follow, names.POLICY_SERVERS)
+        kinds = (names.GENERATION_SERVER, names.POLICY_SERVER)
+        own, of_others = [await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{kind}") for kind in kinds]
         await self._workers.follow()
         while True:
             self._fleet_runner.registered(_servers(registered))
             self._policies.registered(_servers(others))
+            self._fleet_runner.reported({names.index_of(key): value for key, value in own.entries().items()})
+            self._policies.reported({names.index_of(key): value for key, value in of_others.entries().items()})
             await self._workers.look()
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 

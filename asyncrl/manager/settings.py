@@ -180,7 +180,11 @@ class ManagerConfig:
         maximum=1.0,
     )
     update_timeout_s: float = setting(
-        60.0, "time limit of a weight update; a server that takes longer is quarantined", unit="s", minimum=0.1
+        60.0,
+        "longest time in which a server whose weights are updated neither computes nor reads; then it is quarantined. "
+        "A server of generation.sglang.urls shows no such signs: there it limits the whole update",
+        unit="s",
+        minimum=0.1,
     )
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
     rollout_lease_s: float = setting(

@@ -11,6 +11,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
@@ -34,6 +35,7 @@ from asyncrl.master.recovery.checkpoints import Checkpoints
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.recovery.run_state import RunState
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.parallel.placement import Placement, worker_grid
@@ -133,7 +135,9 @@ def assemble(
     ahead = AheadScorer(calls, buffer, ranks, actors[ACTOR], heads=len(heads))
     reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s, lease_s=lease_s)
     order = ConfiguredOrder(config.buffer.order)
-    run = RunState(config, buffer, order, reported, metrics_log, win_rates)
+    record = run_dir / DATA_RECORD_FILE
+    data_record = DataRecord.read(record).checksum if record.is_file() else None
+    run = RunState(config, buffer, order, reported, metrics_log, win_rates, data_record)
     return Parts(
         config=config,
         run_dir=run_dir,

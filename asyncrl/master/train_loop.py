@@ -32,6 +32,7 @@ from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.run_end import RunEnd
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel
@@ -122,7 +123,7 @@ class TrainLoop:
         if self.parts.stop.is_set():
             raise StopRequested
         began, step = perf_counter(), self.parts.run.version + 1
-        with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", step=step):
+        with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", Activity.waits, step=step):
             batch = await self.parts.batches.next(self.parts.run.version)
         await self.parts.checkpoints.look()
         return batch, perf_counter() - began

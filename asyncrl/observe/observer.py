@@ -1,8 +1,8 @@
 """A process's record of itself: a line every two seconds in `observed/<kind>-<index>.jsonl` of the run's folder.
 
-A line has the current activity (`stage`, for people), resources used (CPU time, memory), delays, and the process's own
-figures (`gauges`). Counters that end in `_s` or `_total` only grow, so a reader can take differences over any time and
-may miss lines. A line with `span` is a piece of work with its begin and end.
+A line has what the process does (`stage`, for people, and its `activity`), resources used (CPU time, memory), delays,
+and the process's own figures (`gauges`). Counters that end in `_s` or `_total` only grow, so a reader can take
+differences over any time and may miss lines. A line with `span` is a piece of work with its begin and end.
 
 The file stays when the process dies. A full file is followed by a new one and the previous one is kept, so a process
 has at most `2 * FILE_BYTES`. A full disk loses lines, but never stops the process.
@@ -21,6 +21,7 @@ import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ EVERY_S = 2.0
 TICK_S = 0.25
 """Time between two checks of how late this process is."""
 FILE_BYTES = 2 << 20
+START = "start"
+"""Name of the launcher's span from the begin of a launch until all processes were started; it has the launcher's
+`pid`."""
 SERVES = "serves"
 """Stage of a server that takes requests."""
 RESTS = "rests while the trainer uses the device"
@@ -38,6 +42,19 @@ _REASON_CHARACTERS = 4000
 _log = logging.getLogger(__name__)
 
 Gauges = Callable[[], Mapping[str, float]]
+
+
+class Activity(StrEnum):
+    """Kind of a process's stage."""
+
+    works = auto()
+    """It does a piece of work that others may wait for: loads, computes."""
+    serves = auto()
+    """It does what it is there for, until the end of the run: it takes calls or requests, or plays."""
+    waits = auto()
+    """It waits for the results of processes that are at work."""
+    blocked = auto()
+    """It waits for another process to start, or for memory of a device that another process holds."""
 
 
 class _LineFile:
@@ -111,7 +128,7 @@ class Observer:
 
     def __init__(self, file: Path, *, every_s: float = EVERY_S, file_bytes: int = FILE_BYTES) -> None:
         self._lines, self._every_s = _LineFile(file, file_bytes), every_s
-        self._stage, self._since = "starting", time.time()
+        self._stage, self._activity, self._since = "starting", Activity.works, time.time()
         self._gauges: list[Gauges] = []
         self._failed: dict[str, str] = {}
         self._shortage: dict[str, Any] = {}
@@ -139,10 +156,10 @@ class Observer:
         """Write in all further lines that the process lacked memory: what happened, and the settings to lower."""
         self._shortage = {"shortage": {"at": round(time.time(), 3), "what": what, "advice": advice}}
 
-    def stage(self, text: str) -> None:
-        """Set the activity of the process from now on, for the next lines."""
+    def stage(self, text: str, activity: Activity = Activity.works) -> None:
+        """Set what the process does from now on, for the next lines."""
         if text != self._stage:
-            self._stage, self._since = text, time.time()
+            self._stage, self._activity, self._since = text, activity, time.time()
 
     def gauges(self, read: Gauges) -> None:
         """Add the figures that `read` returns to each line; the observer's thread calls it."""
@@ -162,6 +179,7 @@ class Observer:
             "at": round(time.time(), 3),
             "pid": os.getpid(),
             "stage": self._stage,
+            "activity": self._activity.value,
             "since": round(self._since, 3),
             **_resources(),
             "late_s": round(self._late_s, 3),
@@ -255,10 +273,10 @@ def close() -> None:
         _observer = None
 
 
-def stage(text: str) -> None:
+def stage(text: str, activity: Activity = Activity.works) -> None:
     """See `Observer.stage`."""
     if _observer is not None:
-        _observer.stage(text)
+        _observer.stage(text, activity)
 
 
 def gauges(read: Gauges) -> None:
@@ -280,10 +298,10 @@ def span(name: str, begin: float, end: float, **about: Any) -> None:
 
 
 @contextmanager
-def doing(text: str, name: str = "", **about: Any) -> Iterator[None]:
-    """Set the activity to `text` within this block; with a `name`, also write the span."""
+def doing(text: str, name: str = "", activity: Activity = Activity.works, **about: Any) -> Iterator[None]:
+    """Set the stage to `text` within this block; with a `name`, also write the span."""
     began = time.time()
-    stage(text)
+    stage(text, activity)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import ANSWERS_DIR
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.generation_servers import capabilities_of
@@ -123,7 +124,7 @@ class RolloutWorker(AsyncWorker):
                 trained=config.trained_policies,
             )
             self.ready()
-            observer.stage("plays")
+            observer.stage("plays", Activity.serves)
             observer.gauges(loop.slots.figures)
             observer.gauges(client.figures)
             await self._until_stopped(loop, pusher)

@@ -25,6 +25,7 @@ Life of a run
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 
@@ -138,12 +139,15 @@ class Launcher:
     async def _run_processes(self) -> int | None:
         """Run all processes to the end. Return the exit code; None if the whole run must restart."""
         self._processes.clear()
+        began = time.time()
         if self._claim_lost:
             return EXIT_FAILED
         for plan in plan_workers(self.config, run=self._run_of):
             await self._processes.start(plan)
         if self._interrupts:  # the request came before the leading process started
             self._processes.terminate_leader()
+        observer.span(observer.START, began, time.time(), pid=os.getpid())
+        observer.stage("watches the run", observer.Activity.serves)
         self._display.note(f"started {len(self._processes.running)} processes, logs in {self.run_dir / LOGS_DIR}")
         ended, after = await self._end_of_run()
         if ended is None or (leads(ended) and self._ended_as_asked(ended)):

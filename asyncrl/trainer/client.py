@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
@@ -10,7 +12,10 @@ from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.inference.client import UpdateFailed
-from asyncrl.trainer.messages import SendWeights
+from asyncrl.trainer.messages import AskPulse, SendWeights
+
+ASK_S = 5.0
+"""Time between two questions whether the worker still sends, at most a quarter of the limit."""
 
 
 class PublisherClient:
@@ -20,15 +25,23 @@ class PublisherClient:
         self._resolver, self._security, self._key = resolver, security, names.worker_key(names.MODEL_WORKER, worker)
         self._connected: tuple[str, RequestClient] | None = None
 
-    async def send_weights(self, order: SendWeights) -> None:
-        """Have the worker send the weights that it holds in memory to a server, as `order` specifies.
+    async def send_weights(self, order: SendWeights, sending: Callable[[], None]) -> None:
+        """Have the worker send the weights that it holds in memory to a server, as `order` specifies: piece by piece,
+        each with the limit of the order. `sending` is called whenever the worker answers meanwhile.
 
         Raises:
             UpdateFailed: the transfer failed; the server's weights are then unknown.
         """
         try:
             client = await self._find()
-            await client.call(order, timeout_s=order.timeout_s)
+            call = asyncio.ensure_future(client.call(order, timeout_s=math.inf))
+            try:
+                while not (await asyncio.wait({call}, timeout=min(ASK_S, order.timeout_s / 4)))[0]:
+                    await client.call(AskPulse(), timeout_s=order.timeout_s)
+                    sending()
+                call.result()
+            finally:
+                call.cancel()
         except (NameResolveError, TimeoutError, PeerGone) as error:
             raise UpdateFailed(f"the trainer did not send v{order.version} to {order.url}: {error}") from error
         except RemoteError as error:

@@ -118,7 +118,7 @@ class Discard(Request[Done], frozen=True):
 class SendWeights(Request[Done], frozen=True):
     """Bring the paused server with index `server` at `url` to `version`, which is held in memory.
 
-    `keep_cache`: the server keeps its KV cache. `timeout_s`: limit of one HTTP call to it. Made by the GserverManager.
+    `keep_cache`: the server keeps its KV cache. `timeout_s`: limit of one piece. Made by the GserverManager.
     """
 
     server: int

@@ -29,6 +29,7 @@ from asyncrl.config.run_dir import PROFILE_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.host_copies import copy_rate
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import choose_device, device_line
@@ -97,7 +98,7 @@ class ModelWorker(Worker):
         graph = load_graph(config)
         placed = placement(config, graph)
         if placed.workers > 1:
-            observer.stage("waits for the other ranks")
+            observer.stage("waits for the other ranks", Activity.blocked)
             self._meet(placed.workers)
         if device.type == "cuda":
             observer.gauges(partial(gpu_memory, device))
@@ -169,7 +170,7 @@ class ModelWorker(Worker):
     def run(self) -> None:
         """Serve the master until a stop is requested."""
         self.ready()
-        observer.stage(WAITING)
+        observer.stage(WAITING, Activity.serves)
         while not self.stop_requested.is_set():
             self._server.serve_one(_SERVE_S)
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from asyncrl.config.memory_advice import OUT_OF_MEMORY, TO_NEED_LESS
+from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from gpu_rows import machine
 from gpu_rows.bench import Bench, Figure, said, tried
@@ -111,10 +111,10 @@ def failures(bench: Bench) -> Iterator[Figure]:
 
 @dataclass(frozen=True)
 class _Shortage:
-    """A run of the small model that runs out of memory; `says` is the begin of a line that it shows."""
+    """A run of the small model in which `process` runs out of memory; "": the launch remarks that /dev/shm is full."""
 
     name: str
-    says: str
+    process: str
     ends: int = EXIT_OK
     settings: Mapping[str, Any] = field(default_factory=dict)
     module: str = ""
@@ -134,13 +134,13 @@ def _shortages(bench: Bench) -> Iterator[_Shortage]:
     root = bench.folder / "small"
     (root / "losses.py").write_text(LOSS)
     loss = {"algorithm.policy_loss.name": f"{root / 'losses.py'}:large"}
-    yield _Shortage("trainer out of memory", f"{OUT_OF_MEMORY}: model_worker/0 ", EXIT_FAILED, loss)
+    yield _Shortage("trainer out of memory", "model_worker/0", EXIT_FAILED, loss)
     (root / "server").mkdir()
     (root / "server" / "sitecustomize.py").write_text(LARGE_SERVER)
-    yield _Shortage("server out of memory", "WARNING: generation_server/0 starts its engine again: ", module="server")
+    yield _Shortage("server out of memory", "generation_server/0", module="server")
     if not subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         mounted = ("unshare", "--mount", sys.executable, "-c", IN_SMALL_MEMORY, SMALL_MEMORY)
-        yield _Shortage("/dev/shm full", "WARNING: in-memory checkpoints are now off: ", before=mounted)
+        yield _Shortage("/dev/shm full", "", before=mounted)
 
 
 def _begin(bench: Bench, shortage: _Shortage, ending: contextlib.ExitStack) -> subprocess.Popen[bytes]:
@@ -177,10 +177,11 @@ def _ended(
     lines = (root / "output").read_text(errors="replace").splitlines()
     if code != shortage.ends:
         raise RuntimeError(f"the run ended with {code}: {' | '.join(lines[-4:])}")
-    place = next((place for place, line in enumerate(lines) if shortage.says in line), None)
-    if place is None:
-        raise RuntimeError(f"the run did not say {shortage.says!r}: {' | '.join(lines[-4:])}")
-    told = [lines[place].strip(), *(line.strip() for line in lines[place + 1 : place + 2] if TO_NEED_LESS in line)]
+    history = History(root / "gpu" / "run")
+    short = history.processes[shortage.process].last.get("shortage") if shortage.process else None
+    told = history.remarks if short is None else [short["what"], short["advice"]]
+    if not told or (shortage.process and short is None):
+        raise RuntimeError(f"the run did not say what it lacked: {' | '.join(lines[-4:])}")
     yield Figure(shortage.name, "said", " ".join(told))
     if shortage.ends == EXIT_OK:
         yield Figure(shortage.name, "went on, steps", float(len(_rows(root / "gpu" / "run"))))

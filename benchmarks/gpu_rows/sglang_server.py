@@ -281,7 +281,7 @@ class SentFromHere(PublisherClient):
     def __init__(self, end: TrainerEnd) -> None:
         self._end = end
 
-    async def send_weights(self, order: SendWeights) -> None:
+    async def send_weights(self, order: SendWeights, sending: Callable[[], None]) -> None:
         await self._end.send(order)
 
 
@@ -309,7 +309,7 @@ def _updates(
     versions = Versions(config, folder, rank.world, rank, None, bench.device)
     end = versions.to_servers
     tolerance = logprob_check_tolerance(config)
-    check = LogprobCheck(tolerance, LIMIT_S, logging.getLogger("sglang"))
+    check = LogprobCheck(tolerance, logging.getLogger("sglang"))
     updater = ServerUpdater(
         server.http,
         transport.manager_end(SentFromHere(end)),

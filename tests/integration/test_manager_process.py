@@ -254,6 +254,33 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(
     await run.close()
 
 
+async def test_a_server_that_loads_slowly_keeps_its_place_while_its_process_works(
+    tmp_path: Path, start_fake_server: Any
+) -> None:
+    run = Run(tmp_path, config_of(update_timeout_s=1.0))
+    await run.client()
+    slow, silent = await start_fake_server(), await start_fake_server()
+    for index, server in enumerate((slow, silent)):
+        server.update = "hang"
+        run.register(index, server)
+    await run.until(serving(0, 0, 1))
+    run.publish(1)
+
+    def work(progress: int) -> None:
+        status = names.WorkerStatus("ready", 1, progress=progress).encode()
+        run.resolver.add(names.status_key("generation_server", 0), status, lease_s=LIMIT_S, replace=True)
+
+    progress = itertools.count()
+    async with asyncio.timeout(LIMIT_S):
+        while run.servers()[1].failures < 2:
+            await asyncio.to_thread(work, next(progress))
+            await asyncio.sleep(0.1)
+    assert (run.servers()[0].state, run.servers()[0].failures) == ("updating", 0)
+    assert "no sign of life for 1 s (manager.update_timeout_s) in its update to v1" in run.servers()[1].reason
+    await run.until(lambda servers: servers[0].failures > 0)  # it is silent now
+    await run.close()
+
+
 async def test_a_restarted_server_gets_the_newest_weights_before_requests(run: Run, start_fake_server: Any) -> None:
     first, second = await start_fake_server(), await start_fake_server()
     run.register(0, first)

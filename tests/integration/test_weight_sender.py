@@ -22,7 +22,7 @@ from asyncrl.models.weights.transports import tensor
 from asyncrl.models.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
 from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.trainer.client import PublisherClient
-from asyncrl.trainer.messages import SendWeights
+from asyncrl.trainer.messages import AskPulse, RankPulse, SendWeights
 
 from ..late_stream import LateStream
 
@@ -154,7 +154,10 @@ class Trainer:
         self.server = server
         self.calls: list[SendWeights] = []
         self.refuse = False
-        self.requests = RequestServer("127.0.0.1", None, immediate={SendWeights: self.send})
+        self.asked = 0
+        self.done_after = 0
+        """Number of questions for signs of life before it has sent."""
+        self.requests = RequestServer("127.0.0.1", None, immediate={SendWeights: self.send, AskPulse: self.pulse})
         self.resolver = make_resolver("file", str(folder))
         address = names.WorkerAddress(self.requests.endpoint, 1).encode()
         self.resolver.add(names.worker_key("model_worker", 0), address)
@@ -164,8 +167,14 @@ class Trainer:
         if self.refuse:
             raise NotHeld("v1 is not held in memory (held: [2])")
         assert self.server.paused
+        while self.asked < self.done_after:  # noqa: ASYNC110 - it stands for work
+            await asyncio.sleep(0.01)
         self.server.version = str(request.version)
         return Done()
+
+    async def pulse(self, request: AskPulse) -> RankPulse:
+        self.asked += 1
+        return RankPulse(in_step=True)
 
     def close(self) -> None:
         self.requests.close()
@@ -196,6 +205,21 @@ async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_se
     trainer.close()
 
 
+async def test_a_trainer_that_sends_for_longer_than_the_limit_shows_signs_of_life(
+    start_fake_server: Any, tmp_path: Path
+) -> None:
+    server = await start_fake_server()
+    trainer = Trainer(server, tmp_path)
+    publisher, http = PublisherClient(trainer.resolver, None, 0), JsonHttp(None)
+    order, signs = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="in_place"), list[int]()
+    trainer.done_after = 6  # asked at most every quarter of the limit
+    await ServerUpdater(http, AskPublisher(publisher), timeout_s=1.0).update(order, sending=lambda: signs.append(1))
+    assert (server.version, len(signs)) == ("1", 6)
+    publisher.close()
+    await http.close()
+    trainer.close()
+
+
 async def test_a_server_that_was_sent_to_but_names_another_version_has_failed(
     start_fake_server: Any, tmp_path: Path
 ) -> None:
@@ -206,7 +230,7 @@ async def test_a_server_that_was_sent_to_but_names_another_version_has_failed(
     client = GenerationServerClient(http, server.url)
     await client.pause("abort")
     with pytest.raises(UpdateFailed, match="sent version 1 but names 0"):
-        await AskPublisher(publisher).bring(client, SendWeights(0, server.url, 1, False, LIMIT_S), "")
+        await AskPublisher(publisher).bring(client, SendWeights(0, server.url, 1, False, LIMIT_S), "", lambda: None)
     publisher.close()
     await http.close()
     trainer.close()

@@ -7,6 +7,7 @@ token.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
@@ -93,7 +94,8 @@ class JsonHttp:
     async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: Any = None) -> Any:
         """Send `body` as JSON (None: no body) and return the reply, which must be of the type `reply`.
 
-        Without a type the reply is returned parsed if it is JSON, and None otherwise.
+        Without a type the reply is returned parsed if it is JSON, and None otherwise. With `timeout_s=math.inf` the
+        connection has no limit either: the caller knows when to end the call.
 
         Raises:
             HttpUnreachable: no connection, or it broke before the whole reply had arrived.
@@ -102,7 +104,9 @@ class JsonHttp:
             HttpMalformed: the body is not of the type `reply`.
         """
         data = None if body is None else _encoder.encode(body)
-        limits = aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        limits = aiohttp.ClientTimeout(
+            sock_connect=None if timeout_s == math.inf else min(CONNECT_TIMEOUT_S, timeout_s)
+        )
         tls, headers = self._proofs(url)
         try:
             # Not `ClientTimeout.total`: if the task is cancelled when that passes, aiohttp 3.14 loses the cancellation.

@@ -106,6 +106,11 @@ class NameResolver(ABC):
         self._followed: dict[str, Subtree] = {}
         self._following = threading.Lock()
 
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which the back end has not answered; 0 while it does."""
+        return self._patience.outage_s
+
     def add(self, name: str, value: str, *, lease_s: float | None = None, replace: bool = False) -> None:
         """Publish `value` under `name`.
 

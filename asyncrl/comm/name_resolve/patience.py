@@ -17,6 +17,8 @@ from asyncrl.comm.waits.backoff import Backoff
 
 _log = logging.getLogger(__name__)
 
+RECENT_S = 30.0
+"""Time after which a failure that no call followed says nothing about the present."""
 BACKOFF = Backoff(0.05, 1.0)
 """Delays between a failed call and its retry."""
 
@@ -33,7 +35,16 @@ class Patience:
     def __init__(self, root: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self.limit_s, self._clock = root, limit_s, clock
         self._failing_since: dict[str, float] = {}
+        self._failed_at = 0.0
         self._lock = threading.Lock()
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which calls have failed; 0 while all work."""
+        now = self._clock()
+        with self._lock:
+            since = min(self._failing_since.values(), default=now)
+            return now - since if now - self._failed_at < RECENT_S else 0.0
 
     def worked(self, kind: str) -> None:
         """Record that a call of `kind` worked: its outage is over."""
@@ -50,7 +61,7 @@ class Patience:
         now = self._clock()
         with self._lock:
             begins = not self._failing_since
-            since = self._failing_since.setdefault(kind, now)
+            since, self._failed_at = self._failing_since.setdefault(kind, now), now
         if now - since >= self.limit_s:
             raise NameResolveUnavailable(f"{error} (name resolution has failed for {now - since:.0f} s)") from error
         if begins:

@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 CHUNKED_PREFILL_SIZE = 512
 """Default of `generation.chunked_prefill_size`."""
-COMMAND_TIMEOUT_S = 60.0
-"""Longest time in seconds that a caller waits for a command to be run between two steps."""
 
 
 class GenerationEngine:

@@ -14,6 +14,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.inference.encoder.service import Encode, EncoderService
 from asyncrl.inference.encoder.settings import EncoderConfig
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.process.worker import AsyncWorker
 
@@ -36,7 +37,7 @@ class EncoderServer(AsyncWorker):
             key, lease_s = names.encoder_server_key(self.index), self.config.system.lease_s
             self.resolver.add(key, url, lease_s=lease_s, replace=True)
             self.ready()
-            observer.stage(observer.SERVES)
+            observer.stage(observer.SERVES, Activity.serves)
             observer.gauges(
                 lambda: {
                     "encoded_total": service.encoded,

@@ -18,20 +18,33 @@ from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
 from asyncrl.verify.audit.ledger_files import read_ledger
 
 
-def check_same_data(config: ExperimentConfig) -> None:
-    """Compare the training data with the data at the trial's start, if there is a checkpoint to continue from.
+def check_same_data(config: ExperimentConfig) -> Iterator[str]:
+    """Compare the training data with the data at the trial's start, if there is a checkpoint to continue from. Yield a
+    line if the record of those is gone: `keep_data_record` writes it again.
 
     Raises:
         TrialError: the data differ; the message names the file and the first line that differs.
+        DamagedFile: the record is not the one that the checkpoint was made with.
     """
     file = run_dir_of(config) / DATA_RECORD_FILE
-    if newest_progress(run_dir_of(config)) is None or not file.is_file():
+    if (progress := newest_progress(run_dir_of(config))) is None:
         return
     train_set = load_train_set(config)
     try:
-        difference = DataRecord.read(file).difference(train_set, config.dataset.path)
+        record = DataRecord.read(file)
+        difference = record.difference(train_set, config.dataset.path)
+    except FileNotFoundError:
+        record, difference = DataRecord.of(train_set), None
+        if progress.data_record is None:
+            yield f"{file} is missing: nothing tells whether the training data are those that the trial began with"
+        elif record.checksum == progress.data_record:
+            yield f"{file} was missing, and is written again: the training data are those of the trial's checkpoint"
+        else:
+            difference = f"{config.dataset.path!r} has other rows than those that the trial began with ({file} is gone)"
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFile(file, f"it is damaged: {str(error)[:200]}") from error
+    if difference is None and progress.data_record not in (None, record.checksum):
+        raise DamagedFile(file, f"it is not the one that checkpoint v{progress.version} was made with")
     if difference is not None:
         raise TrialError(
             f"dataset.path={difference}. Which prompts are used is known by row, so its checkpoint cannot be continued "

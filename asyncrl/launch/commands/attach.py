@@ -8,7 +8,6 @@ the launcher, which it finds as the trial's holder. The run continues if this co
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import os
 import select
@@ -22,8 +21,10 @@ from pathlib import Path
 from asyncrl.comm.files.file_lock import is_held
 from asyncrl.comm.files.private_files import make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, run_dir_of
+from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, OBSERVED_DIR, run_dir_of
 from asyncrl.launch.refusal import refuse
+from asyncrl.observe.history.appended import Appended
+from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.supervisor import identity_of
@@ -32,8 +33,6 @@ from asyncrl.runtime.trials.resume import TrialError, changed_settings
 
 START_LIMIT_S = 600.0
 """Longest time, in s, to watch a run that starts in the background until its processes have started."""
-STARTED = "started "
-"""First word of the line with which the launcher reports that."""
 _LAST_LINES = 40
 _LOOK_S = 0.2
 
@@ -81,7 +80,7 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
             stderr=output,
             start_new_session=True,
         )
-    shown = _Log(log)
+    output, observed = Appended(log), ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0")
     waited_s = 0.0
     while waited_s < START_LIMIT_S:
         try:
@@ -89,8 +88,9 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
         except subprocess.TimeoutExpired:
             waited_s += _LOOK_S
         finally:
-            lines = shown.show()
-        if any(line.startswith(STARTED) for line in lines):
+            started = observed.has_started(launcher.pid)
+            _show(output.read())
+        if started:
             break
     print(
         f"pid {launcher.pid} continues in the background; the same command, or `attach {run_dir}`, shows it, and "
@@ -126,7 +126,9 @@ def attach(run_dir: Path) -> int | None:
             flush=True,
         )
         with _passing_on(launcher, signal.SIGINT):
-            _follow(launcher, _Log(run_dir / LAUNCHER_LOG, last_lines=_LAST_LINES))
+            output = Appended(run_dir / LAUNCHER_LOG)
+            _show(output.read()[-_LAST_LINES:])
+            _follow(launcher, output)
     finally:
         os.close(launcher)
     with contextlib.suppress(OSError, ValueError):
@@ -151,14 +153,19 @@ def attach_again(config: ExperimentConfig) -> int | None:
     return attach(run_dir)
 
 
-def _follow(launcher: int, log: _Log) -> None:
-    """Show the launcher's output until it ends."""
+def _follow(launcher: int, output: Appended) -> None:
+    """Show the lines that the launcher writes, until it ends."""
     end = select.poll()
     end.register(launcher, select.POLLIN)
     with contextlib.suppress(BrokenPipeError):  # `attach RUN | head`
         while not end.poll(1000 * _LOOK_S):
-            log.show()
-        log.show()
+            _show(output.read())
+        _show(output.read())
+
+
+def _show(lines: Sequence[bytes]) -> None:
+    for line in lines:
+        print(line.decode(errors="replace"), flush=True)
 
 
 @contextmanager
@@ -172,27 +179,3 @@ def _passing_on(launcher: int, number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, former)
-
-
-class _Log:
-    """Shows lines appended to a file, after its last existing lines if their number is given."""
-
-    def __init__(self, file: Path, *, last_lines: int | None = None) -> None:
-        self._file = file
-        self._offset = 0
-        self._cut_line = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        if last_lines is not None:
-            data = file.read_bytes()
-            self._offset = len(data) - sum(map(len, data.splitlines(keepends=True)[-last_lines:]))
-
-    def show(self) -> list[str]:
-        """Print what is new in the file; return the lines that are now complete."""
-        with self._file.open("rb") as stream:
-            stream.seek(self._offset)
-            data = stream.read()
-        self._offset += len(data)
-        text = self._decoder.decode(data)
-        print(text, end="", flush=True)
-        *lines, self._cut_line = (self._cut_line + text).split("\n")
-        return lines

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, LEDGER_DIR, METRICS_FILE, SAMPLES_DIR, WEIGHTS_DIR
 from asyncrl.launch.refusal import refuse
 from asyncrl.verify.audit.documents import Documents
 from asyncrl.verify.audit.folders import check_checkpoints, check_weights, role_folders, versions_in
@@ -16,8 +17,6 @@ from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.rows import check_metrics
 from asyncrl.verify.audit.rules import Replay
 
-LEDGER_DIR, METRICS_FILE, SAMPLES_DIR = "ledger", "metrics.jsonl", "samples"
-CHECKPOINTS_DIR, WEIGHTS_DIR = "checkpoints", "weights"
 EXIT_FOUND = 1
 
 

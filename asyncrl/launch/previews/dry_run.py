@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 
 import yaml  # type: ignore[import-untyped]
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import run_dir_of
+from asyncrl.config.secrets import hide
 from asyncrl.rollout.inputs.named import named_inputs
 from asyncrl.runtime.hosts.manifests import manifests
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -21,7 +23,8 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 def dry_run(config: Config, again: Sequence[str] = ()) -> int:
     """Print the processes that a run would start; return the exit code.
 
-    With `system.launcher=kubernetes` that is a YAML file for `kubectl apply -f -`, with the processes as its comment.
+    With `system.launcher=kubernetes` that is a YAML file for `kubectl apply -f -`, with the processes as its comment. A
+    terminal does not show secrets.
 
     Args:
         config: the experiment.
@@ -54,7 +57,11 @@ def dry_run(config: Config, again: Sequence[str] = ()) -> int:
         elif named.module:
             console.print(f"  {named.setting}={named.value}: has to be the same on the hosts of the RolloutWorkers")
     if in_pods:
-        console.print(yaml.safe_dump_all(manifests(config, plans, again), sort_keys=False).rstrip("\n"))
+        objects = manifests(config, plans, again)
+        for secret in (each["stringData"] for each in objects if each["kind"] == "Secret" and sys.stdout.isatty()):
+            console.print("# a terminal does not show the Secret's values: pipe this to kubectl")
+            secret.update({name: hide(text) for name, text in secret.items()})
+        console.print(yaml.safe_dump_all(objects, sort_keys=False).rstrip("\n"))
     return 0
 
 

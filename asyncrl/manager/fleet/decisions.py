@@ -7,13 +7,15 @@ States of a server::
              ┌──── newer target ── SERVING ◀── succeeded ──┐
              ▼   (update_mode=finish)   │ (the others)     │
          DRAINING ── nothing runs ──▶ UPDATING ────────────┘
-                                        │ failed, or later than the time limit
+                                        │ failed, or no sign of life within the limit
                                         ▼
         registered at another version ▶ QUARANTINED ── back-off over: update again, to the newest target
 
 - Only SERVING servers get requests. Their versions may differ; the gate's served version is the least of them.
-- Each server is updated independently. A server that fails, hangs or is late is quarantined, and the others continue.
-  Versions may be skipped.
+- Each server is updated independently. A server that fails or hangs is quarantined, and the others continue. Versions
+  may be skipped.
+- The limit of an update is on silence (`manager.update_timeout_s`): it begins again while the server's process computes
+  or reads, or the trainer sends (`worked`). `LONGEST_UPDATES` limits bound the whole.
 - After a failed update the server's weights are unknown: SGLang may have replaced them and still answer 400. So the
   server gets no request until a complete update has succeeded, whatever version it reports.
 - At most `update_fraction` of all servers are out of service for an update at a time, at least one. The others keep
@@ -79,6 +81,8 @@ DISAGREEMENTS_ALLOWED = 5
 """Number of updates of a server in a row after which its log-probabilities may differ from the trainer's. Then the run
 ends.
 """
+LONGEST_UPDATES = 15
+"""Limits of silence after which an update has failed all the same: an endless loop works too."""
 HEALTH_FAILURES_ALLOWED = 1
 """Failed health checks in a row that leave a server in service: a busy one may answer late."""
 _UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
@@ -110,7 +114,7 @@ class FleetDecisions:
 
     Args:
         mode: what an update does to running requests.
-        update_timeout_s: an update that takes longer has failed.
+        update_timeout_s: an update without a sign of life for so long has failed.
         update_fraction: share of the servers that may be out of service for an update at a time; above 0, at most 1.
         targets: weights that the servers are to have; None: from a folder that all hosts share.
         guests: servers that take turns with the trainer; None in a run without guests.
@@ -184,8 +188,16 @@ class FleetDecisions:
         if life is None:
             return False
         if life.state in _UNDER_WAY:
-            self._cancelled.append(CancelUpdate(index, life.attempt))
+            self._cancelled.append(CancelUpdate(index, life.attempt, "the server is gone"))
         return True
+
+    def worked(self, index: int, now: float) -> None:
+        """Record a sign of life of the server, or of the trainer that sends to it: the limit of its update begins
+        again.
+        """
+        life = self._servers.get(index)
+        if life is not None and life.state in _UNDER_WAY:
+            life.due = min(now + self._timeout_s, life.began + LONGEST_UPDATES * self._timeout_s)
 
     def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
         """Return the orders that are due now.
@@ -199,9 +211,8 @@ class FleetDecisions:
         for life in self.servers:
             match life.state:
                 case ServerState.UPDATING | ServerState.RELEASING if now >= life.due:
-                    what = "update" if life.state is ServerState.UPDATING else "release of its memory"
-                    orders.append(CancelUpdate(life.index, life.attempt))
-                    self._quarantine(life, f"{what} took longer than {self._timeout_s:g} s", now)
+                    self._quarantine(life, self._silence(life, now), now)
+                    orders.append(CancelUpdate(life.index, life.attempt, life.reason))
                 case _ if self.guests.must_rest(life.index):
                     orders += self._rest(life, now)
                 case ServerState.RESTING if self.guests.may_wake:
@@ -393,7 +404,7 @@ class FleetDecisions:
         life.had = None if quarantined else life.version
         life.version = None
         life.goal = target
-        life.due = now + self._timeout_s
+        life.began, life.due = now, now + self._timeout_s
         frozen = quarantined and self._mode == UpdateMode.in_place
         return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had, life.released, rested)
 
@@ -404,9 +415,19 @@ class FleetDecisions:
         if life.state is ServerState.QUARANTINED and now < life.due:
             return
         self._begin_attempt(life, ServerState.RELEASING)
-        life.version, life.due = None, now + self._timeout_s
+        life.version, life.began, life.due = None, now, now + self._timeout_s
         life.released = frozenset(MemoryTag)  # from here on any part of it may be released
         yield Rest(life.index, life.url, life.attempt)
+
+    def _silence(self, life: ServerLife, now: float) -> str:
+        """Say why the limit of the server's update, or release, is over."""
+        what = "release of its memory" if life.goal is None else f"update to v{life.goal.version}"
+        if (took_s := now - life.began) >= LONGEST_UPDATES * self._timeout_s:
+            return f"its {what} took {took_s:.0f} s ({LONGEST_UPDATES} times manager.update_timeout_s)"
+        return (
+            f"no sign of life for {self._timeout_s:g} s (manager.update_timeout_s) in its {what}, which began "
+            f"{took_s:.0f} s ago"
+        )
 
     def _check(self, life: ServerLife) -> CheckHealth:
         life.checking = True

@@ -73,6 +73,7 @@ class FleetRunner:
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._statuses: dict[int, str] = {}
         self._health = HealthChecks(
             decisions,
             http,
@@ -100,6 +101,13 @@ class FleetRunner:
                 changed = True
         if changed:
             self._update_routes()
+
+    def reported(self, statuses: Mapping[int, str]) -> None:
+        """Set the statuses of servers' processes that name resolution has now: one that changes is a sign of life."""
+        for index, status in statuses.items():
+            if self._statuses.get(index) != status:
+                self._decisions.worked(index, self._clock())
+        self._statuses = dict(statuses)
 
     def publish(self, target: Target) -> None:
         """Set the newest weights, which were checked."""
@@ -168,7 +176,8 @@ class FleetRunner:
             if order.released:
                 self.residence.entered(order.server)
                 await self.residence.record(order.server, names.GuestMemory(order.url, released=False))
-            await self._updater.update(order, partial(self._decisions.resumed, order.server, order.attempt))
+            resumed = partial(self._decisions.resumed, order.server, order.attempt)
+            await self._updater.update(order, resumed, lambda: self._decisions.worked(order.server, self._clock()))
             if order.released:
                 await self.residence.record(order.server, None)
         except DamagedVersion as error:
@@ -237,7 +246,7 @@ class FleetRunner:
     def _cancel(self, order: CancelUpdate) -> None:
         if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
-            self._log.warning("generation server %d: an update was cancelled", order.server)
+            self._log.warning("generation server %d: an update was cancelled: %s", order.server, order.reason)
 
     def _update_routes(self) -> None:
         """Update the router and the gate, and notify all tasks that wait for a server's state."""

@@ -72,7 +72,7 @@ class PolicyFleets:
             mode, share = (updates.update_mode, updates.update_fraction) if policy.trained else (UpdateMode.finish, 1.0)
             decisions = FleetDecisions(mode, updates.update_timeout_s, share)
             own_log = _PolicyLog(log, {"policy": policy.name})
-            checks = [LogprobCheck(tolerance, updates.update_timeout_s, log)] if tolerance else []
+            checks = [LogprobCheck(tolerance, log)] if tolerance else []
             self._decisions[policy.name] = decisions
             self._runners[policy.name] = FleetRunner(
                 decisions,
@@ -109,6 +109,11 @@ class PolicyFleets:
         """Set the servers that name resolution has now: index to (URL, version at registration)."""
         for name, runner in self._runners.items():
             runner.registered({index: servers[index] for index in self._servers_of(name) if index in servers})
+
+    def reported(self, statuses: Mapping[int, str]) -> None:
+        """See `FleetRunner.reported`."""
+        for runner in self._runners.values():
+            runner.reported(statuses)
 
     def check(self, target: Target) -> None:
         """Check that all further trained policies have the version of `target`, which belongs to the run's own policy.

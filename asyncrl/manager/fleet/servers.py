@@ -32,6 +32,7 @@ class ServerLife:
         failures: number of failed updates and checks since it last served.
         disagreements: number of updates since it last served after which its log-probabilities differed from the
             trainer's.
+        began: time in seconds at which its update or release began.
         due: time in seconds at which its state has to change.
         reason: cause of its state, for people.
         goal: weights of the running update.
@@ -49,6 +50,7 @@ class ServerLife:
     failures: int = 0
     disagreements: int = 0
     health_failures: int = 0
+    began: float = 0.0
     due: float = 0.0
     reason: str = ""
     goal: Target | None = None
@@ -93,10 +95,11 @@ class BeginUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CancelUpdate:
-    """Order: cancel this attempt; its outcome no longer matters."""
+    """Order: cancel this attempt, for a reason; its outcome no longer matters."""
 
     server: int
     attempt: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ while there are signs. For a wait for rollouts these are, by counters of buffer 
 
 - a rollout arrived, or a filter rejected one;
 - the servers serve another version;
-- a server loads weights, which `manager.update_timeout_s` limits;
+- a server loads weights, whose own silence `manager.update_timeout_s` limits;
 - a rollout is under way on a living worker: it decodes, or its agent, tools or rewards run within limits of their own.
   This is no sign if all servers are in quarantine, or if as many rollouts as may be ahead were lost since one arrived:
   then rollouts only fail.

@@ -35,6 +35,7 @@ from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.peers.lending import Lending
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.waiting import or_stop
 
 HOLD_S = 10.0
@@ -148,7 +149,7 @@ class DeviceTurns:
         if not self.guests or self.training:
             return 0.0
         self._announce(training=True)
-        with observer.doing("waits for guests to leave the devices", "switch", step=version + 1):
+        with observer.doing("waits for guests to leave the devices", "switch", Activity.blocked, step=version + 1):
             hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "guests to give their memory back"
             asked = partial(self._manager.wait_resting, self._turn.number, hold_s)
             while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:

@@ -25,6 +25,7 @@ class RunState:
     """The state that a checkpoint holds. All of it is of one version: `trained` moves it by one step.
 
     Args:
+        data_record: checksum of the record of the training data; None if the trial has none.
         metrics_log: its part is read when it is opened.
 
     Attributes:
@@ -42,12 +43,13 @@ class RunState:
         reported: ReportState,
         metrics_log: MetricsLog,
         win_rates: WinRates,
+        data_record: str | None = None,
     ) -> None:
         self.version = self.recorded = 0
         self.used_up = False
         self.buffer = buffer
         self._config, self._order, self._reported = config, order, reported
-        self._metrics_log, self._win_rates = metrics_log, win_rates
+        self._metrics_log, self._win_rates, self._data_record = metrics_log, win_rates, data_record
 
     def trained(self, batch: TrainBatch) -> None:
         """Count the complete step of `batch`: its prompts are used, and its rollouts are to be reported."""
@@ -66,6 +68,7 @@ class RunState:
             "curriculum": self._reported.curriculum.state(),
             "buffer_order": self._order.state(),
             "win_rates": self._win_rates.state(),
+            "data_record": self._data_record,
         }
 
     def checkpoint(self) -> dict[str, Any]:

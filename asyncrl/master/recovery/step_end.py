@@ -31,6 +31,7 @@ from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.memory_checkpointer import StepState
 from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.waiting import or_stop
 
 
@@ -101,7 +102,9 @@ class StepEnd:
 
     async def announce(self, step: CompleteStep) -> None:
         """4. Announce the version. The evaluation that it may wait for has its own limit."""
-        with observer.doing(f"waits to announce version {step.version}", "wait_eval", step=step.version):
+        with observer.doing(
+            f"waits to announce version {step.version}", "wait_eval", Activity.waits, step=step.version
+        ):
             await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
         step.lap("wait_eval")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.observe.history import History, Process
-from asyncrl.observe.observer import SERVES
+from asyncrl.observe.observer import Activity
 
 SERVER, POLICY_SERVER = "generation_server", "policy_server"
 """Kinds of processes that generate: for the run's own policy, and for those in `policies`."""
@@ -24,6 +24,8 @@ class ServerLoad:
 
     name: str
     stage: str
+    serves: bool
+    """True if it served at some time."""
     running: float | None
     queued: float | None
     max_running: float | None
@@ -108,7 +110,8 @@ def _load(process: Process, history: History, policy: str, begin: float, end: fl
     lines = process.between(begin, end)
     return ServerLoad(
         name=process.name,
-        stage=SERVES if any(line["stage"] == SERVES for line in lines) else lines[-1]["stage"],
+        stage=lines[-1]["stage"],
+        serves=any(line.get("activity", Activity.serves) == Activity.serves for line in lines),
         running=mean("running"),
         queued=mean("queued"),
         max_running=process.greatest("max_running", begin, end),

@@ -13,7 +13,6 @@ from asyncrl.observe.doctor.finding import Finding
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured
 from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
 from asyncrl.observe.doctor.server_load import Fleet, ServerLoad
-from asyncrl.observe.observer import RESTS, SERVES
 
 LATE_S = 0.3
 BUSY_ENGINE = 0.5
@@ -29,7 +28,7 @@ def slow_server(m: Measured) -> Finding | None:
 
 
 def _absent(m: Measured, fleet: Fleet) -> Finding | None:
-    absent = [server for server in fleet.servers if server.stage not in (SERVES, RESTS)]
+    absent = [server for server in fleet.servers if not server.serves]
     servers = len(fleet.servers)
     if not absent or len(absent) == servers:
         return None

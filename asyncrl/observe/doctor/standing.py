@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from asyncrl.config.memory_advice import OUT_OF_MEMORY
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.sentences import percent
 from asyncrl.observe.doctor.server_load import policy_of_server
 from asyncrl.observe.history import History, Process, State
 from asyncrl.observe.history.ledger_history import Rollout
-from asyncrl.observe.observer import RESTS, SERVES
+from asyncrl.observe.observer import Activity
 
-AT_WORK = frozenset({"ready", SERVES, RESTS, "plays", "waits for the master"})
 SILENT_S = 10.0
 """A living process writes every two seconds."""
 LONG_S = 60.0
@@ -74,12 +72,12 @@ def without_processors(history: History) -> Iterator[Finding]:
 
 
 def progress(history: History) -> list[tuple[str, str, float]]:
-    """Return the processes that are not at work yet: name, activity, and its duration in seconds."""
+    """Return the processes that do not just serve: name, stage, and its duration in seconds."""
     now = history.now
     return [
         (process.name, process.last["stage"], max(0.0, now - process.last["since"]))
         for process in _workers(history)
-        if process.last["stage"] not in AT_WORK and not process.last.get("ended")
+        if process.activity is not Activity.serves and not process.last.get("ended")
     ]
 
 
@@ -191,7 +189,7 @@ def _doing(history: History) -> str:
 
 def _starting(history: History) -> Finding:
     doing = _doing(history)
-    waiting = [name for name, stage, _ in progress(history) if not stage.startswith("waits")]
+    waiting = [p.name for p in _workers(history) if p.activity is Activity.works and not p.last.get("ended")]
     silent = [*_silent(history), *_never_heard_of(history)]
     waiting += [name for name in silent if name not in waiting]
     before = f"the run continues after step {max(history.steps)}: " if history.steps else ""
@@ -276,7 +274,7 @@ def _out_of_memory(history: History) -> Finding | None:
         short = process.last.get("shortage")
         if short is None or failed_at is None or abs(failed_at - short["at"]) > SHORT_BEFORE_S:
             continue
-        what, advice = short["what"].removeprefix(f"{OUT_OF_MEMORY}: "), short["advice"]
+        what, advice = short["what"], short["advice"]
         return Finding(
             "out-of-memory",
             Level.problem,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.history.appended import Appended, ReadAgain
+from asyncrl.observe.observer import START, Activity
 
 Line = dict[str, Any]
 KEEP_LINES = 3600
@@ -35,6 +36,11 @@ class Process:
     def last(self) -> Line:
         """The newest line; empty if there is none."""
         return self.lines[-1] if self.lines else {}
+
+    @property
+    def activity(self) -> Activity:
+        """What the process does by its newest line; `serves` if an earlier version of asyncrl wrote it."""
+        return Activity(self.last.get("activity", Activity.serves))
 
     def between(self, begin: float, end: float) -> list[Line]:
         """Return the lines from `begin` to `end`, in seconds since 1970."""
@@ -62,16 +68,16 @@ class Process:
 
 
 class ProcessHistory:
-    """Reads `observed/` in `folder`; `refresh` takes in what is new."""
+    """Reads `observed/` in `folder`, of processes whose file's name matches `only`; `refresh` takes in what is new."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, only: str = "*") -> None:
+        self._folder, self._only = folder, only
         self._files: dict[str, Appended] = {}
         self.processes: dict[str, Process] = {}
 
     def refresh(self) -> None:
         """Take in what is new."""
-        for file in sorted(self._folder.glob("*.jsonl")):
+        for file in sorted(self._folder.glob(f"{self._only}.jsonl")):
             kind, _, index = file.stem.rpartition("-")
             name = f"{kind}/{index}"
             process = self.processes.setdefault(name, Process(name))
@@ -86,6 +92,13 @@ class ProcessHistory:
                 self._take(process, older, after=newest)
                 self._take(process, self._files[name].read())
 
+    def has_started(self, launcher: int) -> bool:
+        """True if the launcher with this process id has started all processes."""
+        self.refresh()
+        of_launchers = self.processes.get("launcher/0")
+        spans = () if of_launchers is None else of_launchers.spans
+        return any((span["span"], span.get("pid")) == (START, launcher) for span in spans)
+
     def _take(self, process: Process, raw_lines: list[bytes], after: float = 0.0) -> None:
         for raw in raw_lines:
             try:
@@ -93,7 +106,7 @@ class ProcessHistory:
                 if "span" in line:
                     if line["end"] > after:
                         process.spans.append(line)
-                elif line["at"] > after:
+                elif line["at"] > after and Activity(line.get("activity", Activity.serves)):
                     process.lines.append(line)
             except (
                 ValueError,

@@ -34,6 +34,9 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("rss", ALL, "bytes", "Resident memory of the process."),
     Figure("host_free", ALL, "bytes", "Memory of the host that is still available."),
     Figure("late_s", ALL, "s", "Longest delay of the process's clock thread since the line before."),
+    Figure(
+        "names_away_s", ALL, "s", "Time for which name resolution has not answered the process; missing if it does."
+    ),
     Figure("loop_late_s", ALL, "s", "Longest delay of the process's event loop since the line before."),
     Figure(
         "clock_ahead_s",
@@ -134,8 +137,8 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("servers_resting", "gserver_manager", "servers", "Guests that rest while the trainer has their devices."),
     Figure("servers_quarantined", "gserver_manager", "servers", "Servers that are left out after a fault."),
 )
-NO_FIGURES = frozenset({"at", "pid", "stage", "since", "ended", "failed", "shortage"})
-"""Further keys in a line of `observed/`: its time, the process that wrote it, and the process's activity."""
+NO_FIGURES = frozenset({"at", "pid", "stage", "activity", "since", "ended", "failed", "shortage"})
+"""Further keys in a line of `observed/`: its time, the process that wrote it, and what the process does."""
 _FIGURES = {figure.name: figure for figure in OBSERVED}
 
 

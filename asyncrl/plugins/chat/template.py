@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncrl.api import Message, ToolSchema
 from asyncrl.api.thoughts import opened_thoughts
-from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
+from asyncrl.plugins.chat.parsers import Parsed, Parser, parser, why_thoughts_unread
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_turns
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
@@ -105,6 +105,7 @@ class ChatFormat:
         prompts: the prompts' template and tokenizer.
         reader: reads answers to conversations that offer tools.
         unread: why it does not read this template's calls, so that no conversation may offer tools; None if it does.
+            If the template's thoughts are not read either, there are no conversations.
 
     Raises:
         ValueError: `prompts` has no chat template.
@@ -116,6 +117,7 @@ class ChatFormat:
         self._prompts, self._template = prompts, prompts.chat
         self.parser, self._without_calls, self._unread = reader, parser("none"), unread
         self.tokenizer = prompts.tokenizer
+        self._thoughts_unread = why_thoughts_unread(prompts.chat, in_turns=True)
         self._control_ids = frozenset(self.tokenizer.control_tokens.values())
         # There may be separate templates with and without tools; both are tried.
         self._offers: tuple[Sequence[ToolSchema], ...] = ((), (_TOOL,)) if self._template.differs_with_tools else ((),)
@@ -147,6 +149,12 @@ class ChatFormat:
             ChatError: the messages are not a conversation, the template refuses them, or calls of `tools` would not be
                 read.
         """
+        if self._thoughts_unread is not None:
+            raise ChatError(
+                f"{self._thoughts_unread}: an agent cannot converse with this model; set dataset.chat_template to a "
+                "Jinja file that writes them as <think>...</think>, or not at all, or use an agent that calls "
+                "`generate`"
+            )
         if tools and self._unread is not None:
             raise ChatError(
                 f"the conversation offers tools, and rollout.chat.parser={self.parser.name}: {self._unread}"

@@ -15,7 +15,7 @@ from asyncrl.api.tool_schema import ToolSchemaError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.chat.parsers import FORMATS, why_unread
+from asyncrl.plugins.chat.parsers import FORMATS, why_thoughts_unread, why_unread
 from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
@@ -93,11 +93,17 @@ class RunTools:
 
 
 def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:
-    """Check that the chat template shows the run's tools to the model, and that the parser reads their calls.
+    """Check that thoughts are told from answers, that the chat template shows the run's tools to the model, and that
+    the parser reads their calls.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one of these does not hold.
     """
+    if chat is not None and (why := why_thoughts_unread(chat, in_turns=False)) is not None:
+        raise ConfigError(
+            f"dataset.chat_template={config.dataset.chat_template!r}: {why}; set it to a Jinja file that writes them "
+            "as <think>...</think>, or not at all if the model has none"
+        )
     if not config.tools and not config.mcp:
         return
     if chat is None:

@@ -8,7 +8,8 @@ it; if a pod is lost, the Job replaces it; then the launcher restarts its proces
 
 Each pod reads its own address from its environment, and publishes it in the run's folder or name resolution. So there
 is no service. Secrets are named, not copied: the launcher has them in its environment, and passes that on over the
-connections. Pure, so that `--dry-run` can print all this.
+connections. Arguments of the command that have a secret are in a Secret of their own, and the command refers to them.
+Pure, so that `--dry-run` can print all this.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
+from asyncrl.config.secrets import hide
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from asyncrl.runtime.hosts.pod_names import LAUNCHER, run_name
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE, WorkerPlan
@@ -44,14 +46,27 @@ def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Se
     """
     name, settings = run_name(config), config.system.kubernetes
     metadata = {"name": name, "namespace": settings.namespace, "labels": _labels(config)}
-    jobs = [_job(config, host, plans, command) for host in config.system.hosts]
+    named = {f"ASYNCRL_ARGUMENT_{place}": text for place, text in enumerate(command)}
+    secret = {variable: text for variable, text in named.items() if hide(text) != text}
+    # Kubernetes puts a variable's value in place of $(NAME), and $ in place of $$.
+    given = [f"$({variable})" if variable in secret else text.replace("$", "$$") for variable, text in named.items()]
+    jobs = [_job(config, host, plans, given, [_arguments(name)] if secret else []) for host in config.system.hosts]
     job_set = {
         "replicatedJobs": jobs,
         "network": {"enableDNSHostnames": False},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [LAUNCHER]},
         "failurePolicy": {"maxRestarts": 0},
     }
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": job_set}]
+    its = metadata | {"name": _arguments(name)}
+    return [
+        *([{"apiVersion": "v1", "kind": "Secret", "metadata": its, "stringData": secret}] if secret else []),
+        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": job_set},
+    ]
+
+
+def _arguments(name: str) -> str:
+    """Return the name of the Secret with arguments of the run `name`."""
+    return f"{name}-arguments"
 
 
 def _labels(config: ExperimentConfig) -> dict[str, str]:
@@ -59,7 +74,11 @@ def _labels(config: ExperimentConfig) -> dict[str, str]:
 
 
 def _job(
-    config: ExperimentConfig, host: HostConfig, plans: Sequence[WorkerPlan], command: Sequence[str]
+    config: ExperimentConfig,
+    host: HostConfig,
+    plans: Sequence[WorkerPlan],
+    command: Sequence[str],
+    secrets: Sequence[str],
 ) -> dict[str, Any]:
     """Return an entry of the JobSet's `replicatedJobs`."""
     spec: dict[str, Any] = {
@@ -67,7 +86,7 @@ def _job(
         "completions": 1,
         "parallelism": 1,
         "backoffLimit": _REPLACED if host.name else _LAUNCHER_REPLACED,
-        "template": {"metadata": {"labels": _labels(config)}, "spec": _pod(config, host, plans, command)},
+        "template": {"metadata": {"labels": _labels(config)}, "spec": _pod(config, host, plans, command, secrets)},
     }
     if not host.name:  # what failed would fail again; what the cluster took away did not fail
         final = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_FAILED, EXIT_CONFIG]}
@@ -78,7 +97,11 @@ def _job(
 
 
 def _pod(
-    config: ExperimentConfig, host: HostConfig, plans: Sequence[WorkerPlan], command: Sequence[str]
+    config: ExperimentConfig,
+    host: HostConfig,
+    plans: Sequence[WorkerPlan],
+    command: Sequence[str],
+    secrets: Sequence[str],
 ) -> dict[str, Any]:
     settings = config.system.kubernetes
     leads = not host.name
@@ -93,7 +116,7 @@ def _pod(
         "image": settings.image,
         "command": [python, *(["-m", "asyncrl.launch", *command] if leads else agent)],
         "env": [{"name": HOST_VARIABLE, "valueFrom": own_address}],
-        "envFrom": [{"secretRef": {"name": secret}} for secret in settings.secrets] if leads else [],
+        "envFrom": [{"secretRef": {"name": secret}} for secret in (*settings.secrets, *secrets)] if leads else [],
         "resources": {"requests": {"cpu": host.cpus or max(1, threads)} | amounts, "limits": amounts},
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},

@@ -44,6 +44,7 @@ from asyncrl.config.no_proxy import bypass_proxy
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
@@ -198,6 +199,7 @@ class Worker(ABC):
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
         allow_all_files()
         observer.start(self.run_dir, self.spec.kind, self.index)
+        observer.gauges(lambda: {"names_away_s": round(away_s, 1)} if (away_s := self.resolver.outage_s) else {})
         # Both reach the launcher too, which stops its workers in order. What a worker starts ends by SIGTERM as usual.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -286,7 +288,7 @@ class Worker(ABC):
         """
         gc.collect()
         gc.freeze()
-        observer.stage("ready")
+        observer.stage("ready", Activity.serves)
         self.process_status.set("ready")
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
@@ -305,7 +307,7 @@ class Worker(ABC):
             whom: the awaited processes, for the display.
         """
         limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
-        observer.stage(f"waits for {whom or f'{what} of a {kind}'}")
+        observer.stage(f"waits for {whom or f'{what} of a {kind}'}", Activity.blocked)
         return StartWait(self.resolver, kind, what, limit, progressed=self.process_status.others_progressed)
 
 

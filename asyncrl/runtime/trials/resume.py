@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from omegaconf import OmegaConf
-
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
 from asyncrl.config.run_dir import (
@@ -42,6 +40,7 @@ from asyncrl.config.run_dir import (
     RESTARTS_FILE,
     SECRET_FILE,
     DamagedFile,
+    plain_settings,
     read_document,
     read_settings,
     versions_in,
@@ -85,13 +84,10 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     """
     if not (run_dir / CONFIG_FILE).exists():
         return []
-    before, now = (
-        OmegaConf.create(read_settings(run_dir)),
-        OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))),
-    )
+    before, now = read_settings(run_dir), plain_settings(config)
     changes = []
     for path, _, info in settings(ExperimentConfig):
-        old, new = (_plain(OmegaConf.select(tree, path, default=_ABSENT)) for tree in (before, now))
+        old, new = (_at(tree, path, _ABSENT) for tree in (before, now))
         if path in _OF_THE_LAUNCH or old is _ABSENT:
             continue
         if old != new and not _same_file(old, new):
@@ -102,7 +98,7 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
 def _is_fixed(path: str, before: Any, now: Any) -> bool:
     """True if the changed setting `path`, of which only some values matter to a checkpoint, makes it unusable."""
     if path == "algorithm.reference.path":
-        return bool(OmegaConf.select(now, "algorithm.reference.mode") == ReferenceMode.ema.name)
+        return bool(_at(now, "algorithm.reference.mode") == ReferenceMode.ema)
     return path == "policies" and _of_trained(before) != _of_trained(now)
 
 
@@ -110,10 +106,9 @@ def _of_trained(tree: Any) -> dict[str, dict[str, Any]]:
     """Return by name the settings of the trained policies that decide the meaning of a checkpoint."""
     fixed = [path for path, _, info in settings(AlgorithmConfig) if info.fixed]
     found = {}
-    for policy in OmegaConf.select(tree, "policies", default=()):
+    for policy in _at(tree, "policies", ()):
         if policy.get("trained"):
-            own = {path: OmegaConf.select(tree, f"algorithm.{path}") for path in fixed}
-            own |= {path: OmegaConf.select(policy, f"algorithm.{path}", default=own[path]) for path in fixed}
+            own = {path: _at(policy, f"algorithm.{path}", _at(tree, f"algorithm.{path}")) for path in fixed}
             found[policy["name"]] = own | {name: policy.get(name) for name in ("path", "shared_critic")}
     return found
 
@@ -143,7 +138,8 @@ CheckFolder: TypeAlias = Callable[[Path], object]
 
 class StoredProgress(NamedTuple):
     """A checkpoint's version, its number of used prompts, the roles that it has the state of, the number of the
-    ledger's lines before it, and the steps whose rows of metrics it holds, because they waited for an evaluation.
+    ledger's lines before it, the steps whose rows of metrics it holds, because they waited for an evaluation, and the
+    checksum of the trial's `data_record.json`.
     """
 
     version: int
@@ -151,6 +147,7 @@ class StoredProgress(NamedTuple):
     roles: tuple[str, ...]
     ledger_lines: int
     held_rows: frozenset[int]
+    data_record: str | None
 
 
 def newest_progress(
@@ -172,7 +169,8 @@ def newest_progress(
             used = int(state["master_state"]["buffer"]["used_prompts"]["count"])
             lines = int(state["master_state"].get("ledger", {}).get("line", 0))
             held = frozenset(int(row["step"]) for row in state["master_state"].get("metrics_log", {}).get("rows", ()))
-            return StoredProgress(version, used, tuple(state["roles"]), lines, held)
+            record = state["master_state"].get("data_record")
+            return StoredProgress(version, used, tuple(state["roles"]), lines, held, record)
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, AttributeError) as error:
             cause = str(error).replace(f"{folder}/", "").partition(f": {folder} ")[0]
             passed_over(f"checkpoint v{version} is damaged and passed over: {cause}")
@@ -244,8 +242,13 @@ def _listed(changes: list[Change]) -> str:
     return "".join(f"\n  {change}" for change in changes)
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+def _at(tree: Any, path: str, default: Any = None) -> Any:
+    """Return the value of the setting `path` in nested mappings; `default` if they do not have it."""
+    for name in path.split("."):
+        if not isinstance(tree, dict) or name not in tree:
+            return default
+        tree = tree[name]
+    return tree
 
 
 def _same_file(one: Any, other: Any) -> bool:

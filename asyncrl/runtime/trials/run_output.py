@@ -12,22 +12,30 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.comm.files.retry_write import LIMIT_S, PASSING
-from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, REMARKS_FILE
+from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, OBSERVED_DIR, REMARKS_FILE
 from asyncrl.observe.display import Display
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.measured import WINDOW_STEPS
 from asyncrl.observe.doctor.standing import outlook, standing_lines
 from asyncrl.observe.history import History
+from asyncrl.observe.history.process_history import Process, ProcessHistory
 from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.observer import Activity
 
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 STANDING_S = 4.0
 """Interval, in s, at which the terminal shows what the processes do."""
+WAIT_SHOWN_S = 10.0
+"""Time in s after which the terminal names a wait."""
+SILENT_S = 10.0
+"""A line of a process that is older says nothing about the present: it writes every two seconds."""
+NAMES_AWAY = "cannot reach name resolution (retried for up to system.name_resolve_timeout_s)"
 PROBE_S = 5.0
 """Interval, in s, at which it is checked whether the run's disk takes writes."""
 PROBE_BYTES = 64 << 10
@@ -51,6 +59,7 @@ class RunOutput:
         self._run_dir, self._display = run_dir, display
         self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._remarks = JsonlTail(run_dir / REMARKS_FILE)
+        self._stepped = False
 
     def skip(self) -> None:
         """Skip the present content of the files, which earlier launches have shown."""
@@ -67,6 +76,7 @@ class RunOutput:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
             tasks.create_task(_reported("check of the disk", self._watch_disk()))
+            tasks.create_task(_reported("waits of the processes", self._watch_waits(standing=standing)))
             if standing:
                 tasks.create_task(_reported("state of the processes", self._show_standing()))
 
@@ -74,6 +84,7 @@ class RunOutput:
         """Show rows and remarks that were written since the last call."""
         for row in self._rows.read():
             self._display.row(row)
+            self._stepped = self._stepped or row["step"] >= 1
         for line in self._remarks.read():
             self._display.note(line["remark"])
 
@@ -119,10 +130,57 @@ class RunOutput:
                 refused_at = None
             await asyncio.sleep(PROBE_S)
 
+    async def _watch_waits(self, *, standing: bool) -> None:
+        """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
+        that they do no longer.
+
+        Args:
+            standing: before the first step the display shows what all processes do.
+        """
+        observed, began = ProcessHistory(self._run_dir / OBSERVED_DIR), time.time()
+        told: dict[str, Wait] = {}
+        while True:
+            await asyncio.to_thread(observed.refresh)
+            now = time.time()
+            found = waits(observed.processes.values(), max(began, now - SILENT_S))
+            for what, wait in found.items():
+                shown = standing and not self._stepped and what != NAMES_AWAY
+                if what not in told and not shown and (waited_s := now - wait.since) >= WAIT_SHOWN_S:
+                    told[what] = wait
+                    self._display.note(f"WAITING: {wait.who} {what}, for {waited_s:.0f} s so far")
+            for what in told.keys() - found.keys():
+                ended = told.pop(what)
+                self._display.note(f"{ended.who} {what} no longer, after {now - ended.since:.0f} s")
+            await asyncio.sleep(STANDING_S)
+
     async def _rotate_logs(self) -> None:
         while True:
             await asyncio.sleep(ROTATE_S)
             await asyncio.to_thread(rotate, self._run_dir / LOGS_DIR)
+
+
+class Wait(NamedTuple):
+    """Processes that wait for the same, and since when the first of them does, in seconds since 1970."""
+
+    since: float
+    who: str
+
+
+def waits(processes: Iterable[Process], newest: float) -> dict[str, Wait]:
+    """Return what processes are blocked by, as far as their lines of at least the time `newest` tell."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for process in processes:
+        line = process.last
+        if not line or line["at"] < newest or line.get("ended"):
+            continue
+        if process.activity is Activity.blocked:
+            found.setdefault(line["stage"], []).append((line["since"], process.name))
+        if away_s := line.get("names_away_s"):
+            found.setdefault(NAMES_AWAY, []).append((line["at"] - away_s, process.name))
+    return {
+        what: Wait(min(each)[0], min(each)[1] + (f" (and {len(each) - 1} others)" if len(each) > 1 else ""))
+        for what, each in found.items()
+    }
 
 
 async def _reported(name: str, part: Awaitable[None]) -> None:

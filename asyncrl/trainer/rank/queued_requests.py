@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     AttachMaster,
@@ -55,7 +56,7 @@ def _doing(name: str, **about: Any) -> Iterator[None]:
     """Report that this rank computes `name` within this block, and waits for the master afterwards."""
     with observer.doing(f"computes {name}", name, **about):
         yield
-    observer.stage(WAITING)
+    observer.stage(WAITING, Activity.serves)
 
 
 def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, memory: MemoryCheckpoint) -> Path:

@@ -11,8 +11,9 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import yaml  # type: ignore[import-untyped]
 
+from asyncrl.comm.typed import convert
 from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 from asyncrl.trainer.supervised.start_ranks import other_ranks
@@ -21,8 +22,7 @@ from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 
 def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
     """Make the model that the config describes, or one rank's part of it."""
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SFTConfig), OmegaConf.load(config_file)))
-    assert isinstance(config, SFTConfig), type(config)
+    config = convert(yaml.safe_load(config_file.read_text(encoding="utf-8")), SFTConfig)
     if rank is not None:
         make_base_model(config, out_dir, rank=rank)
         return

@@ -23,12 +23,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncrl.comm.files.private_files import NotPrivate, check_tree, make_private_folder
 from asyncrl.config.load import experiments_dir
+from asyncrl.config.run_dir import plain_settings
+from asyncrl.config.values import to_yaml
 from asyncrl.models.model_config import for_all_versions, read_model_config
 from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.display import wrapped
@@ -157,7 +158,7 @@ def _note(text: str) -> None:
 
 def _make(config: SFTConfig, folder: Path) -> None:
     config_file = folder.with_suffix(".yaml")
-    OmegaConf.save(OmegaConf.structured(config), config_file)
+    config_file.write_text(to_yaml(plain_settings(config)), encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "-m", "asyncrl.trainer.supervised", str(config_file), str(folder)],
         stdout=subprocess.PIPE,

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
-from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.config.run_dir import METRICS_FILE, write_run_config
 from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import TOKENIZER_CONFIG_FILE, for_all_versions
 from asyncrl.models.weights import atomic_dir
@@ -140,7 +139,7 @@ def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total
     initial = run_dir / "initial" if config.model.path is None else Path(config.model.path).expanduser().resolve()
     if rank == 0:
         make_private_folder(run_dir)
-        OmegaConf.save(OmegaConf.structured(config), run_dir / CONFIG_FILE)
+        write_run_config(config, run_dir)
         if config.model.path is None and not initial.is_dir():
             model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
             save_model(model, tokenizer, initial, {})

@@ -15,11 +15,11 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
+from asyncrl.config.run_dir import BOOKS_FILE, CONFIG_FILE, DATA_RECORD_FILE, SUMMARY_FILE
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
 
-CONFIG_FILE, SUMMARY_FILE, BOOKS_FILE = "config.yaml", "summary.json", "books.json"
-DATA_RECORD_FILE = "data_record.json"
 MAX_ROWS = 1 << 32
 """Rows in prompt ids are below this."""
 
@@ -120,13 +120,6 @@ class LastBooks(msgspec.Struct, frozen=True):
 
     step: int
     books: Books
-
-
-class DataRecord(msgspec.Struct, frozen=True):
-    """`data_record.json`: the number of rows and, for data in files, a checksum of four bytes per row, in base64."""
-
-    rows: int
-    line_sums: str | None = None
 
 
 @dataclass(frozen=True)

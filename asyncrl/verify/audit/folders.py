@@ -10,34 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from asyncrl.comm.typed import convert
+from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
+from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
 from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine
 
-MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 _FORMAT = 2
 _CHECKPOINT_ROLE = "checkpoint"
-_READ_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_BITMAP_BYTES = MAX_ROWS // 8
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """A file in a manifest."""
-
-    bytes: int
-    xxh3: str
-
-
-class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor in a manifest."""
-
-    shape: list[int]
-    dtype: str
-    file: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -227,17 +211,12 @@ def _wrong_with(file: Path, name: str, entry: FileEntry) -> str | None:
     if not file.is_file():
         return f"{name} is missing"
     try:
-        size, digest = file.stat().st_size, xxhash.xxh3_64()
-        if size != entry.bytes:
+        if (size := file.stat().st_size) != entry.bytes:
             return f"{name} has {size} bytes, its manifest says {entry.bytes}"
-        with file.open("rb") as stream:
-            while part := stream.read(_READ_BYTES):
-                digest.update(part)
+        found = checksum(file)
     except OSError as error:
         return f"{name} cannot be read: {one_line(error)}"
-    if digest.hexdigest() != entry.xxh3:
-        return f"{name} has the checksum {digest.hexdigest()}, its manifest says {entry.xxh3}"
-    return None
+    return None if found == entry.xxh3 else f"{name} has the checksum {found}, its manifest says {entry.xxh3}"
 
 
 def _wrong_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -246,7 +225,7 @@ def _wrong_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
     for name in (name for name in manifest.files if name.endswith(".safetensors")):
         try:
             header = _header(folder / name)
-            found |= {tensor: TensorEntry(each["shape"], each["dtype"], name) for tensor, each in header.items()}
+            found |= {tensor: TensorEntry(tuple(each["shape"]), each["dtype"], name) for tensor, each in header.items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             yield f"{name} has no readable header: {one_line(error)}"
     for name in sorted(found.keys() | manifest.tensors.keys()):
@@ -255,8 +234,8 @@ def _wrong_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"tensor {name} is {'in no manifest' if told is None else 'in no file'}"
         elif there != told:
             yield (
-                f"tensor {name} is {there.dtype}{there.shape} in {there.file}, its manifest says "
-                f"{told.dtype}{told.shape} in {told.file}"
+                f"tensor {name} is {there.dtype}{[*there.shape]} in {there.file}, its manifest says "
+                f"{told.dtype}{[*told.shape]} in {told.file}"
             )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE
+from asyncrl.observe.history.appended import Appended
 from asyncrl.verify.audit.documents import Settings, Summary, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
@@ -56,17 +58,15 @@ def held_rows(checkpoints: Path, outcome: Outcome) -> list[Row]:
     """
     folder = checkpoints / f"v{outcome.version}"
     try:
-        held = json.loads((folder / "state.json").read_bytes())["master_state"]["metrics_log"]["rows"]
+        held = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())["master_state"]["metrics_log"]["rows"]
         return [(f"{checkpoints.name}/{folder.name}", _checked({"step": each["step"]} | each["row"])) for each in held]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
 
 
 def _written_rows(file: Path, report: Report) -> Iterator[Row]:
-    for number, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+    for number, raw in enumerate(Appended(file).read(), 1):
         place = f"{file.name}:{number}"
-        if not raw.endswith(b"\n"):
-            return  # cut off by a kill; the next launch removes it
         try:
             yield place, _checked(json.loads(raw))
         except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -22,7 +22,8 @@ import psutil
 
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
+from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, run_dir_of
+from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.verify.chaos.fault_costs import InjectedFault
 from asyncrl.verify.chaos.fault_injector import FaultInjector
 from asyncrl.verify.chaos.fault_plan import Fault, PlanClock
@@ -88,7 +89,9 @@ class ChaosRun:
         self._stepped_at = time.monotonic()
         run_dir = run_dir_of(config)
         self._rows = _NewRows(run_dir / METRICS_FILE)
-        self._launcher = RunLauncher(command, again, self._printed)
+        self._restarts = JsonlTail(run_dir / RESTARTS_FILE)
+        self._restarts.read()  # those of earlier runs
+        self._launcher = RunLauncher(command, again, run_dir, self._seen.lines.append)
         self._processes = ProcessTargets(config, self._launcher)
         self._links = Links(config.system.host, config.system.lease_s, links)
         self._injector = FaultInjector(self._launcher, self._processes, self._links, run_dir, self._note)
@@ -122,11 +125,6 @@ class ChaosRun:
         self._seen.interrupted = True
         self._launcher.interrupt()
 
-    def _printed(self, line: str) -> None:
-        self._seen.lines.append(line)
-        if " went on after " in line or "FAILED" in line:
-            self._say(line)
-
     def _say(self, what: str) -> None:
         self._tell(f"{time.time() - self._seen.began:7.1f} s  {what}")
 
@@ -137,6 +135,9 @@ class ChaosRun:
             self._seen.steps.append((time.time(), step))
             self._clock.step_done(step, now)
             self._stepped_at = now
+        for line in self._restarts.read():
+            if "went_on" in line:
+                self._say(f"{line['went_on']} went on after {line['seconds']:.1f} s")
         while not self._seen.interrupted and (fault := self._clock.due(now)) is not None:
             yield fault
 

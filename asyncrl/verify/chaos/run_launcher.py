@@ -8,8 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
+from pathlib import Path
 
 import psutil
+
+from asyncrl.config.run_dir import OBSERVED_DIR
+from asyncrl.observe.history.process_history import ProcessHistory
 
 
 class RunLauncher:
@@ -18,16 +22,19 @@ class RunLauncher:
     Args:
         command: starts the run.
         again: continues the run after its launcher died.
+        run_dir: the run's folder.
         on_line: called with each line that it prints.
 
     Attributes:
-        begun: True once a launcher has printed that the run started.
         heard_at: monotonic time of the newest line, in s.
     """
 
-    def __init__(self, command: Sequence[str], again: Sequence[str], on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: Sequence[str], again: Sequence[str], run_dir: Path, on_line: Callable[[str], None]
+    ) -> None:
         self._commands = chain([command], repeat(again))
-        self.begun = False
+        self._observed = ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0")
+        self._begun = False
         self.heard_at = time.monotonic()
         self._on_line = on_line
         self._launched = asyncio.Event()
@@ -50,6 +57,13 @@ class RunLauncher:
         reading = asyncio.create_task(self._read_lines(process.stdout))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
+
+    @property
+    def begun(self) -> bool:
+        """True once the first launcher has started the run's processes."""
+        if not self._begun and self._process is not None:
+            self._begun = self._observed.has_started(self._process.pid)
+        return self._begun
 
     @property
     def code(self) -> int | None:
@@ -90,6 +104,4 @@ class RunLauncher:
     async def _read_lines(self, output: asyncio.StreamReader) -> None:
         async for line in output:
             self.heard_at = time.monotonic()
-            text = line.decode(errors="replace").rstrip("\n")
-            self.begun |= text.startswith("started ")
-            self._on_line(text)
+            self._on_line(line.decode(errors="replace").rstrip("\n"))

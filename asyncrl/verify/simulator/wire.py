@@ -9,6 +9,7 @@ which is slower but exact.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, Protocol
 
 import msgspec
@@ -55,7 +56,7 @@ class VirtualHttp(JsonHttp):
         if network.encode and body is not None:
             body = decode_json(msgspec.json.encode(body), type(body))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
                 await asyncio.sleep(2 * network.latency_s)  # both directions with one timer
                 host = network.hosts.get(f"http://{base}")
                 if host is None:

@@ -24,7 +24,7 @@ from asyncrl.comm.name_resolve import (
     OwnerFenced,
     lease_renewal,
 )
-from asyncrl.comm.name_resolve.patience import Patience
+from asyncrl.comm.name_resolve.patience import RECENT_S, Patience
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.rollout import process
 from asyncrl.rollout.process import RolloutWorker
@@ -301,3 +301,18 @@ def test_a_shorter_value_replaces_a_longer_one_whose_add_failed_halfway(
                 resolver.add("a", 100 * "long ")
         resolver.add("a", "short")
         assert resolver.get("a") == "short"
+
+
+def test_an_outage_lasts_from_the_first_failure_until_a_call_works_or_none_is_made() -> None:
+    now = 100.0
+    patience = Patience("root", 60.0, lambda: now)
+    assert patience.outage_s == 0.0
+    patience.failed("get", OSError(), 1)
+    now = 112.0
+    patience.failed("get", OSError(), 2)
+    assert patience.outage_s == 12.0
+    patience.worked("get")
+    assert patience.outage_s == 0.0
+    patience.failed("add", OSError(), 1)
+    now += RECENT_S
+    assert patience.outage_s == 0.0

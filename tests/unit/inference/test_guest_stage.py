@@ -21,7 +21,7 @@ def test_a_guest_rests_while_the_memory_of_its_engine_is_released(
 ) -> None:
     async def play(resolver: FileResolver) -> None:
         stages: asyncio.Queue[str] = asyncio.Queue()
-        monkeypatch.setattr(observer, "stage", stages.put_nowait)
+        monkeypatch.setattr(observer, "stage", lambda text, activity: stages.put_nowait(text))
         following = asyncio.create_task(Guest(resolver, 0, "generation_server/0", 9.0).follow_rests(URL))
         states = [
             (GuestMemory(URL, released=False), observer.SERVES),

@@ -10,8 +10,10 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.config.run_dir import run_dir_of
+from asyncrl.config.run_dir import DamagedFile, run_dir_of
 from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, missing_history
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.trials.resume import TrialError
 
 LINES = [json.dumps({"prompt": f"{i}+1="}) for i in range(4)]
@@ -27,11 +29,11 @@ def config(tmp_path: Path) -> ExperimentConfig:
     return config
 
 
-def save_checkpoint(config: ExperimentConfig) -> None:
+def save_checkpoint(config: ExperimentConfig, record: DataRecord | None = None) -> None:
     folder = run_dir_of(config) / "checkpoints" / "v2"
     folder.mkdir(parents=True)
-    state = {"roles": {"actor": {"step": 2}}, "master_state": {"buffer": {"used_prompts": {"count": 2}}}}
-    (folder / "state.json").write_text(json.dumps(state))
+    master = {"buffer": {"used_prompts": {"count": 2}}, "data_record": record and record.checksum}
+    (folder / "state.json").write_text(json.dumps({"roles": {"actor": {"step": 2}}, "master_state": master}))
 
 
 def change(config: ExperimentConfig) -> None:
@@ -41,31 +43,58 @@ def change(config: ExperimentConfig) -> None:
 def test_truncated_data_is_refused_with_file_line_and_what_to_do(config: ExperimentConfig) -> None:
     keep_data_record(config)
     save_checkpoint(config)
-    check_same_data(config)
+    assert not [*check_same_data(config)]
     change(config)
     with pytest.raises(TrialError, match=r"data\.jsonl:2 .* 2 more.*put the data back as it was.*resume=restart"):
-        check_same_data(config)
+        list(check_same_data(config))
     keep_data_record(config)  # which leaves the record as it is
     with pytest.raises(TrialError):
-        check_same_data(config)
+        list(check_same_data(config))
 
 
 def test_without_a_checkpoint_a_trial_takes_whatever_data(config: ExperimentConfig) -> None:
     keep_data_record(config)
     change(config)
-    check_same_data(config)
+    list(check_same_data(config))
     keep_data_record(config)
     save_checkpoint(config)
-    check_same_data(config)
+    assert not [*check_same_data(config)]
+
+
+def test_a_record_that_is_gone_is_written_again_only_of_the_same_data(config: ExperimentConfig) -> None:
+    keep_data_record(config)
+    file = run_dir_of(config) / "data_record.json"
+    save_checkpoint(config, DataRecord.read(file))
+    assert not [*check_same_data(config)]
+    file.unlink()
+    (told,) = check_same_data(config)
+    assert "data_record.json was missing, and is written again" in told
+    keep_data_record(config)
+    assert not [*check_same_data(config)]
+    file.unlink()
+    change(config)
+    with pytest.raises(TrialError, match=r"other rows .*data_record\.json is gone.*put the data back as it was"):
+        list(check_same_data(config))
+
+
+def test_a_record_of_other_data_in_place_of_the_trials_is_refused(config: ExperimentConfig) -> None:
+    keep_data_record(config)
+    file = run_dir_of(config) / "data_record.json"
+    save_checkpoint(config, DataRecord.read(file))
+    change(config)
+    DataRecord.of(load_train_set(config)).write(file)
+    with pytest.raises(DamagedFile, match=r"is not the one that checkpoint v2 was made with; put a copy of it back"):
+        list(check_same_data(config))
 
 
 def test_a_trial_of_an_earlier_version_is_recorded_from_now_on(config: ExperimentConfig) -> None:
     save_checkpoint(config)
-    check_same_data(config)
+    (told,) = check_same_data(config)
+    assert "nothing tells whether the training data are those" in told
     keep_data_record(config)
     change(config)
     with pytest.raises(TrialError):
-        check_same_data(config)
+        list(check_same_data(config))
 
 
 def test_a_graph_whose_roles_have_changed_is_refused_by_role(config: ExperimentConfig) -> None:

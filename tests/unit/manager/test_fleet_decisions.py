@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncrl.inference.client import MemoryTag
-from asyncrl.manager.fleet.decisions import BACKOFF, FleetDecisions, UpdateMode
+from asyncrl.manager.fleet.decisions import BACKOFF, LONGEST_UPDATES, FleetDecisions, UpdateMode
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, Target
 from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.messages import ServerState
@@ -289,13 +289,54 @@ def test_a_hanging_update_is_given_up_and_its_late_outcome_ignored() -> None:
     fleet.targets.publish(target(1))
     order = updates(fleet.poll(0.0, NOTHING))[0]
     assert fleet.next_due() == LIMIT_S
-    assert fleet.poll(LIMIT_S, NOTHING) == [CancelUpdate(0, order.attempt)]
-    assert life_of(fleet).reason == "update took longer than 10 s"
+    reason = "no sign of life for 10 s (manager.update_timeout_s) in its update to v1, which began 10 s ago"
+    assert fleet.poll(LIMIT_S, NOTHING) == [CancelUpdate(0, order.attempt, reason)]
+    assert life_of(fleet).reason == reason
     assert fleet.succeeded(0, order.attempt) is False
     assert fleet.served_version is None
     again = updates(fleet.poll(LIMIT_S + BACKOFF.first_s, NOTHING))[0]
     assert fleet.failed(0, order.attempt, "late", 20.0) is False
     assert fleet.succeeded(0, again.attempt)
+
+
+def test_an_update_may_take_long_while_the_server_works_and_fails_once_it_is_silent() -> None:
+    fleet = fleet_of(2)
+    fleet.targets.publish(target(1))
+    fleet.poll(0.0, NOTHING)
+    cancelled = []
+    for now in range(1, 47):
+        if now % 9 == 0 and now < 40:
+            fleet.worked(0, float(now))
+        orders = fleet.poll(float(now), NOTHING)
+        cancelled += [(order.server, now) for order in orders if isinstance(order, CancelUpdate)]
+    assert cancelled[0] == (1, LIMIT_S)
+    assert [now for server, now in cancelled if server == 0] == [36 + LIMIT_S]
+    assert life_of(fleet, 0).reason.endswith("in its update to v1, which began 46 s ago")
+
+
+def test_an_update_that_never_ends_fails_however_much_the_server_works() -> None:
+    fleet = fleet_of()
+    fleet.targets.publish(target(1))
+    fleet.poll(0.0, NOTHING)
+    for now in range(int(LONGEST_UPDATES * LIMIT_S)):
+        fleet.worked(0, float(now))
+        assert not fleet.poll(float(now), NOTHING)
+    (cancelled,) = fleet.poll(LONGEST_UPDATES * LIMIT_S, NOTHING)
+    assert isinstance(cancelled, CancelUpdate)
+    assert cancelled.reason == "its update to v1 took 150 s (15 times manager.update_timeout_s)"
+
+
+def test_signs_of_life_of_a_server_that_is_not_updated_change_nothing() -> None:
+    fleet = fleet_of()
+    fleet.worked(0, 5.0)
+    fleet.worked(7, 5.0)
+    assert fleet.next_due() is None
+    fleet.targets.publish(target(1))
+    order = updates(fleet.poll(0.0, NOTHING))[0]
+    fleet.failed(0, order.attempt, "400", 0.0)
+    due = life_of(fleet).due
+    fleet.worked(0, 5.0)
+    assert life_of(fleet).due == due
 
 
 def test_a_restarted_server_begins_at_the_version_of_its_registration() -> None:
@@ -316,7 +357,7 @@ def test_a_restart_during_an_update_gives_the_update_up() -> None:
     old = updates(fleet.poll(0.0, NOTHING))[0]
     fleet.register(0, "http://new", 0, 1.0)
     orders = fleet.poll(1.0, NOTHING)
-    assert CancelUpdate(0, old.attempt) in orders
+    assert CancelUpdate(0, old.attempt, "the server is gone") in orders
     assert fleet.poll(1.0, NOTHING) == [], "it is told once"
     assert fleet.succeeded(0, old.attempt) is False
     assert fleet.succeeded(0, updates(orders)[0].attempt)

@@ -42,7 +42,7 @@ def test_the_tolerance_is_as_set_or_follows_the_coarser_type(
 
 def compared(errors: list[list[float]], tolerance: float) -> LogprobCheck:
     """The check of sequences of which a server's log-probabilities have these errors."""
-    check = LogprobCheck(tolerance, 1.0, logging.getLogger("check"))
+    check = LogprobCheck(tolerance, logging.getLogger("check"))
     scored = [
         _Scored(sequence, place, -2.0, -2.0 + error)
         for sequence, each in enumerate(errors)

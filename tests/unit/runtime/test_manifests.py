@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.launch.previews.dry_run import dry_run
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.manifests import manifests
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -176,6 +179,40 @@ def test_no_pod_has_an_account_and_only_the_launchers_has_the_secrets_and_decide
     assert jobs["launcher"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
     agent = ["python", "-m", "asyncrl.runtime.hosts.pod_agent", "/data/runs/math_grpo/t1", "servers"]
     assert container_of(jobs["servers"])["command"] == agent
+
+
+TYPED = ["math_grpo", "agent.args={api_key: s3cr3t, price: $(COST) $$}", "logging.wandb_key=w4ndb"]
+
+
+def expanded(command: list[str], variables: dict[str, str]) -> list[str]:
+    """The command as the kubelet runs it."""
+    return [
+        re.sub(r"\$\$|\$\((\w+)\)", lambda found: variables.get(found[1], found[0]) if found[1] else "$", text)
+        for text in command
+    ]
+
+
+def test_secrets_that_were_typed_are_in_a_secret_and_the_launcher_still_gets_them() -> None:
+    secret, jobs = manifests(a_run(), plan_workers(a_run()), TYPED)
+    check_objects([secret, jobs])
+    assert "s3cr3t" not in str(jobs)
+    assert "w4ndb" not in str(jobs)
+    launcher = container_of(jobs_of([jobs])["launcher"])
+    assert {"secretRef": {"name": secret["metadata"]["name"]}} in launcher["envFrom"]
+    assert expanded(launcher["command"], secret["stringData"])[3:] == TYPED
+    assert "math_grpo" not in secret["stringData"].values()
+
+
+def test_a_terminal_shows_no_secret_of_the_objects_and_a_pipe_has_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dry_run(a_run(), TYPED)
+    assert "api_key: s3cr3t" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    dry_run(a_run(), TYPED)
+    shown = capsys.readouterr().out
+    assert "s3cr3t" not in shown
+    assert "api_key: (hidden), price: $(COST)" in shown
 
 
 def test_pods_are_placed_and_their_image_is_pulled_as_the_settings_say() -> None:

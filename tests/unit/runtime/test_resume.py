@@ -246,6 +246,14 @@ def test_a_checkpoint_whose_tensors_are_damaged_is_passed_over_and_named(make: M
         continuation(run_dir, make(), verify)
 
 
+def test_a_dollar_and_a_brace_in_a_value_are_text(make: Make) -> None:
+    before, now = (make(f"agent.args={{hint: 'costs \\${{{text}'}}") for text in ("seed}", "seed} or \\${"))
+    assert before.agent.args == {"hint": "costs ${seed}"}
+    run_dir = earlier_launch(before, version=4)
+    assert len(continuation(run_dir, before)) == 1
+    assert 'agent.args: {"hint": "costs ${seed}"} -> {"hint": "costs ${seed} or ${"}' in continuation(run_dir, now)[1]
+
+
 def test_one_file_spelled_in_two_ways_is_no_change(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE
+from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, OBSERVED_DIR
 from asyncrl.runtime.trials import run_output
 from asyncrl.runtime.trials.run_output import RunOutput
 
@@ -42,6 +44,50 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
         "run waits for up to 10 minutes"
     )
     assert ended.startswith(f"the disk of {tmp_path} takes writes again, after ")
+
+
+@pytest.mark.parametrize(
+    ("standing", "line", "told"),
+    [
+        (False, {"stage": "waits for x/0", "activity": "blocked"}, "waits for x/0"),
+        (True, {"stage": "waits for x/0", "activity": "blocked"}, None),  # the display shows it until the first step
+        (False, {"stage": "waits for the rollouts of step 3", "activity": "waits"}, None),
+        (False, {"stage": "loads the model", "activity": "works"}, None),
+        (
+            True,
+            {"stage": "ready", "activity": "serves", "names_away_s": 12.0},
+            "cannot reach name resolution (retried ",
+        ),
+    ],
+)
+async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_ends(
+    standing: bool, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_output, "STANDING_S", 0.01)
+    notes: asyncio.Queue[str] = asyncio.Queue()
+    began = time.time()
+    (tmp_path / OBSERVED_DIR).mkdir()
+
+    def write(line: dict[str, Any], since: float) -> None:
+        for name in ("model_worker-0", "model_worker-1"):
+            with (tmp_path / OBSERVED_DIR / f"{name}.jsonl").open("a") as file:
+                file.write(json.dumps({"at": time.time() + 1, "pid": 1, "since": since} | line) + "\n")
+
+    display = cast(Any, SimpleNamespace(note=notes.put_nowait))
+    watching = asyncio.create_task(RunOutput(tmp_path, display)._watch_waits(standing=standing))
+    write(line, began - 5.0)
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+    if "names_away_s" not in line:
+        assert notes.empty(), "it may be over soon"
+        write(line, began - 12.0)
+    async with asyncio.timeout(60):
+        if told is not None:
+            assert (await notes.get()).startswith(f"WAITING: model_worker/0 (and 1 others) {told}")
+            write({"stage": "ready", "activity": "serves"}, time.time())
+            assert " no longer, after " in await notes.get()
+    watching.cancel()
+    assert notes.empty()
 
 
 def test_a_folder_that_takes_a_file_has_no_fault_and_keeps_none_and_what_waiting_does_not_mend_is_none(

@@ -37,7 +37,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from asyncrl.api import Tokenizer
 from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
-from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import (
     EngineStoppedError,
     GenerationOutput,
@@ -244,7 +244,7 @@ class GenerationApp:
         return json_response(reply | {"weight_version": self._engine.weight_version})  # not in SGLang's reply
 
     async def _command(self, future: Any) -> Any:
-        return await asyncio.wait_for(asyncio.wrap_future(future), COMMAND_TIMEOUT_S)
+        return await asyncio.wrap_future(future)  # after the running step, however long it takes
 
     async def _health(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(status=200 if self._engine.healthy else 503)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from asyncrl.comm.security.run_secret import HttpSecurity
@@ -33,11 +33,15 @@ class ManagerEnd(ABC):
     """Brings a paused server to a version."""
 
     @abstractmethod
-    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
-        """Carry out `order` for the server of `client`; returns once the server names the version.
+    async def bring(
+        self, client: GenerationServerClient, order: SendWeights, path: str, sending: Callable[[], None]
+    ) -> None:
+        """Carry out `order` for the server of `client`, without a limit of time; returns once the server names the
+        version.
 
         Args:
             path: the version's folder.
+            sending: called from time to time while the trainer sends.
 
         Raises:
             HttpError: the update failed; the server's weights are unknown.

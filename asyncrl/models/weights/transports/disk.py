@@ -8,7 +8,8 @@ embedded engine reads it by `weights.model_files.loading`, which checks everythi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from asyncrl.comm.security.run_secret import HttpSecurity
@@ -44,5 +45,7 @@ class DiskTransport(WeightTransport):
 class DiskManagerEnd(ManagerEnd):
     """Sends a server the path of the folder."""
 
-    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
-        await client.update_weights(path, order.version, keep_cache=order.keep_cache, timeout_s=order.timeout_s)
+    async def bring(
+        self, client: GenerationServerClient, order: SendWeights, path: str, sending: Callable[[], None]
+    ) -> None:
+        await client.update_weights(path, order.version, keep_cache=order.keep_cache, timeout_s=math.inf)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
@@ -91,8 +91,10 @@ class AskPublisher(ManagerEnd):
     def __init__(self, publisher: PublisherClient) -> None:
         self._publisher = publisher
 
-    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
-        await self._publisher.send_weights(order)
+    async def bring(
+        self, client: GenerationServerClient, order: SendWeights, path: str, sending: Callable[[], None]
+    ) -> None:
+        await self._publisher.send_weights(order, sending)
         served = await client.served_version()
         if served != order.version:
             raise UpdateFailed(f"{client.url} was sent version {order.version} but names {served}")

@@ -1,7 +1,7 @@
 """Formats of tool calls: a model's text becomes content, reasoning and calls. See `FORMATS` for their table.
 
 No input raises. Text that begins like a call but is not a valid one stays content and counts as malformed; nothing is
-guessed or repaired. Calls within the reasoning (`<think>`) do not count.
+guessed or repaired. Calls within the reasoning do not count.
 
 A chat template's format is not guessed from its source: the template renders a conversation with a known call, and the
 formats that read exactly this call from it are the template's (`readers`).
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from asyncrl.api.chat import ToolCall, ToolSchema
+from asyncrl.api.thoughts import without_thoughts
 from asyncrl.plugins.chat.parsers.bare import BareFormat
 from asyncrl.plugins.chat.parsers.base import CallFormat, Parsed, Parser, common_length
 from asyncrl.plugins.chat.parsers.keyed import KeyedFormat
@@ -20,7 +21,7 @@ from asyncrl.plugins.chat.parsers.literals import LiteralFormat
 from asyncrl.plugins.chat.parsers.marked import MarkedFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
 
-__all__ = ["FORMATS", "Parsed", "Parser", "common_length", "parser", "readers", "why_unread"]
+__all__ = ["FORMATS", "Parsed", "Parser", "common_length", "parser", "readers", "why_thoughts_unread", "why_unread"]
 
 FORMATS: dict[str, CallFormat | None] = {
     # Hermes, Qwen2.5, Qwen3
@@ -152,7 +153,9 @@ _PROBE: Final[Mapping[str, Any]] = {
     "columns": ["a", "b c"],
 }
 _ASKED: Final[Mapping[str, Any]] = {"role": "user", "content": "Which row?"}
-_ANSWERED: Final = "CutHere"
+_ANSWERED, _THOUGHT = "CutHere", "SaidToItself"
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Fields in which templates look for an answer's thoughts."""
 
 
 def parser(name: str) -> Parser:
@@ -202,6 +205,42 @@ def why_unread(template: ChatTemplate, name: str = "") -> str | None:
         )
     if name and name not in found:
         return f"it does not read the calls that the chat template writes; use auto, or {' or '.join(found)}"
+    return None
+
+
+def why_thoughts_unread(template: ChatTemplate, *, in_turns: bool) -> str | None:
+    """Return why the thoughts of a model with this template are not told from its answers; None if they are, as far as
+    the template shows how they are written.
+
+    Args:
+        in_turns: answers become messages of a conversation; else only verdicts look behind the thoughts.
+    """
+    written = _thought(template)
+    if written is None:
+        return None
+    if in_turns:
+        parsed = parser("none").parse(written)
+        read = (parsed.reasoning, parsed.content) == (_THOUGHT, _ANSWERED)
+    else:
+        read = without_thoughts(written) == _ANSWERED
+    shown = written.replace(_THOUGHT, "...").removesuffix(_ANSWERED)
+    return None if read else f"the chat template writes thoughts as {shown!r}, which would count as the answer"
+
+
+def _thought(template: ChatTemplate) -> str | None:
+    """Return an answer with thoughts as the template writes it, from where the model begins to the end of its text;
+    None if the template shows no thoughts.
+    """
+    for field in _REASONING:
+        answer = {"role": "assistant", "content": _ANSWERED, field: _THOUGHT}
+        try:
+            prompt = template.render_turns([_ASKED], [])
+            whole = template.render_turns([_ASKED, answer], [], to_answer=False)
+        except ChatError:
+            continue
+        text = whole[common_length(prompt, whole) :].rpartition(_ANSWERED)[0]
+        if _THOUGHT in text:
+            return text + _ANSWERED
     return None
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from asyncrl.api.chat import ToolCall, ToolSchema
+from asyncrl.api.thoughts import find_mark, opens
 
-_THINK = re.compile(r"<think>|</think>")
 _BLANKS = re.compile(r"\s*")
 MAX_CHARS = 4_000_000
 """Longest text that is parsed, in characters. No answer is longer, and parsing it would block the event loop."""
@@ -23,7 +23,7 @@ class Parsed:
 
     Attributes:
         content: its text without reasoning and valid calls; malformed calls stay in it.
-        reasoning: text within `<think>`; None without any.
+        reasoning: text within `<think>` or another family's marks of thoughts; None without any.
         calls: calls in the order written, with ids `call_0`, `call_1`, ..., unique in this answer only.
         malformed: number of calls that began but are not valid.
     """
@@ -81,17 +81,16 @@ class Parser:
     def __init__(self, name: str, call_format: CallFormat | None) -> None:
         self.name, self._format = name, call_format
 
-    def parse(self, text: str, tools: Sequence[ToolSchema] = (), *, reasoning_open: bool = False) -> Parsed:
+    def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
         """Parse an answer; see `Parsed`. Never raises.
 
         Args:
             tools: tools offered to the model; formats without types take the types from their schemas.
-            reasoning_open: True if the prompt ended within `<think>`, so that the text begins as reasoning.
         """
         walk = _Walk(text, self._format, _parameters(tools))
         if len(text) > MAX_CHARS:
             return Parsed(text)
-        walk.run(reasoning_open)
+        walk.run()
         calls = tuple(ToolCall(f"call_{number}", call.name, call.arguments) for number, call in enumerate(walk.calls))
         content = "".join(walk.content)
         thoughts = "\n".join(filter(None, (part.strip() for part in walk.reasoning)))
@@ -111,7 +110,7 @@ class Parser:
 
 
 class _Walk:
-    """One pass over a text, from mark to mark: `<think>`, `</think>`, or the opening of a call."""
+    """One pass over a text, from mark to mark: of thoughts, or the opening of a call."""
 
     def __init__(self, text: str, call_format: CallFormat | None, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._text, self._format, self._tools = text, call_format, tools
@@ -127,21 +126,19 @@ class _Walk:
         self.malformed = 0
         self._refused = False
 
-    def run(self, reasoning_open: bool) -> None:
+    def run(self) -> None:
         text, at = self._text, 0
-        if reasoning_open and not text.lstrip().startswith("<think>"):
-            at = self._think(0)
-        mark = _THINK.search(text, at)
+        mark = find_mark(text, 0)
         while at < len(text):
             if mark is not None and mark.start() < at:
-                mark = _THINK.search(text, at)
+                mark = find_mark(text, at)
             begin = self._call_from(at)
             first = min((match.start() for match in (mark, begin) if match is not None), default=len(text))
             self.content.append(text[at:first])
             if begin is not None and begin.start() == first:
                 at = self._call(begin)
-            elif mark is not None and mark[0] == "<think>":
-                at = self._think(mark.end())
+            elif mark is not None and opens(mark):
+                at = self._think(mark.end(), find_mark(text, mark.end(), of=mark))
             elif mark is not None and not self.reasoning:  # the prompt opened it: all text so far is reasoning
                 self.reasoning.append(text[: mark.start()])
                 self._reset()
@@ -152,10 +149,9 @@ class _Walk:
             else:
                 at = len(text)
 
-    def _think(self, at: int) -> int:
-        end = self._text.find("</think>", at)
-        self.reasoning.append(self._text[at:] if end < 0 else self._text[at:end])
-        return len(self._text) if end < 0 else end + len("</think>")
+    def _think(self, at: int, closing: re.Match[str] | None) -> int:
+        self.reasoning.append(self._text[at:] if closing is None else self._text[at : closing.start()])
+        return len(self._text) if closing is None else closing.end()
 
     def _call_from(self, at: int) -> re.Match[str] | None:
         if self._format is None:

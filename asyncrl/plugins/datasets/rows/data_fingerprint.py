@@ -67,6 +67,11 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the record that `write` left in `file`."""
         return decode_json(file.read_bytes(), cls)
 
+    @property
+    def checksum(self) -> str:
+        """XXH3 of the record, which checkpoints have, so that a record that is gone or replaced is noticed."""
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode(self))
+
     def write(self, file: Path) -> None:
         """Write the record to `file` atomically."""
         aside = file.with_suffix(".tmp")

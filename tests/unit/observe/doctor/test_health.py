@@ -196,7 +196,7 @@ LESS = "to need less memory, in this order: trainer.offload=true; trainer.parall
 @pytest.mark.parametrize(
     ("process", "short", "at", "kind", "sentence"),
     [
-        ("model_worker/1", SHORT, LATER - 3, "out-of-memory", "memory: model_worker/1 on cuda:0 in call"),
+        ("model_worker/1", SHORT, LATER - 3, "out-of-memory", "out of memory: model_worker/1 on cuda:0 in call"),
         ("generation_server/0", "CUDA out of memory. X", LATER, "out-of-memory", "generation_server/0: CUDA out of me"),
         (
             "generation_server/0",
@@ -234,9 +234,9 @@ def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) ->
     (run / "config.yaml").write_text('{"total_train_steps": 5}')
     lock, now = hold(run), time.time()
     write(run / "observed" / "generation_server-0.jsonl",
-          {"at": now, "pid": 1, "stage": "loads the model", "since": now - 42})  # fmt: skip
+          {"at": now, "pid": 1, "stage": "loads the model", "activity": "works", "since": now - 42})  # fmt: skip
     write(run / "observed" / "master_worker-0.jsonl",
-          {"at": now, "pid": 2, "stage": "waits for name 'x' of a model_worker", "since": now - 40})  # fmt: skip
+          {"at": now, "pid": 2, "stage": "waits for 'x'", "activity": "blocked", "since": now - 40})  # fmt: skip
     found = examine(History(run)).verdict
     os.close(lock)
     assert found is not None
@@ -280,7 +280,8 @@ def test_a_run_that_has_no_cores_before_its_first_step_is_told_so(
             run / "observed" / f"{name}.jsonl",
             *(
                 {
-                    "at": now - seconds + at, "pid": pid, "stage": "loads the model", "since": now - seconds,
+                    "at": now - seconds + at, "pid": pid, "since": now - seconds,
+                    "stage": "loads the model", "activity": "works",
                     "cpu_s": on_a_core * at, "no_core_s": (1 - on_a_core) * at,
                 }
                 for at in range(0, seconds + 1, 2)
@@ -311,9 +312,12 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
 def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_still(run: Path) -> None:
     lock = hold(run)
     again = max(step.at for step in History(run).steps.values()) + 7200
-    line = {"at": again, "pid": 9, "stage": "starts processes", "since": again}
+    line = {"at": again, "pid": 9, "stage": "starts processes", "activity": "works", "since": again}
     write(run / "observed" / "launcher-0.jsonl", line)
-    write(run / "observed" / "model_worker-0.jsonl", line | {"stage": "loads the models", "since": again - 5})
+    write(
+        run / "observed" / "model_worker-0.jsonl",
+        line | {"stage": "loads the models", "activity": "works", "since": again - 5},
+    )
     history = History(run)
     diagnosis = examine(history)
     shown = standing_lines(history, diagnosis.verdict)
@@ -390,9 +394,10 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
                 for name, prompt, after in (("new", "e0-7", -90), ("straggler", "e0-5", -100)))
     )  # fmt: skip
     write(run / "observed" / "model_worker-0.jsonl",
-          {"at": stands - 400, "pid": 1, "stage": "computes actor_train", "since": stands - 450})  # fmt: skip
+          {"at": stands - 400, "pid": 1, "stage": "computes actor_train", "activity": "works",
+           "since": stands - 450})  # fmt: skip
     write(run / "observed" / "master_worker-0.jsonl",
-          {"at": stands, "pid": 2, "stage": "trains step 31", "since": stands - 450})  # fmt: skip
+          {"at": stands, "pid": 2, "stage": "trains step 31", "activity": "works", "since": stands - 450})  # fmt: skip
     told = problems(run)["stalled"]
     history = History(run)
     shown = str(*standing_lines(history, examine(history).verdict))
@@ -509,7 +514,8 @@ def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> Non
     assert "policy_server/1 decodes" in kinds["slow-server"].sentence
     policy_servers(run, lambda index, line: {"stage": RESTS if index else line["stage"]}, 2)
     assert "slow-server" not in [each.kind for each in examine(History(run)).findings], "a guest that rests is no fault"
-    policy_servers(run, lambda index, line: {"stage": "loads the model" if index else line["stage"]}, 2)
+    loading = {"stage": "loads the model", "activity": "works"}
+    policy_servers(run, lambda index, line: loading if index else {}, 2)
     kinds = {each.kind: each for each in examine(History(run)).findings}
     assert "policy_server/1 loads the model, and the others serve" in kinds["slow-server"].sentence
 
@@ -559,7 +565,10 @@ def test_a_server_that_never_serves_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     VirtualRun(replace(Knobs(), speed=1000), run).play()
     served = (run / "observed" / "generation_server-0.jsonl").read_text().splitlines()
-    lines = [{"at": json.loads(line)["at"], "pid": 2, "stage": "loads the model", "since": 0.0} for line in served]
+    lines = [
+        {"at": json.loads(line)["at"], "pid": 2, "stage": "loads the model", "activity": "works", "since": 0.0}
+        for line in served
+    ]
     write(run / "observed" / "generation_server-1.jsonl", *lines)
     kinds = {each.kind: each for each in examine(History(run)).findings}
     assert "generation_server/1 loads the model, and the others serve" in kinds["slow-server"].sentence

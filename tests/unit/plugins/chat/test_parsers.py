@@ -148,10 +148,10 @@ _pieces = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(pieces=_pieces, is_open=st.booleans())
-def test_no_text_raises_and_calls_can_be_encoded(name, pieces, is_open):
+@given(pieces=_pieces)
+def test_no_text_raises_and_calls_can_be_encoded(name, pieces):
     schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
-    parsed = parser(name).parse("".join(pieces), [schema], reasoning_open=is_open)
+    parsed = parser(name).parse("".join(pieces), [schema])
     for call in parsed.calls:
         json.dumps(dict(call.arguments), ensure_ascii=False, allow_nan=False)
         if name != "xml":
@@ -180,19 +180,36 @@ def test_several_calls_of_one_answer_are_read_in_order():
     assert [call.id for call in parsed.calls] == ["call_0", "call_1"]
 
 
-def test_a_call_within_the_reasoning_is_a_thought():
-    parsed = parser("hermes").parse(f"<think>\nI could write {HERMES}\n</think>\n\nNo need: 4.")
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<think>", "</think>"),
+        ("<|channel>thought", "<channel|>"),
+        ("◁think▷", "◁/think▷"),
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<think>a </seed:think>", "</think>"),
+    ],
+)
+def test_a_call_within_the_reasoning_is_a_thought(opening, closing):
+    parsed = parser("hermes").parse(f"{opening}\nI could write {HERMES}\n{closing}\n\nNo need: 4.")
     assert (parsed.calls, parsed.content, parsed.malformed) == ((), "No need: 4.", 0)
     assert parsed.reasoning is not None
     assert HERMES in parsed.reasoning
 
 
 def test_reasoning_that_the_prompt_began_ends_at_its_mark():
-    for is_open in (False, True):
-        parsed = parser("hermes").parse(f"maybe {HERMES} or not</think>{HERMES}", reasoning_open=is_open)
-        assert len(parsed.calls) == 1
-        assert parsed.reasoning is not None
-        assert parsed.reasoning.startswith("maybe")
+    parsed = parser("hermes").parse(f"maybe {HERMES} or not</think>{HERMES}")
+    assert len(parsed.calls) == 1
+    assert parsed.reasoning is not None
+    assert parsed.reasoning.startswith("maybe")
+
+
+def test_marks_that_a_prompt_may_ask_for_stay_in_the_content():
+    text = f"<reasoning>so</reasoning>{HERMES}<answer>4</answer>"
+    parsed = parser("hermes").parse(text)
+    assert (parsed.content, parsed.reasoning) == (text.replace(HERMES, ""), None)
+    assert len(parsed.calls) == 1
 
 
 def test_a_second_end_of_the_reasoning_is_content() -> None:
@@ -225,7 +242,6 @@ def test_a_call_without_marks_is_one_only_where_no_text_comes_before_it(name: st
 
 def test_reasoning_that_is_cut_off_holds_no_call():
     assert parser("hermes").parse(f"<think>first {HERMES}").calls == ()
-    assert parser("hermes").parse(f"first {HERMES}", reasoning_open=True).calls == ()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import transformers.utils.chat_template_utils as reference
 from transformers import AutoTokenizer
 
 from asyncrl.api.chat import ToolCall
-from asyncrl.plugins.chat.parsers import FORMATS, parser, readers, why_unread
+from asyncrl.plugins.chat.parsers import FORMATS, parser, readers, why_thoughts_unread, why_unread
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.templates import chat_template
@@ -90,6 +90,15 @@ def test_a_real_template_without_readable_calls_is_refused_with_the_reason(name:
     assert readers(template(name)) == []
     for each in ("", "hermes"):
         assert REFUSED[name] in (why_unread(template(name), each) or "")
+
+
+def test_thoughts_of_a_real_template_are_read_or_refused_with_how_they_are_written() -> None:
+    refused = {name: why_thoughts_unread(template(name), in_turns=True) for name in ALL}
+    assert {name for name, why in refused.items() if why} == {"trl_gptoss", "trl_muse_glimmer"}
+    assert "writes thoughts as '<|channel|>analysis<|message|>...<|end|>" in str(refused["trl_gptoss"])
+    assert "writes thoughts as ' to=self<|message|>...<|eom|>" in str(refused["trl_muse_glimmer"])
+    verdicts = {name for name in ALL if why_thoughts_unread(template(name), in_turns=False)}
+    assert verdicts == {"trl_muse_glimmer"}, "verdicts find the final channel of gpt-oss"
 
 
 TOOL = {
