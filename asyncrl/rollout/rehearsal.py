@@ -54,7 +54,7 @@ from asyncrl.rollout.episode import GroupRules, RetryLimits
 from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.timing import Activity, metered
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, named_failure
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, failed_label
 
 _log = logging.getLogger(__name__)
 OUTCOME_FILE = "outcome.json"
@@ -311,8 +311,7 @@ def _told(error: BaseException, config: ExperimentConfig) -> str:
     cause = _innermost(error)
     if isinstance(cause, UserCodeError | EpisodeError):  # its text names the failed code
         return str(cause)
-    failed = named_failure(error, config.agent.path).partition(" raised ")[0]
-    return f"{failed}: {type(cause).__name__}: {cause}"
+    return f"{failed_label(error) or f'agent {config.agent.path}'}: {type(cause).__name__}: {cause}"
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -80,7 +80,7 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
             stderr=output,
             start_new_session=True,
         )
-    output, observed = Appended(log), ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0")
+    shown, observed = Appended(log), ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0")
     waited_s = 0.0
     while waited_s < START_LIMIT_S:
         try:
@@ -89,7 +89,7 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
             waited_s += _LOOK_S
         finally:
             started = observed.has_started(launcher.pid)
-            _show(output.read())
+            _show(shown.read())
         if started:
             break
     print(

@@ -27,7 +27,7 @@ from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.commands.audit import Audit, audit
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.refusal import ERROR, refuse
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -202,7 +202,7 @@ def _report(
 ) -> int:
     """Audit the run, print table and verdict, and return the exit code."""
     if watched.code == EXIT_CONFIG and not watched.steps:  # the launcher refused a setting
-        return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
+        return refuse("\n".join(line.removeprefix(ERROR) for line in watched.lines))
     run_dir = run_dir_of(config)
     entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit reports its errors
     complete(watched.done, watched.steps, read_rows(run_dir / RESTARTS_FILE))

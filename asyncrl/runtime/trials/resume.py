@@ -47,7 +47,7 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.runtime.trials.summary import is_complete, read_summary
+from asyncrl.runtime.trials.summary import is_complete, is_used_up, read_summary
 from asyncrl.trainer.settings import AlgorithmConfig, ReferenceMode
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
@@ -178,14 +178,17 @@ def newest_progress(
 
 
 def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
-    """True if the trial is complete, so that there is nothing to run.
+    """True if the trial is complete, or the prompts of its epochs are used up, so that there is nothing to run.
 
     Raises:
         TrialError: it was completed with other settings.
     """
-    if not is_complete(run_dir, config.total_train_steps):
+    complete = is_complete(run_dir, config.total_train_steps)
+    if not complete and (config.total_epochs is None or not is_used_up(run_dir)):
         return False
     if changes := changed_settings(run_dir, config):
+        if not complete:  # there may be enough prompts now
+            return False
         raise TrialError(
             f"trial_name={config.trial_name!r}: this trial is complete, with other settings; nothing was run. Changed "
             f"since (before -> now):{_listed(changes)}\nto train with these, {ADVICE}; more steps come with a larger "

@@ -42,6 +42,12 @@ def is_complete(run_dir: Path, total_train_steps: int) -> bool:
     return summary is not None and summary["steps"] >= total_train_steps
 
 
+def is_used_up(run_dir: Path) -> bool:
+    """True if the trial ended early since too few prompts of its epochs were left."""
+    summary = read_summary(run_dir)
+    return summary is not None and summary["steps"] == summary.get("total_steps")
+
+
 def summary_lines(run_dir: Path) -> list[str]:
     """Return the summary as lines; without one, the counts at the last step, and the logs to read.
 

@@ -81,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True):
     seed: int
     rollout: Rollout
     total_train_steps: int = 0
+    total_epochs: float | None = None
     eval: Evaluation = Evaluation()
     samples: Samples = Samples()
     manager: Manager = Manager()
@@ -208,11 +209,13 @@ class Documents:
             return
         if summary.steps != outcome.version:
             report(SUMMARY_FILE, f"has {summary.steps} steps, the ledger {outcome.version}")
-        if self.settings is not None and summary.total_steps != self.settings.total_train_steps:
+        settings = self.settings
+        differs = settings is not None and summary.total_steps != settings.total_train_steps
+        if settings is not None and differs and not self._is_used_up(settings, summary, outcome):
             report(
                 SUMMARY_FILE,
                 f"total_steps is {summary.total_steps}, {CONFIG_FILE} has total_train_steps "
-                f"{self.settings.total_train_steps}",
+                f"{settings.total_train_steps}",
             )
         counted = {
             "submitted": outcome.submitted,
@@ -223,6 +226,13 @@ class Documents:
             "finished_untrained": 0,
         }
         self._compare(SUMMARY_FILE, summary.books, counted, report)
+
+    def _is_used_up(self, settings: Settings, summary: Summary, outcome: Outcome) -> bool:
+        """True if the run ended before its last step since too few prompts of its epochs were left."""
+        if settings.total_epochs is None or summary.total_steps != summary.steps:
+            return False
+        rows = None if self.data is None else int(settings.total_epochs * self.data.rows)
+        return rows is None or rows - len(outcome.used) < settings.train_batch_size
 
     def _compare(self, place: str, told: Books, counted: dict[str, Any], report: Report) -> None:
         for name, value in counted.items():

@@ -11,29 +11,21 @@ from msgspec import structs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.launch.commands import attach
+from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.runtime.trials.claim import TrialClaim
 
 
-def test_a_character_that_two_reads_cut_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "launcher.log"
-    written = "η = 1\n".encode()
-    file.write_bytes(written[:1])
-    log = attach._Log(file)
-    log.show()
-    file.write_bytes(written)
-    log.show()
-    assert capsys.readouterr().out == "η = 1\n"
-
-
-def test_a_line_that_two_reads_cut_is_returned_whole(tmp_path: Path) -> None:
-    """So that `started` is seen, at the beginning of a line only."""
-    file = tmp_path / "launcher.log"
-    written = b"all have started 1\nstarted 2\n"
-    log, lines = attach._Log(file), list[str]()
-    for end in (9, 22, len(written)):
-        file.write_bytes(written[:end])
-        lines += log.show()
-    assert lines == ["all have started 1", "started 2"]
+def test_a_launch_has_started_once_its_own_launcher_says_so(tmp_path: Path) -> None:
+    observed = ProcessHistory(tmp_path, "launcher-0")
+    assert not observed.has_started(7)
+    for name, pid in (("launcher-0", 6), ("model_worker-0", 7)):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"span": "start", "begin": 1, "end": 2, "pid": {pid}}}\n')
+    assert (observed.has_started(6), observed.has_started(7)) == (True, False)
+    with (tmp_path / "launcher-0.jsonl").open("a") as lines:
+        lines.write(
+            '{"span": "call", "begin": 3, "end": 4, "pid": 7}\n{"span": "start", "begin": 3, "end": 4, "pid": 7}\n'
+        )
+    assert observed.has_started(7)
 
 
 @pytest.mark.parametrize("where", ["nothing", "ended", "terminal", "container"])

@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> Make:
     return make
 
 
-def earlier_launch(config: ExperimentConfig, *, version: int = 0, finished: bool = False) -> Path:
+def earlier_launch(config: ExperimentConfig, *, version: int = 0, finished: bool = False, total: int = 10) -> Path:
     """The folder that a launch of `config` leaves: with a checkpoint of `version`, and a summary if it finished."""
     run_dir = run_dir_of(config)
     run_dir.mkdir(parents=True)
@@ -41,7 +41,10 @@ def earlier_launch(config: ExperimentConfig, *, version: int = 0, finished: bool
     if version:
         write(run_dir / "checkpoints" / f"v{version}" / "state.json", state_of(version))
     if finished:
-        write(run_dir / SUMMARY_FILE, {"steps": version, "eval": {}, "evaluations_failed": [], "books": {}})
+        write(
+            run_dir / SUMMARY_FILE,
+            {"steps": version, "total_steps": total, "eval": {}, "evaluations_failed": [], "books": {}},
+        )
     return run_dir
 
 
@@ -275,3 +278,11 @@ def test_a_finished_trial_is_known_and_other_settings_end_in_an_error_that_names
     assert not check_finished(run_dir, make("total_train_steps=20", "optimizer.lr=0.5"))
     with pytest.raises(TrialError, match=r"is complete.*\n  optimizer\.lr: 0\.0001 -> 0\.5\n.*resume=restart"):
         check_finished(run_dir, make("optimizer.lr=0.5"))
+
+
+def test_a_trial_whose_epochs_are_used_up_has_nothing_to_run_until_its_settings_change(make: Make) -> None:
+    run_dir = earlier_launch(make("total_epochs=2"), version=7, finished=True, total=7)
+    assert check_finished(run_dir, make("total_epochs=2"))
+    assert not check_finished(run_dir, make("total_epochs=2", "train_batch_size=4"))
+    write(run_dir / SUMMARY_FILE, json.loads((run_dir / SUMMARY_FILE).read_text()) | {"total_steps": 10})
+    assert not check_finished(run_dir, make("total_epochs=2")), "it was stopped"

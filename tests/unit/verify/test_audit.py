@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.launch.commands.audit import audit, main
 from asyncrl.verify.audit.ledger_files import read_ledger
-from tests.unit.verify.conftest import Launch, begin_run
+from tests.unit.verify.conftest import BATCH, ROWS, Launch, begin_run
 
 Lines = list[dict[str, Any]]
 
@@ -198,6 +198,25 @@ def test_a_row_that_waits_for_its_evaluation_is_in_the_checkpoint_that_a_stop_le
         "checkpoints/v2: the row of step 2 comes after nothing",
         "summary.json: has an evaluation of version 1, and metrics.jsonl has none",
     )
+
+
+@pytest.mark.parametrize(("prompts", "found"), [(11, False), (12, False), (13, True)])
+def test_a_run_may_end_early_only_once_too_few_prompts_of_its_epochs_are_left(
+    prompts: int, found: bool, tmp_path: Path
+) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step()
+    launch.step()
+    launch.end()
+    used = 9  # one was given up
+    config = run / "config.yaml"
+    epochs = (prompts + 0.5) / ROWS
+    config.write_text(
+        config.read_text().replace("total_train_steps: 2", f"total_train_steps: 3\ntotal_epochs: {epochs}")
+    )
+    assert (prompts - used >= BATCH) == found
+    assert bool(audit(run).findings) == found
 
 
 def test_a_held_row_that_is_not_the_ledgers_is_found(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ the server has mixed weights; it must stay paused until a whole update succeeds.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -274,7 +275,10 @@ class ServerConnection(ABC):
     async def _call(self, path: str, body: dict[str, object], *, missing_is_fine: bool = False) -> None:
         url = self._url + path
         try:
-            reply = await self._http.call("POST", url, body, timeout_s=self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):  # a server that works may take as long to connect
+                reply = await self._http.call("POST", url, body, timeout_s=math.inf)
+        except TimeoutError as error:
+            raise UpdateFailed(f"{url} did not answer within {self._timeout_s:g} s") from error
         except HttpRefused as error:
             if error.status == 404 and missing_is_fine:  # servers up to 0.5.20 want no announcement
                 return
