@@ -421,11 +421,11 @@ class FleetDecisions:
 
     def _silence(self, life: ServerLife, now: float) -> str:
         """Say why the limit of the server's update, or release, is over."""
-        what = "release of its memory" if life.goal is None else f"update to v{life.goal.version}"
+        what = "the release of its memory" if life.goal is None else f"its update to v{life.goal.version}"
         if (took_s := now - life.began) >= LONGEST_UPDATES * self._timeout_s:
-            return f"its {what} took {took_s:.0f} s ({LONGEST_UPDATES} times manager.update_timeout_s)"
+            return f"{what} took {took_s:.0f} s ({LONGEST_UPDATES} times manager.update_timeout_s)"
         return (
-            f"no sign of life for {self._timeout_s:g} s (manager.update_timeout_s) in its {what}, which began "
+            f"no sign of life for {self._timeout_s:g} s (manager.update_timeout_s) in {what}, which began "
             f"{took_s:.0f} s ago"
         )
 

@@ -396,7 +396,8 @@ def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_it
     assert len(fleet.not_resting) == 2
     cancelled = [order for order in fleet.poll(0.5 + LIMIT_S, {}) if isinstance(order, CancelUpdate)]
     assert len(cancelled) == 2
-    assert {life.reason for life in fleet.servers} == {f"{SILENT} in its release of its memory, which began 10 s ago"}
+    silent = "no sign of life for 10 s (manager.update_timeout_s) in the release of its memory, which began 10 s ago"
+    assert {life.reason for life in fleet.servers} == {silent}
 
 
 @pytest.mark.parametrize("recorded_at", ["http://0", "http://before"])
