@@ -17,7 +17,6 @@ from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, J
 from asyncrl.comm.typed import decode_json
 from asyncrl.manager.messages import BadRequest, Empty, Verb
 
-
 LONGEST_S = 3600.0
 """Limit of a call whose caller has one of its own: a call that nobody ends is found."""
 
