@@ -34,6 +34,7 @@ _UNCLEAR = frozenset({"yes", "no", "on", "off"})
 """YAML 1.1 makes booleans of these words, YAML 1.2 texts. Where the setting does not decide, they are refused."""
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _ONE = "several values; give one"
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class Plain(NamedTuple):
@@ -137,18 +138,31 @@ def _value(loader: _Loader, node: yaml.Node, folder: str | None) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_value(loader, each, folder) for each in node.value]
     if isinstance(node, yaml.MappingNode):
-        loader.flatten_mapping(node)
         made: dict[Any, Any] = {}
+        merged: dict[Any, Any] = {}
         for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merged |= _merged(loader, value_node, folder)
+                continue
             key, value = _entry(loader, key_node, value_node, folder)
             if key in made:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             made[key] = value
-        return made
+        return merged | made
     value = loader.construct_object(node)
     if isinstance(value, str):
         return value if folder is None else value.replace(HERE, folder)
     return Plain(node.value, value) if node.style is None else value
+
+
+def _merged(loader: _Loader, node: yaml.Node, folder: str | None) -> dict[Any, Any]:
+    """Return what `<<` adds to a mapping: the entries of a mapping, or of several, of which the first ones count."""
+    made: dict[Any, Any] = {}
+    for each in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
+        if not isinstance(each, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "<< merges mappings alone", each.start_mark)
+        made |= _value(loader, each, folder)
+    return made
 
 
 def _entry(loader: _Loader, key_node: yaml.Node, value_node: yaml.Node, folder: str | None) -> tuple[Any, Any]:
@@ -259,14 +273,10 @@ def _as_number(value: Any, given: Any, kind: Any) -> int | float:
     try:
         if isinstance(number, str):
             number = float(number) if kind is float or not number.strip().lstrip("+-").isdigit() else int(number)
-        if isinstance(number, bool) or not isinstance(number, int | float):
+        if isinstance(number, bool) or not isinstance(number, int | float) or (kind is int and int(number) != number):
             raise ValueError
-        if kind is int and int(number) != number:
-            raise _Misfit("a whole number is needed")
         return int(number) if kind is int else float(number)
-    except (ValueError, OverflowError) as error:
-        if isinstance(error, _Misfit):
-            raise
+    except (ValueError, OverflowError):
         needed = "a whole number is needed" if kind is int else "a number is needed"
         raise _Misfit(f"{_ONE}; {needed}" if "," in text_of(value) else needed) from None
 

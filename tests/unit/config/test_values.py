@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError
-from asyncrl.config.values import literal, to_yaml
+from asyncrl.config.values import changed, literal, to_yaml
 
 UNQUOTED = ["007", "1_0", "1e3", "2026-11-28", "true", "0x10", "1.10", "1.0", "on", "off", "yes", "no", "12:30", ".5"]
 """Texts of which YAML makes something else."""
@@ -108,6 +108,10 @@ class Mode(Enum):
         ("optimizer.lr", 1, 1.0),
         ("total_train_steps", np.int64(2), 2),
         ("group_size", 4.0, 4),
+        ("group_size", "4e0", 4),
+        ("seed", "9007199254740993", 9007199254740993),
+        ("seed", " +5 ", 5),
+        ("optimizer.lr", "1", 1.0),
         ("logging.tensorboard", np.bool_(False), False),
         ("profile.steps", (1, 2), [1, 2]),
         ("profile.ranks", range(2), [0, 1]),
@@ -153,6 +157,15 @@ def test_not_a_number_reaches_free_form_arguments() -> None:
         ({"optimizer.lr": True}, "optimizer.lr='True': a number is needed"),
         ({"group_size": 4.5}, "group_size='4.5': a whole number is needed"),
         ({"group_size": float("nan")}, "group_size='nan': a whole number is needed"),
+        ({"group_size": float("inf")}, "group_size='inf': a whole number is needed"),
+        ({"group_size": [4]}, "group_size='[4]': a whole number is needed"),
+        ({"group_size": [4, 5]}, "group_size='[4, 5]': several values; give one; a whole number is needed"),
+        ({"logging.tensorboard": "maybe"}, "logging.tensorboard='maybe': neither true nor false"),
+        ({"logging.tensorboard": 2}, "logging.tensorboard='2': neither true nor false"),
+        ({"rewards": [{"xyz": 1}]}, "rewards[0].xyz: no such setting; there are path, args"),
+        ({"rewards": [{"nam": 1}]}, "rewards[0].nam: no such setting, did you mean 'name'? there are path"),
+        ({"rewards": ["a"]}, "rewards[0]='a': settings are needed; write {path: VALUE}, with any of path, args"),
+        ({"dataset.fields": "answer"}, "dataset.fields='answer': names with values are needed; write {NAME: VALUE}"),
         ({"optimizer": 3}, "optimizer is a group of settings and takes no value"),
         ({"optimizer": {"lrr": 3}}, "unknown setting 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         ({"rollout.sampling.stop": "</s>"}, "rollout.sampling.stop='</s>': a list is needed; write [</s>]"),
@@ -263,6 +276,27 @@ def test_all_wrong_settings_of_a_file_are_told_with_the_file(tmp_path: Path) -> 
         "'seeed'",
     ):
         assert len([line for line in told if part in line]) == 1, part
+
+
+def test_what_an_anchor_names_can_be_merged_in(tmp_path: Path) -> None:
+    args = "{a: &a {x: 1, y: 2}, b: &b {<<: *a, y: 3}, c: {z: 4, <<: [*b, *a]}, d: *b}"
+    b = {"x": 1, "y": 3}
+    assert in_file(tmp_path, f"agent: {{args: {args}}}").agent.args == {"a": {"x": 1, "y": 2}, "b": b, "d": b} | {
+        "c": {"x": 1, "y": 3, "z": 4}
+    }
+    for wrong in ("3", "[*a, 3]"):
+        with pytest.raises(ConfigError, match="<< merges mappings alone"):
+            in_file(tmp_path, f"agent: {{args: {{a: &a {{x: 1}}, b: {{<<: {wrong}}}}}}}")
+
+
+def test_a_changed_group_of_settings_has_the_given_values_and_keeps_the_others() -> None:
+    before = ExperimentConfig().rollout.sampling
+    made = changed("sampling", before, {"temperature": 0.5, "stop": ["a"]})
+    assert (made.temperature, made.stop, made.top_p) == (0.5, ["a"], before.top_p)
+    assert before.stop == ExperimentConfig().rollout.sampling.stop
+    with pytest.raises(ConfigError) as caught:
+        changed("sampling", before, {"temperature": "hot", "tempratur": 1})
+    assert "sampling.temperature='hot': a number is needed\nsampling.tempratur: no such setting" in str(caught.value)
 
 
 def test_a_null_in_a_file_leaves_a_text_at_its_default_and_is_a_text_where_it_is_typed(tmp_path: Path) -> None:
