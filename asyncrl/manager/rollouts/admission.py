@@ -131,7 +131,7 @@ class Admission:
         for rollout_id in request.rollouts:
             if self._gate.live.running(rollout_id) is not None:
                 self._grant(waiting, rollout_id)  # the reply to this call was lost once
-            elif rollout_id not in gone and rollout_id not in self._gate.live:
+            elif rollout_id not in gone:
                 waiting.ids.append(rollout_id)
         self.calls.add(waiting)
         closed_before = self._gate.closed
@@ -197,7 +197,7 @@ class Admission:
     def _capacity(self) -> int:
         """Number of rollouts that gate and pacing let start now."""
         allowed = self._gate.capacity
-        if self._pacing is None or not allowed:
+        if self._pacing is None:
             return allowed
         return min(allowed, self._pacing.room(self._gate.finished, self._clock()))
 

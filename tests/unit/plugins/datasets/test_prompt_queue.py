@@ -57,7 +57,9 @@ def test_without_lag_batches_do_not_depend_on_when_rollouts_end(
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["next", "same", "later", "failed", "use", "again"]), st.integers(0, 99)), max_size=80
+    st.tuples(st.sampled_from(["next", "same", "later", "failed", "use", "again"]), st.integers(0, 99)),
+    min_size=20,
+    max_size=80,
 )
 
 
@@ -73,7 +75,8 @@ def test_a_prompt_waits_if_and_only_if_it_is_neither_used_nor_live(moves: list[t
             highest = max(highest, live[-1].order)
             assert live[-1] == tries.pop(live[-1].order, NextTry(live[-1].order))
         elif move == "use":
-            order = pick % (highest + 3)
+            orders = [*(turn.order for turn in live), *range(highest + 3)]
+            order = orders[pick % len(orders)]
             queue.use(order)
             used.add(order)
         elif move == "again":  # a rollout that was given up came back
@@ -121,7 +124,7 @@ def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
     for _ in range(1000):
         turn = queue.next()
         queue.use(turn.order)
-        queue.leave(turn)
+        assert not queue.leave(turn), "it is used"
     assert (queue._used, queue.back, queue.live) == (set(), {}, {})
 
 
