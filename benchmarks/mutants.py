@@ -51,7 +51,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 TARGET = 0.95
 LIMIT_S = 1800.0
-"""Seconds of a room's tests without a change. A mutant's have five times what they took, and half a minute."""
+"""Seconds of a room's tests without a change."""
+PATIENCE_S, PATIENCE = 20.0, 5.0
+"""A mutant's test has so many seconds, and so many times what it took without a change; then it does not end."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "gate": ("manager/rollouts/staleness_gate.py", "manager/rollouts/rollout_state.py"),
     "admission": ("manager/rollouts/admission.py", "manager/rollouts/pacing.py"),
@@ -415,15 +417,18 @@ class _Profiler(_Plugin):
 
 
 class _Chosen(_Plugin):
-    """Runs these tests, in this order, and notes which one fails."""
+    """Runs the tests of these profiles, in this order, and notes which one fails or does not end."""
 
-    def __init__(self, tests: Sequence[str]) -> None:
-        self._place = {name: place for place, name in enumerate(tests)}
+    def __init__(self, tests: Mapping[str, Profile]) -> None:
+        self._tests, self._place = tests, {name: place for place, name in enumerate(tests)}
         self._failed = ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         chosen = [item for item in items if item.nodeid in self._place]
+        for item in chosen:
+            limit_s = PATIENCE_S + PATIENCE * self._tests[item.nodeid].seconds
+            item.add_marker(pytest.mark.timeout(limit_s), append=False)
         items[:] = sorted(chosen, key=lambda item: self._place[item.nodeid]) or items
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -454,11 +459,12 @@ class Trial:
             SystemExit: no test passes without a change.
         """
         tests = self._profiles(tests_of(mutant.file, self._copied / "tests"))
-        chosen, target = tests_that_run(mutant, tests), self._copied / "asyncrl" / mutant.file
+        chosen = {name: tests[name] for name in tests_that_run(mutant, tests)}
+        target = self._copied / "asyncrl" / mutant.file
         files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
         original, status = target.read_bytes(), target.stat()
         target.write_bytes(original[: mutant.start] + mutant.text.encode() + original[mutant.end :])
-        limit_s = 30.0 + 5.0 * sum(tests[name].seconds for name in chosen)
+        limit_s = 2 * PATIENCE_S + PATIENCE * sum(each.seconds for each in chosen.values())
         try:
             code, failed = _run(_Chosen(chosen), ["-x", *files], self._copied, limit_s)
         finally:
