@@ -288,10 +288,7 @@ def _truncate(path: Path, first_step: int) -> int:
         return last_step
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n"):
-                break
-            step = json.loads(line)["step"]
-            if step >= first_step:
+            if not line.endswith(b"\n") or (step := json.loads(line)["step"]) >= first_step:
                 break
             last_step, end = step, end + len(line)
     retry_write_blocking(partial(os.truncate, path, end), f"{path}", _log)
