@@ -106,7 +106,7 @@ class RoundRobin(Policy):
         known = place > 0 and self._indices[place - 1] == view.index
         if view.index in self._servers and not known:
             insort(self._indices, view.index)
-        elif view.index not in self._servers and known:
+        elif view.index not in self._servers:
             del self._indices[place - 1]
 
     def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:

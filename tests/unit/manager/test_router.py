@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import ClassVar
 
 import pytest
@@ -56,6 +57,21 @@ def test_round_robin_goes_on_past_a_server_that_takes_no_requests() -> None:
     assert [place(router, name) for name in "ef"] == [1, 2]
 
 
+def test_round_robin_forgets_a_server_that_leaves_with_its_requests() -> None:
+    router = router_of("round_robin")
+    place(router, "a")
+    router.remove(0)
+    assert [place(router, name) for name in "bcd"] == [1, 2, 1]
+
+
+def test_requests_stay_where_they_are_as_their_server_gets_a_new_version() -> None:
+    router = router_of("round_robin", servers=1)
+    place(router, "a")
+    router.update(0, "http://0", 1, True)
+    router.update(0, "http://0", 1, False)
+    assert (router.placed, router.servers[0].sequences) == (1, 1)
+
+
 def test_servers_are_listed_by_their_index() -> None:
     router = Router("least_requests", conversations=100)
     for index in (2, 0, 1):
@@ -66,11 +82,12 @@ def test_servers_are_listed_by_their_index() -> None:
 
 @pytest.mark.parametrize(("policy", "heavy"), [("least_requests", {"n": 3}), ("least_tokens", {"tokens": 30})])
 def test_after_any_number_of_changes_the_least_loaded_server_gets_a_request(policy: str, heavy: dict[str, int]) -> None:
-    router = router_of(policy, servers=5)
-    for number in range(400):
+    router, random = router_of(policy, servers=5), Random(0)
+    for number in range(600):
         loads = [(view.sequences, view.tokens)[policy == "least_tokens"] for view in router.servers]
-        assert loads[place(router, f"r{number}", **(heavy if number % 3 else {}))] == min(loads)
-        router.release(f"r{number - 5 - number % 7}")
+        assert loads[place(router, f"r{number}", **(heavy if random.random() < 0.5 else {}))] == min(loads)
+        for gone in random.sample(range(number + 1), min(number, 8)):
+            router.release(f"r{gone}")
 
 
 def test_requests_without_a_conversation_are_bound_to_no_server() -> None:
@@ -229,7 +246,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(server=st.integers(0, 3), generation=st.integers(0, 1), version=st.integers(0, 2), routable=st.booleans())
     def update(self, server: int, generation: int, version: int, routable: bool) -> None:
-        self.router.update(server, f"http://{server}/{generation}", version, routable)
+        url, placed = f"http://{server}/{generation}", self.router.placed
+        same = any(view.url == url for view in self.router.servers)
+        self.router.update(server, url, version, routable)
+        assert self.router.placed == placed or not same
 
     @rule(server=st.integers(0, 3))
     def remove(self, server: int) -> None:
