@@ -76,11 +76,18 @@ def test_who_leaves_for_good_is_waited_for_by_nobody() -> None:
     assert all(router.schedule(_request(number), "w/0") for number in range(32))
 
 
-def test_who_has_left_takes_no_share_of_the_load() -> None:
-    """Three of four are removed: a server that returns and the one that serves get half each."""
+@pytest.mark.parametrize("how", ["removed", "leave", "leave and come back"])
+def test_who_has_left_takes_no_share_of_the_load(how: str) -> None:
+    """Of four, a server that returns and the one that serves get half each."""
     router = _fleet("least_requests", 4)
     for index in range(1, 4):
-        router.remove(index)
+        if how == "removed":
+            router.remove(index)
+        else:
+            router.update(index, f"http://server{index}", 0, False)
+    if how == "leave and come back":
+        for index, there in ((1, True), (1, False)):
+            router.update(index, f"http://server{index}", 0, there)
     router.returning = 1
     placed = [router.schedule(_request(number), "w/0") is not None for number in range(4)]
     assert placed == [True, True, False, False]
