@@ -147,8 +147,8 @@ def program_in(text: str) -> str:
     - A block is between lines of three or more backticks or tildes, indented or not, in lists or quotations too; the
       last one need not be closed. Its language is Python (`python`, `py`, `python3`, `{.python}`, `pycon`, ...), or
       none if no block is marked as Python.
-    - A block after it that only tries the program out is not it: one of assertions alone, or one that uses names of
-      earlier blocks, defines nothing but tests and reads no input.
+    - A block after it that only tries the program out is not it: one of assertions or comments alone, or one that uses
+      names of earlier blocks, defines nothing but tests and reads no input.
     - If it uses functions, classes or variables of earlier Python blocks, these come first.
     - Without a block it is what is within `<answer>`, or the whole text.
     - Prompts of Python's shell are removed, with what the shell printed.
@@ -240,7 +240,7 @@ def _only_tries(number: int, trees: Sequence[ast.Module | None]) -> bool:
     if tree is None:
         return False
     if all(isinstance(each, ast.Assert | ast.Import | ast.ImportFrom) for each in tree.body):
-        return any(isinstance(each, ast.Assert) for each in tree.body)
+        return not tree.body or any(isinstance(each, ast.Assert) for each in tree.body)
     defined = [each.name for each in tree.body if isinstance(each, _DEFINITIONS)]
     if not all(name.lower().startswith("test") for name in defined):
         return False

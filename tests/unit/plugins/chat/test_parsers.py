@@ -252,6 +252,8 @@ def test_reasoning_that_is_cut_off_holds_no_call():
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": -1e999}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "argum'),

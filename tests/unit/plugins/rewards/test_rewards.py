@@ -262,6 +262,8 @@ _ADD = "def add(a, b):\n    return a + b"
         ('    ```python\n    s = """\nflush\n    """\n    ```', 's = """\nflush\n"""'),
         (f"```python\n{_ADD}\n```\n```python\nimport math\nassert add(1, 2) == 3\n```", _ADD),
         (f"```python\n{_ADD}\n```\n```python\nimport math\n```", "import math"),
+        (f"```python\n{_SUM}\n```\nRun it:\n```python\n# python sum.py\n```", _SUM),
+        ("```python\n# nothing yet\n```", "# nothing yet"),
         (f"```python\n{_ADD}\n```\n```python\nprint(3)\n```", "print(3)"),
         (f"```python\nx = (\n```\n```python\n{_SUM}\n```", _SUM),
         (f"```python\n{_SUM}\n```\n```python\nx = (\n```", "x = ("),
