@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 TARGET = 0.95
 LIMIT_S = 1800.0
-"""Seconds of a room's tests without a change."""
+"""Seconds of a room's tests without a change; with one they have more, as each test has a limit."""
 PATIENCE_S, PATIENCE = 20.0, 5.0
 """A mutant's test has so many seconds, and so many times what it took without a change; then it does not end."""
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -428,7 +428,8 @@ class _Chosen(_Plugin):
         chosen = [item for item in items if item.nodeid in self._place]
         for item in chosen:
             limit_s = PATIENCE_S + PATIENCE * self._tests[item.nodeid].seconds
-            item.add_marker(pytest.mark.timeout(limit_s), append=False)
+            # a thread ends the process: an event loop that never rests would swallow an exception
+            item.add_marker(pytest.mark.timeout(limit_s, method="thread"), append=False)
         items[:] = sorted(chosen, key=lambda item: self._place[item.nodeid]) or items
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -464,7 +465,7 @@ class Trial:
         files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
         original, status = target.read_bytes(), target.stat()
         target.write_bytes(original[: mutant.start] + mutant.text.encode() + original[mutant.end :])
-        limit_s = 2 * PATIENCE_S + PATIENCE * sum(each.seconds for each in chosen.values())
+        limit_s = LIMIT_S + PATIENCE * sum(each.seconds for each in chosen.values())
         try:
             code, failed = _run(_Chosen(chosen), ["-x", *files], self._copied, limit_s)
         finally:
