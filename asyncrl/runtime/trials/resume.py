@@ -45,6 +45,7 @@ from asyncrl.config.run_dir import (
     read_settings,
     versions_in,
 )
+from asyncrl.config.secrets import without_secrets
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.trials.summary import is_complete, is_used_up, read_summary
@@ -75,7 +76,8 @@ class Change:
     fixed: bool
 
     def __str__(self) -> str:
-        return f"{self.setting}: {json.dumps(self.before)} -> {json.dumps(self.now)}"
+        before, now = (json.dumps(without_secrets(value, self.setting)) for value in (self.before, self.now))
+        return f"{self.setting}: {before} -> {now}"
 
 
 def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
