@@ -50,6 +50,7 @@ from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
@@ -111,7 +112,7 @@ class GserverManager(AsyncWorker):
         self._fleet_runner = self._make_fleet_runner(servers_http, publisher)
         self._guests = Guests(self.resolver, self._decisions, self._fleet_runner, self._clock)
         known = (self.config, self._decisions, self._service)
-        self._policies = PolicyFleets(*known, servers_http, self.log, self._clock)
+        self._policies = PolicyFleets(*known, servers_http, self.log, self._clock, partial(remark, self.run_dir))
         self._staging = (
             None
             if self.config.system.shared_filesystem
@@ -176,6 +177,7 @@ class GserverManager(AsyncWorker):
             health_interval_s=updates.health_interval_s,
             log=self.log,
             clock=self._clock,
+            tell=partial(remark, self.run_dir),
         )
 
     def _versions_in_use(self) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import json
 import logging
 import os
 from collections import Counter
@@ -276,7 +277,10 @@ async def test_a_server_that_loads_slowly_keeps_its_place_while_its_process_work
             await asyncio.to_thread(work, next(progress))
             await asyncio.sleep(0.1)
     assert (run.servers()[0].state, run.servers()[0].failures) == ("updating", 0)
-    assert "no sign of life for 1 s (manager.update_timeout_s) in its update to v1" in run.servers()[1].reason
+    silence = "no sign of life for 1 s (manager.update_timeout_s) in its update to v1"
+    assert silence in run.servers()[1].reason
+    (told,) = [json.loads(line)["remark"] for line in (tmp_path / "remarks.jsonl").read_text().splitlines()]
+    assert told.startswith(f"WARNING: generation_server/1 is left out and updated again: {silence}"), "told once"
     await run.until(lambda servers: servers[0].failures > 0)  # it is silent now
     await run.close()
 

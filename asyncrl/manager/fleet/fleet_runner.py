@@ -46,6 +46,7 @@ class FleetRunner:
         kind: process kind of the servers.
         frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
         clock: seconds in which this process ran, for the limits of updates.
+        tell: shows a person that a server fell silent in an update, once until it serves again.
 
     Attributes:
         in_use: the servers that get requests.
@@ -65,9 +66,10 @@ class FleetRunner:
         frozen: bool = False,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._decisions, self.in_use, self._updater = decisions, in_use, updater
-        self._log, self._clock = log, clock
+        self._log, self._clock, self._tell, self._kind = log, clock, tell, kind
         self.changed = Notifier()
         self.residence = Residence(decisions.guests, kind)
         self._updates: dict[int, asyncio.Task[None]] = {}
@@ -247,6 +249,9 @@ class FleetRunner:
         if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
             self._log.warning("generation server %d: an update was cancelled: %s", order.server, order.reason)
+        for life in self._decisions.servers:
+            if (life.index, life.reason, life.failures) == (order.server, order.reason, 1):
+                self._tell(f"WARNING: {self._kind}/{life.index} is left out and updated again: {order.reason}")
 
     def _update_routes(self) -> None:
         """Update the router and the gate, and notify all tasks that wait for a server's state."""

@@ -61,6 +61,7 @@ class PolicyFleets:
         http: JsonHttp,
         log: logging.Logger,
         clock: Callable[[], float],
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._seed, self._log = config.seed, log
         self._of_server = config.policy_of_server
@@ -90,6 +91,7 @@ class PolicyFleets:
                 frozen=policy.url is not None,
                 log=own_log,
                 clock=clock,
+                tell=tell,
             )
 
     def served_version(self) -> int | None:
