@@ -222,7 +222,7 @@ def test_a_second_end_of_the_reasoning_is_content() -> None:
 def test_blanks_around_an_answer_stay_where_it_has_neither_calls_nor_reasoning() -> None:
     for name in FORMATS:
         assert parser(name).parse("\n4 \n").content == "\n4 \n"
-    assert parser("hermes").parse("\n4 \n", reasoning_open=True).reasoning == "4"
+    assert parser("hermes").parse("<think>\n4 \n").reasoning == "4"
 
 
 def test_a_text_too_long_to_be_parsed_is_content() -> None:
