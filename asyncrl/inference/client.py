@@ -51,6 +51,7 @@ from asyncrl.inference.replies import MalformedReply as MalformedReply
 from asyncrl.inference.replies import RoutingWanted as RoutingWanted
 from asyncrl.inference.replies import (
     check_prompt_tokens,
+    engine_figures,
     missing_pictures,
     names_damage,
     parse_completion,
@@ -402,11 +403,15 @@ class GenerationServerClient:
         except msgspec.ValidationError as error:
             raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}: {error}") from error
 
-    async def metrics(self, *, timeout_s: float) -> str:
-        """Return the server's Prometheus metrics."""
+    async def figures(self, *, timeout_s: float) -> dict[str, float]:
+        """Return what `engine_figures` finds in the server's metrics.
+
+        Raises:
+            ValueError: they are not in Prometheus' format.
+        """
         async with asyncio.timeout(timeout_s):
             pieces = [piece async for piece in self._http.pieces(f"{self.url}/metrics", silence_s=timeout_s)]
-        return b"".join(pieces).decode()
+        return engine_figures(b"".join(pieces).decode())
 
     async def limits(self, *, timeout_s: float) -> dict[str, float]:
         """Return `max_running` samples and `max_tokens` of the KV cache, as far as the server reports them."""

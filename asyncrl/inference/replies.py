@@ -1,8 +1,9 @@
-"""Replies of a generation server, read and checked: completions, versions, refusals."""
+"""Replies of a generation server, read and checked: completions, versions, refusals, figures."""
 
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.api.generation import Completion, FinishReason
 from asyncrl.comm.http.calls import HttpError, HttpRefused
@@ -19,6 +21,25 @@ from asyncrl.models.routers import RoutingShape
 
 INITIAL_LABEL = "default"
 """SGLang's label for the weights it started with: policy version 0."""
+_SUMS = {
+    "num_running_reqs": "running",
+    "num_queue_reqs": "queued",
+    "num_paused_reqs": "paused",
+    "gen_throughput": "tokens_per_s",
+    "generation_tokens_total": "generated_total",
+    "prompt_tokens_total": "prompt_total",
+    "cached_tokens_total": "cached_total",
+    "prefilled_tokens_total": "prefilled_total",
+    "kept_tokens": "kept_tokens",
+    "num_retracted_reqs_total": "retracted_total",
+    "num_retracted_requests_total": "retracted_total",
+    "num_aborted_requests_total": "aborted_total",
+    "num_aborted_reqs_total": "aborted_total",
+    "busy_seconds_total": "busy_s",
+}
+"""Name of each figure in `observed/`, by SGLang's name. Values of several schedulers are added."""
+_LARGEST = {"token_usage": "kv_share"}
+"""Shares; the largest of several schedulers is taken."""
 
 
 class MalformedReply(HttpError):
@@ -155,3 +176,16 @@ class _Refusal(msgspec.Struct):
     """The embedded engine's refusal of a weight update."""
 
     damaged: bool = False
+
+
+def engine_figures(text: str) -> dict[str, float]:
+    """Return the figures in `text`, an engine's metrics in Prometheus' format, without those that it does not have."""
+    figures: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.rpartition(":")[2]
+            if (ours := _SUMS.get(name)) is not None:
+                figures[ours] += sample.value
+            elif (ours := _LARGEST.get(name)) is not None:
+                figures[ours] = max(figures[ours], sample.value)
+    return dict(figures)

@@ -142,8 +142,8 @@ class RolloutConfig:
     )
     request_timeout_s: float = setting(
         120.0,
-        "longest silence of a server, after which another one is asked. An answer that takes longer than half of this "
-        "is continued in another request, from the tokens that it has",
+        "longest silence of a server, which computes nothing, after which another one is asked; an answer may take "
+        "longer",
         unit="s",
         minimum=1.0,
     )

@@ -29,7 +29,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient, PauseMode, wire_rid
 from asyncrl.inference.engine_host import EngineStartError
-from asyncrl.inference.figures import engine_figures
 from asyncrl.inference.messages import GenerateRequest
 from asyncrl.inference.replies import parse_completion
 from asyncrl.inference.settings import GenerationBackend
@@ -249,7 +248,7 @@ async def _until(client: GenerationServerClient, wanted: Callable[[float], bool]
     """Wait until the number of running requests is as `wanted`, at most `BUSY_S` seconds; return it."""
     ends = time.monotonic() + BUSY_S
     while True:
-        running = engine_figures(await client.metrics(timeout_s=LIMIT_S)).get("running", 0.0)
+        running = (await client.figures(timeout_s=LIMIT_S)).get("running", 0.0)
         if wanted(running) or time.monotonic() > ends:
             return running
         await asyncio.sleep(POLL_S)

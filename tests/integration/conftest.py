@@ -30,6 +30,7 @@ class FakeGenerationServer:
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
     - `flushed`: whether each update emptied the cache. `at_pause`: mode and running requests of each pause.
+    - `computes`: at each look at its metrics it has generated more; None: it has no metrics.
     - `has_ready`, `has_loads`: it has these routes, as newer servers do. `loads`: what it reports of its requests.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
@@ -45,6 +46,7 @@ class FakeGenerationServer:
         self.busy = False
         self.update = "ok"
         self.hang = self.deaf = False
+        self.computes: bool | None = None
         self.logprobs: dict[str, list[float]] = {}
         self.stale: str | None = None
         self.paused = False
@@ -153,6 +155,11 @@ class FakeGenerationServer:
             case "v1/loads" if self.has_loads:
                 load = self.loads or {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
                 return web.json_response({"loads": [load]})
+            case "metrics" if self.computes is not None:
+                tokens = self.calls.count("metrics") if self.computes else 0
+                return web.Response(
+                    text=f"sglang:generation_tokens_total {tokens}\nsglang:num_queue_reqs {len(self.calls)}\n"
+                )
             case "update_weights_from_disk":
                 return await self._update(await request.json())
             case "generate":
@@ -289,13 +296,19 @@ class LoopClock:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._time, self._ahead = self.loop.time, 0.0
+        self._time, self.ahead = self.loop.time, 0.0
 
     def now(self) -> float:
-        return self._time() + self._ahead
+        return self._time() + self.ahead
 
     def forward(self, seconds: float) -> None:
-        self._ahead += seconds
+        self.ahead += seconds
+
+    async def forward_until(self, condition: Callable[[], bool], by_s: float) -> None:
+        """Let time pass, `by_s` at a time, until `condition` holds."""
+        while not condition():
+            self.forward(by_s)
+            await asyncio.wait({self.loop.create_future()}, timeout=0.02)
 
 
 @pytest.fixture

@@ -617,36 +617,37 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
         assert_close(completion.logprobs, expected)
 
 
-async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
+async def test_an_answer_of_a_server_that_was_silent_is_whole_and_the_same(
     server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, whole_s, short_s = 400, 600.0, 0.0
     sampling = SamplingParams(max_new_tokens=tokens, top_p=0.9, seed=5)
     generate, calls = GenerationServerClient.generate, Counter[float]()
 
-    async def counted(self: GenerationServerClient, *args: Any, timeout_s: float, **named: Any) -> list[Completion]:
-        calls[timeout_s] += 1
-        if calls[short_s] == 2:  # the first is held for longer than it may take
+    async def counted(self: GenerationServerClient, *args: Any, **named: Any) -> list[Completion]:
+        calls[limit_s] += 1
+        if calls[short_s] == 2:  # the first is held for longer than its server may be silent
             server.release()
-        return await generate(self, *args, timeout_s=timeout_s, **named)
+        return await generate(self, *args, **named)
 
     monkeypatch.setattr(GenerationServerClient, "generate", counted)
     whole: dict[float, tuple[Completion, ...]] = {}
 
-    async def asked(limit_s: float) -> None:
+    async def asked() -> None:
         manager = cast("ManagerClient", OneServer(server.backend.url))
         settings: Json = {"security": server.backend.security, "max_concurrent": 1, "max_failures": 100}
         async with RolloutClient(manager, request_timeout_s=limit_s, **settings) as client:
             whole[limit_s] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
 
-    began = time.monotonic()
-    await asked(whole_s)
-    short_s = max(0.5, (time.monotonic() - began) / 2)  # on a slow machine none would get anywhere in half a second
+    began, limit_s = time.monotonic(), whole_s
+    await asked()
+    limit_s = short_s = max(0.5, (time.monotonic() - began) / 2)  # a slow machine gets nowhere in half a second
     server.hold()
-    await asked(short_s)
+    await asked()
     server.hold()
     assert calls[whole_s] == 1
-    assert calls[short_s] >= 2
+    if server.backend.kind == "embedded":  # SGLang cannot be held: it computes, and the call lasts
+        assert calls[short_s] >= 2
     for completion in whole[short_s]:
         stopped = EOS in completion.token_ids
         assert len(completion.token_ids) == (completion.token_ids.index(EOS) + 1 if stopped else tokens)

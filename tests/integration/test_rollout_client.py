@@ -379,9 +379,39 @@ async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any
     async with client_of(FixedManager(hanging, healthy, healthy)) as client:  # the first is asked for less
         call = asyncio.create_task(client.generate(request_of()))
         await hanging.until(lambda: "generate" in hanging.calls)
-        clock.forward(LIMIT_S)
+        await clock.forward_until(call.done, LIMIT_S / 8)
         result = await call
     assert len(result.completions) == 2
+    assert LIMIT_S <= clock.ahead < 2 * LIMIT_S
+
+
+async def test_a_call_lasts_as_long_as_its_server_computes(start_fake_server: Any, clock: Any) -> None:
+    """More answers than fit wait for one another: an abort would give its place to the next."""
+    server = await start_fake_server()
+    server.hold_after, server.computes = 2, True
+    async with client_of(FixedManager(server), max_failures=1) as client:
+        call = asyncio.create_task(client.generate(request_of(tokens=6)))
+        await server.until(lambda: server.generated_tokens == 4)
+        await clock.forward_until(lambda: server.calls.count("metrics") >= 40, LIMIT_S / 8)
+        assert "abort_request" not in server.calls
+        server.computes = False
+        await clock.forward_until(lambda: server.generated_tokens >= 8, LIMIT_S / 8)
+        assert "abort_request" in server.calls, "its figures stand still, but for those of its queue"
+        await server.release()
+        result = await call
+    assert [len(completion.token_ids) for completion in result.completions] == [6, 6]
+
+
+async def test_a_call_that_its_server_has_forgotten_is_repeated(start_fake_server: Any, clock: Any) -> None:
+    server = await start_fake_server()
+    server.hold_after, server.computes, server.deaf = 2, True, True
+    async with client_of(FixedManager(server), max_failures=3) as client:
+        call = asyncio.create_task(client.generate(request_of(n=1, tokens=6)))
+        await clock.forward_until(lambda: len(server.requests) == 2, LIMIT_S)
+        server.deaf = False
+        await server.release()
+        await call
+    assert clock.ahead > 30 * LIMIT_S
 
 
 async def test_a_request_that_fails_everywhere_says_so_at_last(start_fake_server: Any) -> None:
@@ -463,24 +493,21 @@ async def test_evaluation_belongs_to_no_rollout(start_fake_server: Any) -> None:
     assert (manager.scheduled[0].rollout_id, manager.scheduled[0].min_version) == (None, 3)
 
 
-async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_there_is(
+async def test_an_answer_of_a_server_that_does_not_tell_that_it_computes_goes_on_from_what_there_is(
     start_fake_server: Any, clock: Any
 ) -> None:
     """The server generates two tokens a call and then holds the rest back, for ever: six calls make an answer of 12."""
-    server, other = await start_fake_server(), await start_fake_server()
+    server = await start_fake_server()
     expected = await answers(server, request_of(tokens=12))
     server.requests.clear()
     server.hold_after = 2
-    manager = FixedManager(server, other)
     server.generated_tokens = 0
-    async with client_of(manager, max_failures=1) as client:
+    async with client_of(FixedManager(server), max_failures=1) as client:
         call = asyncio.create_task(client.generate(request_of(tokens=12)))
         for generated in (4, 8, 12, 16, 20):  # by both samples
             await server.until(lambda generated=generated: server.generated_tokens == generated)
             clock.forward(LIMIT_S / 2)
         result = await call
-    assert len(manager.scheduled) == 1
-    assert other.requests == [], "the prefix is cached at the first"
     assert [completion.token_ids for completion in result.completions] == expected
     assert [completion.logprobs for completion in result.completions] == [
         [-(token + 1) / 100 for token in tokens] for tokens in expected
@@ -536,7 +563,7 @@ async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(
         call = asyncio.create_task(client.generate(request_of(tokens=16)))
         for calls, generated in ((1, 10), (2, 20), (4, 38), (6, 56)):  # those that are held; by both samples
             await server.until(lambda now=(calls, generated): (len(server.requests), server.generated_tokens) == now)
-            clock.forward(LIMIT_S)
+            await clock.forward_until(lambda calls=calls: len(server.requests) > calls, LIMIT_S / 8)
         result = await call
     assert [completion.token_ids for completion in result.completions] == expected
     asked = [sent["sampling_params"][0]["max_new_tokens"] for sent in server.requests]

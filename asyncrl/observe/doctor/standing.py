@@ -129,7 +129,10 @@ def outlook(history: History) -> str:
         if training:
             return f"{what}; the first step shows how long the run takes"
         what += f", {answers} answers of at least {batch * group} are complete"
-        at_once = int(gate.last.get("rollouts_running", 0)) * group
+        servers = [p.last for p in _workers(history) if p.kind == "generation_server" and p.last.get("tokens_per_s")]
+        if servers:
+            what += f"; {sum(each['tokens_per_s'] for each in servers):,.0f} tokens/s"
+        at_once = sum(int(each["running"]) for each in servers) or int(gate.last.get("rollouts_running", 0)) * group
         if share >= 1.0 or (share < TELLING and answers < at_once):  # answers that began together end together
             return what
         left_s = (now - begun) * (1.0 - share) / share

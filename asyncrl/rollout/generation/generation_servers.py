@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,12 +114,11 @@ class GenerationServers:
     Args:
         can: what the servers can do.
         http: the connections.
-        calls: the calls in flight.
-        timeout_s: time limit of one call in seconds.
+        calls: the calls in flight; they end those to silent servers.
     """
 
-    def __init__(self, can: ServerCapabilities, http: JsonHttp, calls: ServerCalls, timeout_s: float) -> None:
-        self.can, self.http, self.calls, self._timeout_s = can, http, calls, timeout_s
+    def __init__(self, can: ServerCapabilities, http: JsonHttp, calls: ServerCalls) -> None:
+        self.can, self.http, self.calls = can, http, calls
         self.pictures = PictureSender(http, inline=can.inline_pictures)
 
     async def answers(
@@ -158,9 +157,7 @@ class GenerationServers:
         """
         assert request.score_from is not None
         server, before = self._server(url, request), request.score_from - 1
-        scoring = server.prompt_logprobs(
-            request.input_ids, before, timeout_s=self._timeout_s, pictures=request.pictures
-        )
+        scoring = server.prompt_logprobs(request.input_ids, before, timeout_s=math.inf, pictures=request.pictures)
         try:
             return tuple(await self.calls.run(server, [], scoring))
         except MalformedReply as error:
@@ -177,15 +174,11 @@ class GenerationServers:
         routing: RoutingWanted | None,
         prefix: GenerateItem | None,
     ) -> list[Completion]:
-        """Generate answers to `items`, after the server has `prefix` in its cache, within the time limit for both."""
-        left_s = self._timeout_s
+        """Generate answers to `items`, after the server has `prefix` in its cache."""
         if prefix is None:
-            return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
-        now = asyncio.get_running_loop().time
-        begun = now()
-        (cached,) = await server.generate([prefix], sampling, timeout_s=left_s)  # sent even if aborted
-        left_s = max(left_s - (now() - begun), 0.001)
-        first, *others = await server.generate(items, sampling, timeout_s=left_s, routing=routing)
+            return await server.generate(items, sampling, timeout_s=math.inf, routing=routing)
+        (cached,) = await server.generate([prefix], sampling, timeout_s=math.inf)  # sent even if aborted
+        first, *others = await server.generate(items, sampling, timeout_s=math.inf, routing=routing)
         # The prefix counts as computed for the first answer.
         return [replace(first, cached_tokens=min(first.cached_tokens, cached.cached_tokens)), *others]
 

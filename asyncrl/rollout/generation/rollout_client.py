@@ -10,12 +10,12 @@ the exact token ids that it has so far. The result is appended, with the version
 - `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over, and the next round
   continues.
 - `abort`: a weight update interrupted it, and the next round continues under the new weights, so its versions are
-  mixed. Or this client aborted a round that took long.
+  mixed. Or this client aborted a round of a silent server.
 
-An answer may take any time, but a server must not be silent. A round that takes half of `request_timeout_s` is aborted
-(`server_calls.py`): nothing is lost, and the next round continues at the same server. So a short answer is one call,
-and a long one costs a prefill of uncached tokens now and then. The abort itself may be lost, if a proxy does not know
-it. So the next round asks for half as many tokens, and later rounds ask for more again.
+An answer may take any time, but a server must not be silent. If it computes nothing for half of `request_timeout_s`,
+the round is aborted (`server_calls.py`), and the next one continues from the tokens that there are. The abort itself
+may be lost, and a proxy may end a call that takes long. So after a long round that failed the next one asks for half as
+many tokens, and later rounds ask for more again.
 
 Stop strings are searched here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`). So they
 may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
@@ -31,7 +31,7 @@ already used (`seed_offset`). So with unchanged weights an interrupted answer eq
 
 Failures
 --------
-- The server dies or hangs: the call fails at its time limit, or as soon as the manager reports that the server left
+- The server dies or hangs: the call fails after that silence, or as soon as the manager reports that the server left
   service. The round is repeated on another server; only its tokens are lost. Retries back off. After `max_failures`
   rounds in a row without a token the request fails.
 - The server refuses the request (400): it would refuse it again, so the request fails at once.
@@ -45,15 +45,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
-
-from msgspec import structs
 
 from asyncrl.api.generation import GenerationRequest, GenerationResult
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
@@ -88,7 +85,7 @@ class RolloutClient:
         can: what the servers can do; None: answer plain requests.
         security: token and certificate of the servers; None if the run has no secret.
         max_concurrent: limit on requests in flight.
-        request_timeout_s: longest silence of a server, and limit of one HTTP call to it; an answer may take longer.
+        request_timeout_s: longest silence of a server; an answer may take longer.
         new_tokens_per_chunk: tokens to request per round; 0 for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
     """
@@ -106,7 +103,7 @@ class RolloutClient:
     ) -> None:
         self._manager = manager
         http, calls = JsonHttp(security), ServerCalls(manager, request_timeout_s)
-        self._servers = GenerationServers(can or ServerCapabilities(), http, calls, request_timeout_s)
+        self._servers = GenerationServers(can or ServerCapabilities(), http, calls)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s, self._answers = request_timeout_s, 0
         self._chunk = new_tokens_per_chunk
@@ -197,7 +194,7 @@ class RolloutClient:
             before, begun = work.tokens, now()
             try:
                 open_before = len(work.open_partials)
-                with current_meter().limited():  # by `request_timeout_s`
+                with current_meter().limited():  # by the server's silence
                     await self._round(work, attempt, server)
                 self._answers += open_before - len(work.open_partials)
             except HttpError as error:
@@ -209,17 +206,16 @@ class RolloutClient:
                         f"request {name!r} failed {failures} times in a row, last: {error}"
                     ) from error
                 _log.warning("request %s: %s; trying again", name, error)
-                if isinstance(error, HttpTimeout):
+                if now() - begun >= self._timeout_s / 4:
                     work.ask_for_less()
                 await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
             failures = 0
-            moved, took_long = work.tokens > before, now() - begun >= self._timeout_s / 2
-            if moved and took_long:  # continue on the server that may have its prefix cached, under the same weights
-                route = structs.replace(server, expires_at=math.inf)
-            if moved and not took_long:
+            if work.tokens > before:
+                idle = 0
                 work.ask_for_more()
-            idle = 0 if moved or took_long else idle + 1
+            else:
+                idle += 1
             if idle > 1:  # repeatedly aborted in the queue: the servers are busy with other work
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 

@@ -1,14 +1,19 @@
-"""Calls to generation servers that end early: the server left service, or the call takes long and is aborted.
+"""Calls to generation servers that end early: the server left service, or it is silent.
 
-A server must not be silent. After half of the time limit a call's requests are aborted: a live server returns what it
-has generated. A server that does not answer in the other half either has failed. The manager reports servers that left
-service; calls to them end at once.
+A call may take any time while its server computes: its figures (`/metrics`) then change from look to look. Of a server
+whose figures stand still for half of the time limit, or that has none, the call's requests are aborted: a live server
+returns what it has generated. One that is silent in the other half too has failed. The manager reports servers that
+left service; calls to them end at once.
+
+A call that is aborted loses its place in the server's batch to those that wait there. So while the server computes it
+is left alone: of more requests than fit, none would be complete before nearly all are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -23,8 +28,13 @@ LOSS_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server to be lost."""
 _BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
+_LOOK_LIMIT_S = 5.0
 _ABORTS = 4
-"""Aborts of a call that takes too long: a server that was just paused may forget an abort."""
+"""Aborts of a call to a silent server: one that was just paused may forget an abort."""
+_LONGEST = 30
+"""Time limits after which a call is aborted although its server computes: it may have forgotten the request."""
+_COMPUTES = ("generated_total", "prefilled_total", "busy_s", "tokens_per_s", "kv_share", "running")
+"""Figures of a server that change as it computes, and not as requests arrive."""
 
 _ABORTS_AT_ONCE = 8
 """Concurrent aborts at one server. When an evaluation is cut short, hundreds of calls are cancelled at once. A
@@ -43,7 +53,7 @@ class ServerCalls:
 
     Args:
         manager: reports servers that left service.
-        timeout_s: time limit of one call in seconds.
+        timeout_s: longest silence of a server in seconds.
     """
 
     def __init__(self, manager: ManagerClient, timeout_s: float) -> None:
@@ -53,6 +63,8 @@ class ServerCalls:
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Places for aborts, by server."""
         self._watcher: asyncio.Task[None] | None = None
+        self._signs: dict[str, tuple[float, asyncio.Task[list[float | None]]]] = {}
+        """When each server was last looked at, and what was or will be seen."""
 
     def start(self) -> None:
         """Follow the manager's reports of lost servers."""
@@ -67,25 +79,35 @@ class ServerCalls:
             await asyncio.wait(self._background, timeout=CLOSE_LIMIT_S)
 
     async def run(self, server: GenerationServerClient, rids: Sequence[str], answers: Coroutine[Any, Any, _T]) -> _T:
-        """Await `answers` of `server`. Its requests `rids` are aborted if they take long, time out or are cancelled.
+        """Await `answers` of `server`. Its requests `rids` are aborted if the server is silent or this is cancelled.
 
         Raises:
             ServerLost: the manager reports that the server left service.
+            HttpTimeout: the server was silent for the time limit.
             HttpError: the call failed.
         """
         call = asyncio.create_task(answers)
         calls = self._calls_to.setdefault(server.url, set())
         calls.add(call)
         try:
-            half_s = self._timeout_s / 2
-            await asyncio.wait({call}, timeout=half_s)
-            while not call.done():
+            now, half_s = asyncio.get_running_loop().time, self._timeout_s / 2
+            begun = heard_at = now()
+            asked_at = before = None
+            while True:
+                await asyncio.wait({call}, timeout=half_s / (2 if asked_at is None else _ABORTS))
+                if call.done():
+                    return call.result()
+                signs = await self._signs_of(server, half_s / 4)
+                if signs != before and before is not None and now() - begun < _LONGEST * self._timeout_s:
+                    heard_at, asked_at = now(), None
+                before = signs or before
+                if now() - heard_at < half_s:
+                    continue
+                asked_at = asked_at or now()
                 self._in_background(self._abort(server, rids, half_s))
-                await asyncio.wait({call}, timeout=half_s / _ABORTS)
-            return call.result()
-        except HttpTimeout:
-            self._in_background(self._abort(server, rids))
-            raise
+                if now() - asked_at >= half_s:
+                    call.cancel()
+                    raise HttpTimeout(f"{server.url} did not answer, and computed nothing, for {self._timeout_s:g} s")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if call.cancelled() and task is not None and not task.cancelling():  # by `_watch_losses`
@@ -97,6 +119,23 @@ class ServerCalls:
             calls.discard(call)
             if not calls:
                 self._calls_to.pop(server.url, None)
+
+    async def _signs_of(self, server: GenerationServerClient, every_s: float) -> list[float | None] | None:
+        """Return figures that change while `server` computes, of at most `every_s` ago; None if it tells none."""
+
+        async def look() -> list[float | None]:
+            figures = await server.figures(timeout_s=_LOOK_LIMIT_S)
+            return [figures.get(name) for name in _COMPUTES]
+
+        now = asyncio.get_running_loop().time()
+        at, seen = self._signs.get(server.url, (-math.inf, None))
+        if seen is None or now - at >= every_s:
+            seen = asyncio.create_task(look())
+            self._signs[server.url] = now, seen
+        try:
+            return await asyncio.shield(seen)
+        except (HttpError, TimeoutError, ValueError):
+            return None
 
     async def _watch_losses(self) -> None:
         """Follow the manager's reports of lost servers, and end the calls to them.

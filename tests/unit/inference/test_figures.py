@@ -7,7 +7,7 @@ from prometheus_client.core import CollectorRegistry
 
 from asyncrl.inference.embedded.engine_io import EngineStats
 from asyncrl.inference.embedded.serving.engine_metrics import EngineCollector
-from asyncrl.inference.figures import engine_figures
+from asyncrl.inference.replies import engine_figures
 
 SGLANG = """
 # HELP sglang:num_running_reqs The number of running requests.

@@ -345,10 +345,15 @@ def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready(run: P
     assert outlook(History(run)) == f"{begins}0 answers of at least {batch * group} are complete"
     write(worker, line | {"at": begun + 30, "answers_total": 1})
     assert outlook(History(run)) == f"{begins}1 answers of at least {batch * group} are complete", "many end together"
+    server = {"at": begun + 40, "running": 2, "tokens_per_s": 1234.4}
+    write(run / "observed" / "generation_server-0.jsonl", line | server)
+    assert outlook(History(run)) == f"{begins}1 answers of at least {batch * group} are complete; 1,234 tokens/s"
+    write(worker, line | {"at": begun + 60, "answers_total": 2})
+    assert "; 1,234 tokens/s; the batch in about 15 min" in outlook(History(run)), "two run at a time, two are complete"
     write(worker, line | {"at": begun + 300, "answers_total": batch * group / 4})
     assert outlook(History(run)) == (
-        f"{begins}{batch * group // 4} answers of at least {batch * group} are complete; the batch in about 15 min, "
-        "the run in more than about 3 h 20 min"
+        f"{begins}{batch * group // 4} answers of at least {batch * group} are complete; 1,234 tokens/s; "
+        "the batch in about 15 min, the run in more than about 3 h 20 min"
     )
     write(run / "observed" / "master_worker-0.jsonl", line | {"at": begun + 301, "training": 1.0})
     assert outlook(History(run)) == f"step 31 of {total} trains; the first step shows how long the run takes"
