@@ -38,8 +38,7 @@ def exchange_trajectories(
         if rollout_id not in held:
             raise KeyError(f"rank {ranks.rank} should hold rollout {rollout_id!r} but does not")
     mine = {rollout_id: held[rollout_id] for rollout_id, target in leaving.items() if target == ranks.rank}
-    if ranks.world > 1:
-        mine |= {each.rollout_id: each for each in _exchange(leaving, expected, held, ranks)}
+    mine |= {each.rollout_id: each for each in _exchange(leaving, expected, held, ranks)}
     return [mine[rollout_id] for rollout_id in expected]
 
 

@@ -265,7 +265,7 @@ def _on_device(
 def _depths(layout: _Layout) -> Ints:
     computed = np.zeros(layout.positions.size, dtype=np.bool_)
     computed[layout.places_I] = True
-    return layout.positions.reshape(-1)[computed] + 1
+    return layout.positions.flatten()[computed] + 1
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:
@@ -325,7 +325,7 @@ def _side_by_side(sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints,
         width = int(lengths.max())
         places_I = rows_I * width + offsets_I
         sources = np.zeros((len(lengths), width), dtype=np.int64)
-        sources.reshape(-1)[places_I] = sources_I
+        sources.flat[places_I] = sources_I
         return _Layout(sources, np.broadcast_to(np.arange(width), sources.shape).copy(), places_I)
     return _Layout(
         sources_I[None],

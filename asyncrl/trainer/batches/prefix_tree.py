@@ -317,5 +317,5 @@ def _row_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
     is_own = (column >= (shared - first)[:, None]) & (column < (lengths - first)[:, None])
     scatter = np.flatnonzero(is_own)
     if not masked:
-        return Block(rows, width, gather.reshape(-1), scatter)
-    return Block(rows, width, gather.reshape(-1), scatter, queries, asking.reshape(-1), first)
+        return Block(rows, width, gather.flatten(), scatter)
+    return Block(rows, width, gather.flatten(), scatter, queries, asking.flatten(), first)

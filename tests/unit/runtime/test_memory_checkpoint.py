@@ -16,6 +16,7 @@ from asyncrl.comm.files import retry_write
 from asyncrl.comm.files.file_lock import is_held, take_lock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
+from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials import memory_checkpoint as module
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from tests.refusing_disk import refusing
@@ -34,7 +35,8 @@ def test_one_goes_on_where_the_announced_version_is_kept(memory_checkpoint: Memo
     assert memory_checkpoint.can_go_on(0), "of the initial model everything is known"
     assert not memory_checkpoint.can_go_on(1)
     (memory_checkpoint.state_root / ".v3.writing").mkdir(parents=True)
-    (memory_checkpoint.state_root / "v2").mkdir()
+    for version in (1, 2):
+        (memory_checkpoint.state_root / f"v{version}").mkdir()
     assert memory_checkpoint.version == 2
     assert memory_checkpoint.can_go_on(2)
     assert not memory_checkpoint.can_go_on(3), "servers have a version that a successor would make anew"
@@ -205,6 +207,9 @@ def test_every_host_of_ranks_has_a_folder_and_all_of_them_the_inboxes(
     assert other.folder != elsewhere.folder != MemoryCheckpoint(tmp_path).folder
     assert other.inbox(1) == elsewhere.inbox(1)
     assert not elsewhere.inbox(1).is_relative_to(elsewhere.folder), "it outlives this host"
+    assert elsewhere.inbox(1).parent.stat().st_mode & 0o777 == 0o700
+    alone = MemoryCheckpoint(tmp_path)
+    assert alone.inbox(1).parent == alone.folder
     assert not elsewhere.invalid
 
 
@@ -247,6 +252,18 @@ def test_a_rank_does_not_wait_for_ever_for_a_lock_that_another_process_keeps(
     os.close(descriptor)
 
 
+def _no_answer(run_dir: str | Path) -> str:
+    raise OSError(errno.EIO, f"{run_dir} does not answer")
+
+
+def test_a_rank_has_the_folder_of_its_host_only_where_ranks_run_elsewhere(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.host = "10.0.0.2"
+    assert not MemoryCheckpoint.of_rank(config, tmp_path).spread
+    config.system.hosts = [HostConfig(name="10.0.0.2", runs=["model_worker"])]
+    assert MemoryCheckpoint.of_rank(config, tmp_path).folder == MemoryCheckpoint(tmp_path, "10.0.0.2").folder
+
+
 def test_what_an_earlier_launch_left_on_another_host_is_not_this_ones(
     memory_checkpoint: MemoryCheckpoint, elsewhere: MemoryCheckpoint, tmp_path: Path
 ) -> None:
@@ -259,6 +276,10 @@ def test_what_an_earlier_launch_left_on_another_host_is_not_this_ones(
     another.join()
     another.leave()
     assert elsewhere.folder.exists(), "its ranks may be restarted"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_launch_of", _no_answer)
+        module._remove_orphans(elsewhere.folder.parent)
+    assert elsewhere.folder.exists(), "a disk that does not answer says nothing of the launch"
     memory_checkpoint.begin()
     successor = MemoryCheckpoint(tmp_path, "10.0.0.2")
     assert successor.folder != elsewhere.folder
