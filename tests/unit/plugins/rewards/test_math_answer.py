@@ -171,6 +171,8 @@ def test_the_same_answer_written_otherwise_is_right(expected: str, given: str) -
         ("5 cents", "5 dollars"),
         (r"5\text{ cm}", "5 mm"),
         ("(B) Paris", "(B) London"),
+        ("18", "B"),
+        ("B", "18"),
         ("5 dollars per hour", "5 dollars per day"),
         ("x=", "5"),
     ],

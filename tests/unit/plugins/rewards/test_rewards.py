@@ -264,6 +264,10 @@ _ADD = "def add(a, b):\n    return a + b"
         (f"```python\n{_ADD}\n```\n```python\nimport math\n```", "import math"),
         (f"```python\n{_SUM}\n```\nRun it:\n```python\n# python sum.py\n```", _SUM),
         ("```python\n# nothing yet\n```", "# nothing yet"),
+        (
+            f"```python\n{_ADD}\n```\n```python\nimport math\nx = 3\nassert x == 3\nprint(x)\n```",
+            "import math\nx = 3\nassert x == 3\nprint(x)",
+        ),
         (f"```python\n{_ADD}\n```\n```python\nprint(3)\n```", "print(3)"),
         (f"```python\nx = (\n```\n```python\n{_SUM}\n```", _SUM),
         (f"```python\n{_SUM}\n```\n```python\nx = (\n```", "x = ("),

@@ -19,7 +19,15 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.micro_batch_layout import MAX_BLOCK_WASTE, AttentionKind
-from asyncrl.trainer.batches.prefix_tree import Branches, Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
+from asyncrl.trainer.batches.prefix_tree import (
+    Branches,
+    Prefixes,
+    PrefixOrder,
+    cut_tree,
+    distinct_tokens,
+    lay_out,
+    pre_order,
+)
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
@@ -50,6 +58,17 @@ def distinct(sequences: list[list[int]]) -> int:
 def test_every_distinct_prefix_is_one_token(sequences: list[list[int]]) -> None:
     order, lengths = order_of(sequences)
     assert order.branches(range(len(sequences)), lengths).tokens == distinct(sequences)
+    group = [
+        Sample(
+            tokens=np.array(sequence, np.int32),
+            loss_mask=np.zeros(len(sequence), np.uint8),
+            behave_logprobs=np.zeros(len(sequence), np.float32),
+            versions=np.full(len(sequence), -1, np.int32),
+            reward=0.0,
+        )
+        for sequence in sequences
+    ]
+    assert distinct_tokens(group) == distinct(sequences)
 
 
 @given(sequence_lists, st.data())
