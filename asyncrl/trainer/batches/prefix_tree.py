@@ -133,9 +133,8 @@ def distinct_tokens(group: Sequence[Sample]) -> int:
 
 def _common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
     size = min(len(a), len(b))
-    differ = a[:size] != b[:size]
-    at = int(differ.argmax()) if size else 0
-    return at if size and differ[at] else size
+    differ = np.flatnonzero(a[:size] != b[:size])
+    return int(differ[0]) if len(differ) else size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
