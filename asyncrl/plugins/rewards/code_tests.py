@@ -255,7 +255,7 @@ def _only_tries(number: int, trees: Sequence[ast.Module | None]) -> bool:
 
 def _missing(tree: ast.Module) -> set[str]:
     """Return the names that a block uses and does not define."""
-    used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
     inner = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
     return used - inner - _defined(tree, ast.walk(tree)) - set(dir(builtins))
 
