@@ -48,7 +48,7 @@ def test_token_ids_continue_the_longest_recorded_conversation_that_they_begin_wi
         ([1, 2, 3, 9, 5, 6, 7], first),
         ([0, 2, 3], None),
     ):
-        assert recorder.find_ids(ids) is found, ids
+        assert recorder.find_ids(ids) is recorded(second, first).find_ids(ids) is found, ids
 
 
 def test_pictures_count_with_the_tokens_that_they_stand_at() -> None:
