@@ -22,6 +22,12 @@ from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_lin
 from tests.refusing_disk import refusing
 
 
+@pytest.fixture(autouse=True)
+def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of /dev/shm, so that a line that is changed to see its test fail removes nothing of this host's runs."""
+    monkeypatch.setattr(module, "_MEMORY", tmp_path_factory.mktemp("memory"))
+
+
 @pytest.fixture
 def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
     step = MemoryCheckpoint(tmp_path)
