@@ -100,6 +100,9 @@ class EtcdCluster:
     def pause(self) -> None:
         """All members are silent from now on, with their connections open."""
         self._signal(signal.SIGSTOP)
+        for process in self._processes:
+            if process is not None:  # its threads stop once one of them has run, which takes a while on a busy machine
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
