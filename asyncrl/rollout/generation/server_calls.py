@@ -97,8 +97,8 @@ class ServerCalls:
                 await asyncio.wait({call}, timeout=half_s / (2 if asked_at is None else _ABORTS))
                 if call.done():
                     return call.result()
-                signs = await self._signs_of(server, half_s / 4)
-                if signs != before and before is not None and now() - begun < _LONGEST * self._timeout_s:
+                signs = await self._signs_of(server, half_s / 2)
+                if None not in (signs, before) and signs != before and now() - begun < _LONGEST * self._timeout_s:
                     heard_at, asked_at = now(), None
                 before = signs or before
                 if now() - heard_at < half_s:
