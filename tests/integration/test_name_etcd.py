@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -280,6 +281,31 @@ def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_ar
         assert other.get_subtree() == {"kept": "mine", "taken": "theirs"}
         owner.close()
         assert other.get_subtree() == {"taken": "theirs"}
+
+
+def test_who_replaces_its_own_entry_beside_a_renewal_has_not_lost_it(
+    etcd_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease has run out in an outage; the status is written anew, under another one, while it is being renewed."""
+    renew_often(monkeypatch)
+    with resolver_at(EtcdAccess.at(etcd_address), f"/asyncrl/{tmp_path.name}") as owner:
+        lost: list[str] = []
+        owner.on_lost, owner.fences = lost.append, {"incarnation": "1"}
+        owner.add("status", "a", lease_s=LONG_S)
+        is_alive, renewed = owner._is_alive, list[bool]()  # type: ignore[attr-defined]
+
+        def replaced_meanwhile(lease: Any) -> bool:
+            if not renewed:
+                owner._forget(lease)  # type: ignore[attr-defined]
+                owner.add("status", "b", lease_s=LONG_S, replace=True)
+                lease.keys, lease.looked_at = frozenset(), math.inf
+            renewed.append(not renewed or is_alive(lease))
+            return renewed[-1]
+
+        owner._is_alive = replaced_meanwhile  # type: ignore[attr-defined]
+        await_that(lambda: len(renewed) >= 3)
+        assert lost == []
+        assert owner.get_subtree() == {"status": "b"}
 
 
 def test_a_withdrawal_that_etcd_did_not_answer_is_made_again(

@@ -95,6 +95,7 @@ class NameResolver(ABC):
         self._patience = Patience(root, patience_s)
         self._renewer = LeaseRenewer(self._keep, self._patience, self._lost)
         self._leased: dict[str, tuple[str, float]] = {}  # value and lease in s, by name
+        self._adding: list[str] = []
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called once, in a thread of the resolver, with the name of a leased entry that this owner has lost."""
         self.on_fenced: Callable[[], None] = lambda: None
@@ -128,15 +129,19 @@ class NameResolver(ABC):
         if lease_s is not None and not lease_s >= MIN_LEASE_S:
             raise ValueError(f"lease_s={lease_s!r} of name {name!r} is too short: use None or at least {MIN_LEASE_S}")
         self._check_open()
+        self._adding.append(name)
         try:
             self._patiently("add", self._create, name, value, lease_s, replace)
+            if lease_s is not None:
+                self._leased[name] = value, lease_s
         except OwnerFenced:
             self.on_fenced()
             raise
+        finally:
+            self._adding.remove(name)
         if lease_s is None:
             self._renewer.forget(name)
         else:
-            self._leased[name] = value, lease_s
             self._renewer.keep(name, lease_s)
 
     def get(self, name: str) -> str:
@@ -340,7 +345,9 @@ class NameResolver(ABC):
         Raises:
             OwnerFenced: this owner was replaced.
         """
-        return self._renew(name) or (bool(self.fences) and self._put_back(name))
+        before = self._leased.get(name)
+        kept = self._renew(name) or (bool(self.fences) and self._put_back(name))
+        return kept or name in self._adding or self._leased.get(name) is not before  # this owner has replaced it itself
 
     def _put_back(self, name: str) -> bool:
         """Add the entry again if its name is free; False if another owner has it.
