@@ -132,7 +132,9 @@ def outlook(history: History) -> str:
         servers = [p.last for p in _workers(history) if p.kind == "generation_server" and p.last.get("tokens_per_s")]
         if servers:
             what += f"; {sum(each['tokens_per_s'] for each in servers):,.0f} tokens/s"
-        at_once = sum(int(each["running"]) for each in servers) or int(gate.last.get("rollouts_running", 0)) * group
+        at_once = (
+            sum(int(each.get("running", 0)) for each in servers) or int(gate.last.get("rollouts_running", 0)) * group
+        )
         if share >= 1.0 or (share < TELLING and answers < at_once):  # answers that began together end together
             return what
         left_s = (now - begun) * (1.0 - share) / share

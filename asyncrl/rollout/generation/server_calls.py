@@ -1,8 +1,8 @@
 """Calls to generation servers that end early: the server left service, or it is silent.
 
-A call may take any time while its server computes: its figures (`/metrics`) then change from look to look. Of a server
-whose figures stand still for half of the time limit, or that has none, the call's requests are aborted: a live server
-returns what it has generated. One that is silent in the other half too has failed. The manager reports servers that
+A call may take any time while its server computes: its figures (`/metrics`) then change from look to look. If they do
+not change for half of the time limit, or the server has none, the call's requests are aborted: a live server returns
+what it has generated. One that is silent in the other half too has failed. The manager reports servers that
 left service; calls to them end at once.
 
 A call that is aborted loses its place in the server's batch to those that wait there. So while the server computes it
