@@ -61,6 +61,7 @@ def test_a_run_on_cpus_says_so(config: ExperimentConfig) -> None:
         ("fpu avx512_bf16 sse", "float32", 576, "training: this CPU has avx512_bf16: model.dtype=bfloat16 trains"),
         ("fpu avx512_bf16 amx_bf16", "float32", 576, "training: this CPU has amx_bf16: model.dtype=bfloat16"),
         ("fpu avx512f", "float32", 576, ""),
+        ("fpu avx512f", "bfloat16", 576, "training: this CPU has neither avx512_bf16 nor amx_bf16: in float32"),
         ("fpu avx512_bf16", "bfloat16", 576, ""),
         ("fpu avx512_bf16", "float32", 96, ""),  # the demo's model is too small to gain
     ],
