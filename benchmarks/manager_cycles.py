@@ -26,6 +26,7 @@ from asyncrl.manager.messages import (
     AllocateRequest,
     FinishedRollout,
     Message,
+    ReceivedRollout,
     RequestSize,
     RunReport,
 )
@@ -58,13 +59,16 @@ class Worker(Load):
 
 
 async def _train(loads: list[Worker], master: ManagerClient) -> None:
-    """Report what ended as trained, as the master does."""
+    """Report what ended as received, and then as trained, as the master does."""
     version = events_after = 0
     while True:
         await asyncio.sleep(REPORT_S)
         trained = [name for load in loads for name in load.ended]
         for load in loads:
             load.ended = []
+        received = [ReceivedRollout(name, f"e0-{name}", 0, 0, 320) for name in trained]
+        refused = await master.received(received)
+        assert not refused, f"{len(refused)} rollouts do not count"
         version += 1
         reply = await master.report_consumed(min(version, 8), trained, [], events_after=events_after)
         events_after = reply.events_seq
@@ -95,7 +99,9 @@ async def _serve(servers: int, security: HttpSecurity, report: Connection) -> No
     used = await asyncio.to_thread(_mark, report)
     report.send(used - began)
     await http.close()
-    assert service.gate.books().balanced
+    books = service.gate.books()
+    assert books.balanced, books
+    assert books.trained, books
 
 
 def _mark(report: Connection) -> float:
@@ -118,6 +124,8 @@ async def _load(
     await asyncio.sleep(seconds)
     after = sum(load.cycles for load in loads)
     server.send("end")
+    if training.done():
+        training.result()
     training.cancel()
     await asyncio.gather(training, return_exceptions=True)
     await master.close()

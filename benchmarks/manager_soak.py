@@ -6,7 +6,8 @@ The manager is `ManagerService` behind its HTTP server in a process of its own, 
 inputs and the allocator's settings as in a run, and with its gate in force: η = 7, a step trains an eighth of what may
 be under way, and then the servers have the next version. RolloutWorkers are simulated, in real time: a rollout lasts as
 long as a log-normal number says, `--mean` seconds on average; each worker calls once eight have ended, or after half a
-second, tells which ended, and asks for as many new ones. The second process is this script.
+second, tells which ended, and asks for as many new ones. Ten times a second the trainer tells what it has received. The
+second process is this script.
 
 The table has a line for each tenth of the time. At the end: `no growth` where the manager's resident memory is at most
 5 % above what it was once its memory of rollouts that ended was full (a bound of its own: `RecentIds`), and `no
@@ -37,7 +38,14 @@ from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRollout, RequestSize, RunReport
+from asyncrl.manager.messages import (
+    AllocateReply,
+    AllocateRequest,
+    FinishedRollout,
+    ReceivedRollout,
+    RequestSize,
+    RunReport,
+)
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -136,12 +144,17 @@ class Load:
         """Trains the batches that are there, as the master does; the servers then have the next version."""
         master = ManagerClient(self.url, "master_worker/0", security)
         version = events_after = 0
+        waiting: list[str] = []
         try:
             while True:
                 await asyncio.sleep(0.1)
-                if len(self.ended) < batch:
+                ended, self.ended = self.ended, []
+                refused = await master.received([ReceivedRollout(name, f"e0-{name}", 0, 0, 4000) for name in ended])
+                assert not refused, f"{len(refused)} rollouts do not count"
+                waiting += ended
+                if len(waiting) < batch:
                     continue
-                trained, self.ended = self.ended[:batch], self.ended[batch:]
+                trained, waiting = waiting[:batch], waiting[batch:]
                 version += 1
                 events_after = (
                     await master.report_consumed(version, trained, [], events_after=events_after)

@@ -4,11 +4,11 @@
 
 The manager's HTTP server runs in a process of its own on one core, a load generator on another. A cycle is one
 rollout: one call to each of `/allocate_rollout`, `/schedule_request` and `/finish_rollout`; "batch 8" carries eight
-rollouts in each call, as RolloutWorkers do. Finished rollouts are reported as trained every 256, so the gate's books
-move as in a run. Rates are given per second and per CPU second of the server, which is what a core of its own would do:
-on a machine whose cores are shared the former says more about the neighbours. Beside it, in the same run, what aiohttp
-itself can do: the same three calls to a handler that parses the body and answers `{}`. The last rows are with TLS and
-the token, as in a run with `system.encrypt`; the others without.
+rollouts in each call, as RolloutWorkers do. Finished rollouts are reported as received and as trained every 256, so the
+gate's books move as in a run. Rates are given per second and per CPU second of the server, which is what a core of its
+own would do: on a machine whose cores are shared the former says more about the neighbours. Beside it, in the same
+run, what aiohttp itself can do: the same three calls to a handler that parses the body and answers `{}`. The last rows
+are with TLS and the token, as in a run with `system.encrypt`; the others without.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     FinishRequest,
     Message,
+    ReceivedReport,
+    ReceivedRollout,
     RouteRequest,
     RunReport,
     ScheduleRequest,
@@ -117,9 +119,11 @@ class Load(asyncio.Protocol):
             self.cycles += self._batch
             self._to_train += self._rollouts()
             self._cycle += 1
-        self._step = 3 if self._step == 2 and len(self._to_train) >= TRAINED_PER_REPORT else (self._step + 1) % 3
-        if self._step == 0 and not self._to_train:
+        elif self._step == 4:
+            self._to_train = []
             self._version += 1
+        is_last = self._step == 4 or (self._step == 2 and len(self._to_train) < TRAINED_PER_REPORT)
+        self._step = 0 if is_last else self._step + 1
 
     def _rollouts(self) -> list[str]:
         return [f"{self._number:04d}-{self._cycle:010d}-{index}" for index in range(self._batch)]
@@ -144,8 +148,10 @@ class Load(asyncio.Protocol):
         if self._step == 2:
             finished = [FinishedRollout(name, accepted=True, tokens=320) for name in ids]
             return "/finish_rollout", FinishRequest(worker=worker, finished=finished)
-        trained, self._to_train = self._to_train, []
-        return "/report_consumed", ConsumedReport(self._version, trained, [])
+        if self._step == 3:
+            received = [ReceivedRollout(name, f"e0-{name}", 0, 0, 320) for name in self._to_train]
+            return "/received", ReceivedReport(received)
+        return "/report_consumed", ConsumedReport(self._version, self._to_train, [])
 
 
 def serve(core: int, plain: bool, security: HttpSecurity | None, report: Connection) -> None:

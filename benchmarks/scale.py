@@ -180,9 +180,11 @@ async def _blocking(quick: bool) -> float:
     for worker in range(ended):
         finished = [m.FinishedRollout(f"{worker}-0", accepted=True)]
         await service.finish_rollout(m.FinishRequest(worker=f"rollout_worker/{worker}", finished=finished))
+        await service.received(m.ReceivedReport([m.ReceivedRollout(f"{worker}-0", "", 0, 0, 1)]))
         await _quiet()
     took = time.process_time() - began
     assert not waiting.done()
+    assert service.gate.finished == ended
     waiting.cancel()
     return 1e3 * took / ended
 
@@ -259,7 +261,7 @@ def _requests(cuts: Any, placed: Any) -> list[Any]:
     """Build the request for each rank."""
     from asyncrl.master.data.step_plan import plan_step
 
-    return plan_step(cuts, placed, version=1, min_version=0, minibatches=1, master=0)
+    return plan_step(cuts, placed, version=1, min_version=0, minibatches=1)
 
 
 def step_told(quick: bool) -> float:

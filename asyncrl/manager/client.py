@@ -19,13 +19,13 @@ from typing import Any
 
 from msgspec import structs
 
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager import messages as m
-from asyncrl.manager.worker_session import NOT_INTRODUCED, ManagerConnection, ManagerGone, WorkerSession
+from asyncrl.manager.worker_session import ManagerConnection, ManagerGone, WorkerSession
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
-__all__ = ["GateStatus", "ManagerClient", "ManagerGone", "NotIntroduced"]
+__all__ = ["GateStatus", "ManagerClient", "ManagerGone"]
 
 RETRY_S = 120.0
 """Time limit in seconds for repeating a call. A pause of a minute, in the manager or in this process, must not look
@@ -72,10 +72,6 @@ class GateStatus:
     used_up: bool = False
 
 
-class NotIntroduced(RuntimeError):
-    """A new GserverManager has started. It needs the master's report first (`report_run`)."""
-
-
 class ManagerClient:
     """Calls the GserverManager. Use it from one event loop.
 
@@ -103,6 +99,7 @@ class ManagerClient:
     ) -> None:
         self._connection = ManagerConnection(JsonHttp(security), url, retry_s=retry_s, find=find)
         self._session = WorkerSession(self._connection, worker, incarnation, launch)
+        self._manager = 0
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._flush_timer: asyncio.Handle | None = None
         self._flush_at = 0.0
@@ -169,16 +166,20 @@ class ManagerClient:
         return await self._session.call("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
     async def report_run(self, report: m.RunReport) -> int:
-        """Report all that the trainer's side knows to a new manager; return its number, for `report_consumed`."""
-        return (await self._connection.call("/report_run", report, m.Session)).manager
+        """Report all that the trainer's side knows to the manager; return its number, which the next reports name."""
+        self._manager = (await self._connection.call("/report_run", report, m.Session)).manager
+        return self._manager
+
+    async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
+        """Report what the trainer has received; return the ids of those that do not count, and must not be trained."""
+        report = m.ReceivedReport(list(rollouts), self._manager)
+        return (await self._connection.call("/received", report, m.ReceivedReply)).refused
 
     async def report_consumed(
         self,
         version: int,
         trained: Sequence[str],
         dropped: Sequence[m.DroppedRollout],
-        unknown: Sequence[m.ReceivedRollout] = (),
-        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> m.ConsumedReply:
@@ -188,24 +189,14 @@ class ManagerClient:
             version: version of the policy after it.
             trained: rollouts that the optimizer consumed.
             dropped: rollouts that were received and will not be trained.
-            unknown: see `ConsumedReport`, like `manager`.
             events_after: number of the last line of the manager's events that is recorded.
             measured_after: number of the last measured success that is recorded.
 
         Returns:
             Counters, events and success rates after these numbers, and the state of gate and servers (as `status`).
-
-        Raises:
-            NotIntroduced: a manager other than `manager` answered.
         """
-        known = (list(unknown), manager, events_after, measured_after)
-        report = m.ConsumedReport(version, list(trained), list(dropped), *known)
-        try:
-            return await self._connection.call("/report_consumed", report, m.ConsumedReply)
-        except HttpRefused as error:
-            if error.status != NOT_INTRODUCED:
-                raise
-            raise NotIntroduced(str(error)) from error
+        report = m.ConsumedReport(version, list(trained), list(dropped), self._manager, events_after, measured_after)
+        return await self._connection.call("/report_consumed", report, m.ConsumedReply)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.

@@ -7,6 +7,7 @@
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
     POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
     POST /finish_rollout     FinishRequest         Done
+    POST /received           ReceivedReport        ReceivedReply
     POST /report_consumed    ConsumedReport        ConsumedReply
     POST /close_gate         Empty                 Done
     POST /abandon            Empty                 Books
@@ -21,7 +22,8 @@ which of its requests and rollouts ended.
 
 Calls about rollouts name the manager that they are meant for. Another manager refuses them with 409: it first needs
 `open_session` from a worker, `report_run` from the master (`asyncrl.manager.rollouts.rebuild`). A manager that is not
-rebuilt yet answers `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a few seconds.
+rebuilt yet answers `received`, `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a few
+seconds.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class FinishedRollout(Message, frozen=True):
     """The end of a rollout.
 
     Attributes:
-        accepted: the trainer has acknowledged it; else it is dropped for `reason`.
+        accepted: a rank has acknowledged it; else it is dropped for `reason`.
         return_prompt: its prompt is tried again.
         as_next_attempt: a filter rejected the try, so the prompt is tried again after other prompts, with new random
             numbers. False: the try failed.
@@ -299,14 +301,10 @@ class WaitRestingReply(Message, frozen=True):
 
 
 class DroppedRollout(Message, frozen=True):
-    """A rollout that the trainer received and will not train.
-
-    `used`: its prompt is trained, or dropped for good.
-    """
+    """A rollout that the trainer received and will not train."""
 
     rollout_id: Name
     reason: Name
-    used: bool = False
 
 
 class ReceivedRollout(Message, frozen=True):
@@ -319,13 +317,23 @@ class ReceivedRollout(Message, frozen=True):
     tokens: Count
 
 
+class ReceivedReport(Message, frozen=True):
+    """The trainer has received these rollouts. `manager`: number of the manager that the call is meant for."""
+
+    rollouts: list[ReceivedRollout]
+    manager: Count = 0
+
+
+class ReceivedReply(Message, frozen=True):
+    """The ids among them that do not count: they must not be trained."""
+
+    refused: list[str] = []
+
+
 class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
 
     Attributes:
-        unknown: those of `trained` and `dropped` that are not open in the ledger. They enter the counters now if the
-            manager does not know them either. A rank received them after their worker and the previous manager had
-            died, or were considered dead.
         manager: number of the manager that the call is meant for.
         events_after: number of lines about rollouts that the ledger has from this manager.
         measured_after: highest number of a measured success rate that the caller has kept.
@@ -334,7 +342,6 @@ class ConsumedReport(Message, frozen=True):
     version: Count
     trained: list[str]
     dropped: list[DroppedRollout]
-    unknown: list[ReceivedRollout] = []
     manager: Count = 0
     events_after: Count = 0
     measured_after: Count = 0
@@ -350,14 +357,11 @@ class RunReport(Message, frozen=True, kw_only=True):
         open: rollouts that the ledger has admitted and not ended.
         finished: those of `open` that the trainer has.
         ended: other rollouts by outcome; consecutive ones with the same outcome form one entry.
-        lost: admissions of those of `ended` that may come back.
         retries: order, attempt and failures of waiting prompts whose next try is not the first.
         used: prompts that are trained or dropped for good (`UsedPrompts.to_json`).
-        received: rollouts that wait at the ranks, which were polled after this manager registered.
-        consumed: what the master reports next.
+        received: rollouts that the ranks had when they were polled after this manager registered.
+        trained: rollouts of the last step, to `trained_version`, that are not reported yet.
         curriculum: its state.
-        closed: no rollout may start.
-        abandoned_all: all live rollouts are abandoned.
     """
 
     version: Count = 0
@@ -366,14 +370,12 @@ class RunReport(Message, frozen=True, kw_only=True):
     open: list[Admitted] = []
     finished: list[str] = []
     ended: list[tuple[str, list[str]]] = []
-    lost: list[Admitted] = []
     retries: list[tuple[Count, Count, Count]] = []
     used: dict[str, Any] | None = None
     received: list[ReceivedRollout] = []
-    consumed: ConsumedReport | None = None
+    trained: list[ReceivedRollout] = []
+    trained_version: Count = 0
     curriculum: Any = None
-    closed: bool = False
-    abandoned_all: bool = False
 
 
 class GateBooks(Message, frozen=True):

@@ -8,7 +8,7 @@ A verb takes its request and returns its reply (`asyncrl.manager.messages`). Ver
 whenever something that they depend on has changed:
 
     open_session       a worker reports what it holds, before any other call
-    report_run         the master reports what it knows, before `report_consumed`
+    report_run         the master reports what it knows, before `received` and `report_consumed`
     allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/admission.py`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
@@ -117,6 +117,7 @@ class ManagerService:
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
             "/wait_expiring": (m.WaitExpiringRequest, self.wait_expiring),
             "/finish_rollout": (m.FinishRequest, self.finish_rollout),
+            "/received": (m.ReceivedReport, self.received),
             "/report_consumed": (m.ConsumedReport, self.report_consumed),
             "/close_gate": (m.Empty, self.close_gate),
             "/abandon": (m.Empty, self.abandon),
@@ -222,6 +223,26 @@ class ManagerService:
         self._note_call(request)
         return m.Done()
 
+    async def received(self, request: m.ReceivedReport) -> m.ReceivedReply:
+        """Record the rollouts that the trainer has; return those that do not count, and must not be trained.
+
+        Raises:
+            NotIntroduced: the report is meant for another manager.
+            NotRebuilt: the state is not rebuilt yet.
+        """
+        self._check_meant(request.manager)
+        await self._until_begun()
+        refused = []
+        for each in request.rollouts:
+            self.routes.release_rollout(each.rollout_id)
+            ran = self.gate.live.running(each.rollout_id) is not None
+            if not self.rollouts.receive(each.rollout_id, each.tokens):
+                refused.append(each.rollout_id)
+            elif ran:
+                self.admission.rollout_ended(each.rollout_id, kept=True)
+        self._changed()
+        return m.ReceivedReply(refused)
+
     async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
         """Record the trained and dropped rollouts; return the counters and lines to record.
 
@@ -236,11 +257,11 @@ class ManagerService:
         newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
-        for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
-            self.routes.release_rollout(rollout_id)
+        self.rollouts.consume(request.version, request.trained, request.dropped)
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
-        self.rollouts.consume(request)
+        self.rollouts.measured.forget(request.measured_after)
+        self.rollouts.events.forget(request.events_after)
         if request.trained:
             self.admission.batch_taken()
         self._changed()
@@ -416,14 +437,15 @@ class ManagerService:
         return request.incarnation < self.newest_incarnation(request.worker)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
-        """Record the end of a rollout: the trainer has it, or it is dropped."""
+        """Record the end of a rollout: a rank has it, or it is dropped."""
         self.routes.release_rollout(finished.rollout_id)
         if not self.begun:
             self.roll_call.finish(finished)
             return
         before = self.rollouts.measured.last_seq
         self.rollouts.finish(finished)
-        self.admission.rollout_ended(finished.rollout_id, kept=finished.accepted)
+        if not finished.accepted:
+            self.admission.rollout_ended(finished.rollout_id, kept=False)
         if self.admission.curriculum is not None and self.rollouts.measured.last_seq > before:
             self.admission.curriculum.measured(*self.rollouts.measured.unrecorded[-1])
 

@@ -95,45 +95,46 @@ def assemble(
     stop: asyncio.Event,
     clock: RunningClock | None = None,
     memory_checkpoint: MemoryCheckpoint | None = None,
-    incarnation: int = 0,
 ) -> Parts:
     """Make the parts of a run's loop.
 
     Args:
         memory_checkpoint: place where the state of each step is kept, and searched for at the start; None: nowhere.
-        incarnation: number of earlier MasterWorkers, which died.
     """
     clock = clock or RunningClock()
     limit_s = config.system.stall_timeout_s
-    ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s, incarnation)
+    ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s)
     routes, grids = peers.placement.routing_table(), peers.placement.grids
     heads = [peers.workers[worker] for worker in routes.data_workers]
     roles = [ACTOR, *config.trained_policies]  # of the actors
     actors = {role: [peers.workers[worker] for worker in grids[role].members] for role in roles}
 
     buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
-    collector = Collector(heads, buffer)
+    collector = Collector(heads, buffer, peers.manager)
     metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
     memory_checkpointer = MemoryCheckpointer(memory_checkpoint, ranks)
     win_rates = WinRates.of_run(config)
     announcer = _announcer(config, peers, metrics_log, clock, win_rates)
 
-    def starting() -> bool:
-        reports.check()
-        return peers.board.producers_start()
-
     most_ahead = (config.max_head_offpolicyness + 1) * config.train_batch_size
     stall = StallWatch(
-        limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting, most_ahead
+        limit_s,
+        clock,
+        stop,
+        lambda: announcer.free_since,
+        peers.manager,
+        buffer,
+        collector,
+        peers.board.producers_start,
+        most_ahead,
     )
     reported = ReportState(buffer, ledger, make_curriculum(config.dataset.curriculum), memory_checkpointer)
     guests = guests_of(config.generation)
     turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests), guests.start)
-    lease_s = config.manager.rollout_lease_s
     calls = frozen_calls(config, graph, peers.placement)
     ahead = AheadScorer(calls, buffer, ranks, actors[ACTOR], heads=len(heads))
-    reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s, lease_s=lease_s)
+    reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s)
     order = ConfiguredOrder(config.buffer.order)
     record = run_dir / DATA_RECORD_FILE
     data_record = DataRecord.read(record).checksum if record.is_file() else None

@@ -49,15 +49,8 @@ class MasterWorker(AsyncWorker):
             except StopRequested:
                 return
             memory_checkpoint = MemoryCheckpoint(self.run_dir) if uses_memory_checkpoint(self.config) else None
-            incarnation = self.spec.incarnation
             parts = assemble(
-                self.config,
-                self.run_dir,
-                self._graph,
-                peers,
-                self.stop,
-                memory_checkpoint=memory_checkpoint,
-                incarnation=incarnation,
+                self.config, self.run_dir, self._graph, peers, self.stop, memory_checkpoint=memory_checkpoint
             )
             await await_while_responsive(
                 TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s
@@ -108,7 +101,6 @@ class MasterWorker(AsyncWorker):
             closing.callback(rollout.close)
         board = NameBoard(self.resolver)
         await asyncio.to_thread(board.producers_start)  # the first look reads, the others do not
-        await asyncio.to_thread(board.manager_process)
         return Peers(trainers, self._placement, manager, rollouts, board)
 
 

@@ -36,7 +36,7 @@ from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel
-from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.runtime.process.worker import StateLost
 from asyncrl.trainer.messages import EndStep
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class TrainLoop:
             Stalled: no sign of life for `system.stall_timeout_s`.
             BooksError: a rollout is unaccounted for.
             ExecutionError: a model function call failed.
-            RestartTrainer: the ranks are not between two steps, so no MasterWorker can continue with them.
+            StateLost: the last step is lost, so the whole run begins again.
             Exception: another process failed. Complete steps are saved first, if possible.
         """
         beside = asyncio.create_task(self.parts.stall.clock.keep()), asyncio.create_task(self._watch_filters())
@@ -78,7 +78,7 @@ class TrainLoop:
             except PromptsUsedUp:
                 self._end_early()
             await self._run_end.finish()
-        except RestartTrainer:
+        except StateLost:
             raise
         except Exception:
             await self._run_end.save_what_is_complete(model_in_step=self._model_in_step)
@@ -140,7 +140,7 @@ class TrainLoop:
         training = observer.doing(f"trains step {parts.run.version + 1}", "train", step=parts.run.version + 1)
         async with profiled(config.profile, parts.run_dir, parts.run.version + 1):
             with training:
-                await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
+                await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing))
                 stats: Row = await parts.executor.run(config.idle_policies(parts.run.version))
                 ended = await parts.ranks.all(EndStep())
         parts.run.trained(batch)

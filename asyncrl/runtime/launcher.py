@@ -8,17 +8,16 @@ Life of a run
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
    - A process dies that can be replaced (`Restart.alone`): its next incarnation is started
-     (`asyncrl.runtime.trials.run_processes`). The trainer (MasterWorker and all ModelWorkers) restarts as a whole
-     (`Restart.together`): it continues from its in-memory checkpoint (`asyncrl.runtime.trials.memory_checkpoint`), and
-     the other processes stay. A MasterWorker that died is first restarted alone. It asks for the rest if the ranks are
-     in a step. Beyond the process's budget, or if that checkpoint is lost, everything is stopped and started again from
-     the newest checkpoint. Beyond that budget the run fails (`asyncrl.runtime.trials.restart_budget`).
+     (`asyncrl.runtime.trials.run_processes`). The brain (MasterWorker, GserverManager and all ModelWorkers) restarts as
+     a whole (`Restart.together`), with the servers that share its devices: it continues from its in-memory checkpoint
+     (`asyncrl.runtime.trials.memory_checkpoint`), and the other processes stay. Beyond the process's budget, or if that
+     checkpoint is lost, everything is stopped and started again from the newest checkpoint. Beyond that budget the run
+     fails (`asyncrl.runtime.trials.restart_budget`).
    - A process ends that the run does not need: it is noted, and the run continues.
    - Any other end is a failure. It is reported with the last lines of that process's log. The MasterWorker gets a
      moment to save, everything is stopped, and the exit code is 1.
    A process that exits with 1 has not crashed: it reported that it cannot continue, and a new one would report the
-   same. A process of the trainer may do so because another process of the trainer died, so the launcher looks for that
-   death first.
+   same. A process of the brain may do so because another one of it died, so the launcher looks for that death first.
 5. All processes that still run below the launcher are killed, and the claim is released.
 """
 
@@ -32,9 +31,10 @@ import time
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOGS_DIR, run_dir_of
+from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.planning.open_files import check_files
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -42,11 +42,17 @@ from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Resta
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
-from asyncrl.runtime.trials.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.trials.open_resolver import describe_outage
-from asyncrl.runtime.trials.process_exit import cannot_continue, describe_exit, leads, may_follow_another, trains
+from asyncrl.runtime.trials.process_exit import (
+    cannot_continue,
+    describe_exit,
+    is_guest,
+    is_of_brain,
+    leads,
+    may_follow_another,
+)
 from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
-from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, note_restart
+from asyncrl.runtime.trials.restart_log import BRAIN, WHOLE_RUN, note_restart
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError
 from asyncrl.runtime.trials.run_output import RunOutput
 from asyncrl.runtime.trials.run_processes import RunProcesses
@@ -165,7 +171,7 @@ class Launcher:
         """True if the leading process ended normally: with exit code 0, or by a stop request that came before it was
         ready.
         """
-        if self._interrupts and leader.exit_code in (-STOP_SIGNAL, EXIT_RESTART_TRAINER):
+        if self._interrupts and leader.exit_code in (-STOP_SIGNAL, EXIT_STATE_LOST):
             self._display.note(
                 f"{leader.plan.name} had just begun, so no checkpoint was written; the same command continues from "
                 f"the newest one"
@@ -238,12 +244,11 @@ class Launcher:
         process.
         """
         kind, name, after = PROCESS_KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
-        together = kind.restart is Restart.together or not self._can_restart_alone(ended)
+        together = kind.restart is Restart.together
         replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
         if replaceable and ended.exit_code not in (EXIT_OK, EXIT_FAILED):
             lost = together and not await asyncio.to_thread(self._trial.memory_checkpoint_is_there)
-            counted = TRAINER if ended.exit_code == EXIT_RESTART_TRAINER else name  # its own death was counted before
-            after = self._policy.died(counted, time.monotonic(), lost=lost)
+            after = self._policy.died(name, time.monotonic(), lost=lost or ended.exit_code == EXIT_STATE_LOST)
         replaced = after is AfterDeath.alone
         # After a stop request a server's end is no failure: SIGTERM may have ended a process that it started.
         essential = kind.essential and not (self._interrupts and kind.serves)
@@ -251,24 +256,17 @@ class Launcher:
             return after
         outcome = "it is started again" if replaced else "the run continues without it"
         if replaced and together:
-            outcome += " with the whole trainer, which resumes from the last step"
+            outcome += " with the whole brain, which resumes from the last step"
         self._display.note(f"{name} ({ended.description}) {describe_exit(ended)}; {outcome}; its log: {ended.log}")
         if not replaced:
             self._processes.running.remove(ended)
         elif together:
-            trainer = [worker for worker in self._processes.running if trains(worker)]
-            await self._processes.restart(trainer, TRAINER, describe_exit(ended))
+            guests = guests_of(self.config.generation)  # would hold the memory that new ranks load their models into
+            brain = [worker for worker in self._processes.running if is_of_brain(worker) or is_guest(worker, guests)]
+            await self._processes.restart(brain, BRAIN, describe_exit(ended))
         else:
             await self._processes.restart([ended], name, describe_exit(ended))
         return AfterDeath.alone
-
-    def _can_restart_alone(self, ended: WorkerHandle) -> bool:
-        """True if a successor of the process can start without restarting the rest of the trainer.
-
-        A leader's successor asks the ranks for their state, which they have only with in-memory checkpoints.
-        """
-        leads = PROCESS_KINDS[ended.plan.kind].restart is Restart.alone_or_together
-        return not leads or (uses_memory_checkpoint(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
         """Show which process ended and the outcome; then save and stop the rest."""

@@ -199,9 +199,9 @@ class SystemConfig:
     )
     restarts_per_process: int = setting(
         6,  # a prompt that kills its worker is found with three deaths (`suspects.py`): room for two such prompts
-        "restarts of each crashed process within restart_window_s: alone, or with the whole trainer (MasterWorker and "
-        "ModelWorkers). One more crash restarts the whole run from its newest checkpoint, once; the next ends it. 0: "
-        "the first crash ends the run",
+        "restarts of each crashed process within restart_window_s: alone, or with the whole brain (MasterWorker, "
+        "GserverManager and ModelWorkers). One more crash restarts the whole run from its newest checkpoint, once; the "
+        "next ends it. 0: the first crash ends the run",
         minimum=0,
     )
     restart_window_s: float = setting(600.0, "time after which a restart no longer counts", unit="s", minimum=1.0)

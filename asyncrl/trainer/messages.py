@@ -132,40 +132,16 @@ class RankPulse(Reply, frozen=True):
     """A rank's signs of life.
 
     Attributes:
-        in_step: True if a step has begun on the rank and its end is not in the rank's in-memory checkpoint.
         pieces: micro-batches that the rank has begun, and pieces of data that it has read or written, so far.
         cpu_s: CPU time of its process so far, in seconds.
     """
 
-    in_step: bool
     pieces: int = 0
     cpu_s: float = 0.0
 
 
 class AskPulse(Request[RankPulse], frozen=True):
     """Ask for signs of life. Answered at once, even while the rank computes."""
-
-
-class RankState(Reply, frozen=True):
-    """State of a rank between two steps.
-
-    Attributes:
-        in_step: True if the rank is not between steps: a step has begun and its end is not in the in-memory checkpoint.
-        master_state: the master's state at the last step whose end was stored; None if no step has begun here yet.
-    """
-
-    in_step: bool
-    master_state: dict[str, Any] | None
-
-
-class AttachMaster(Request[RankState], frozen=True):
-    """Attach a new MasterWorker, of this `incarnation`, to the rank.
-
-    The rank answers once it has done everything that earlier masters requested. From then on it rejects their requests
-    to begin a step, publish or save, and the new master's first poll returns every rollout that the rank holds.
-    """
-
-    incarnation: int
 
 
 class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,7 +173,6 @@ class BeginStep(Request[Done], frozen=True):
     """Exchange and pack the rollouts of the step at `version`; each rank gets its own part.
 
     Attributes:
-        master: incarnation of the requesting MasterWorker.
         min_version: only tokens of this version or newer carry loss.
         leaving: rollouts that this rank received, in data order.
         targets: for each grid of the placement, in its order, the worker that each of `leaving` goes to.
@@ -211,7 +186,6 @@ class BeginStep(Request[Done], frozen=True):
     leaving: tuple[str, ...]
     targets: tuple[tuple[int, ...], ...]
     shares: tuple[GridShare | None, ...]
-    master: int = 0
 
 
 class CallStats(Reply, frozen=True):
@@ -287,12 +261,11 @@ class PublishedWeights(Reply, frozen=True):
 
 
 class Publish(Request[PublishedWeights], frozen=True):
-    """Make the weights of `role` available as `version`, in a folder if `to_disk`. `master`: see `BeginStep`."""
+    """Make the weights of `role` available as `version`, in a folder if `to_disk`."""
 
     role: str
     version: int
     to_disk: bool
-    master: int = 0
 
 
 class CollectWeights(Request[Done], frozen=True):
@@ -309,14 +282,13 @@ class SaveCheckpoint(Request[Done], frozen=True):
 
     `in_memory`, here and in the requests below: this is the in-memory checkpoint, from which restarted processes resume
     (`asyncrl.runtime.trials.memory_checkpoint`). A checkpoint on disk may be in progress at the same time. `path` is
-    relative to the folder that each rank knows. `master`: see `BeginStep`.
+    relative to the folder that each rank knows.
     """
 
     path: str
     version: int
     master_state: dict[str, Any]
     in_memory: bool = False
-    master: int = 0
 
 
 class WrittenShare(Reply, frozen=True):

@@ -190,7 +190,7 @@ class ModelWorker(Worker):
     def _take_connections(self, head: int, queued: QueuedRequests) -> None:
         """Serve the master, and take trajectories as data index `head`."""
         system = self.config.system
-        immediate = ImmediateRequests(self._rank, queued, self._receiver, self._versions, self._memory_checkpoint)
+        immediate = ImmediateRequests(self._rank, self._receiver, self._versions, self._memory_checkpoint)
         self._server = RequestServer(
             system.host, self.security, immediate=immediate.handlers(), queued=queued.handlers()
         )

@@ -61,7 +61,7 @@ def test_with_ranks_on_two_hosts_a_death_costs_the_step_in_hand_and_a_lost_host_
     run = start_run(total_train_steps=100_000, **ssh | hosts | settings)
     run.wait_for_step(4)
     kill(run, "model_worker/1")
-    run.wait_for_line("the trainer went on after")
+    run.wait_for_line("the brain went on after")
     log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
     kept = int(log.rpartition("going on after step ")[2].partition(",")[0])
     assert kept >= 4

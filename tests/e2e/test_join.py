@@ -130,7 +130,7 @@ def test_servers_and_workers_that_join_are_used_and_leaving_costs_only_what_they
     assert audit(run.run_dir).findings == ()
     summary = run.summary()
     assert summary["restarts"] == {}
-    assert set(summary["books"]["dropped"]) <= {"stale", "worker_died", "duplicate_prompt"}
+    assert set(summary["books"]["dropped"]) <= {"stale", "worker_died"}
     assert run.survivors() == []
 
 

@@ -131,7 +131,7 @@ def test_a_run_survives_a_kill_of_each_kind_of_process(run_chaos: RunChaos) -> N
     summary = check(ended, len(KINDS), STEPS_OF_TWO, LEARNED_OF_TWO)
     killed = [fault["fault"]["target"].partition("/")[0] for fault in ended.told["faults"]]
     assert sorted(killed) == sorted(KINDS)
-    assert set(summary["restarts"]) <= {*(f"{kind}/{i}" for kind in KINDS for i in (0, 1)), "the trainer"}
+    assert set(summary["restarts"]) <= {*(f"{kind}/{i}" for kind in KINDS for i in (0, 1)), "the brain"}
     assert "system.restarts_per_process=8" in ended.output
     lines = ended.output.splitlines()
     head = next(index for index, line in enumerate(lines) if line.split()[:1] == ["#"])

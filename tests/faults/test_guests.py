@@ -95,16 +95,15 @@ def test_no_step_shares_the_device_with_a_guest_whoever_dies(
         trainer__offload=True,
     )
     run.wait_for_step(2)
-    resolver, rank = resolver_of(run), run.worker("model_worker/0")
-    while True:  # a rank that stands still holds the turn
+    resolver, master = resolver_of(run), run.worker("master_worker/0")
+    while True:  # a master that stands still holds the turn
         until(lambda: all_rest(resolver))
-        rank.suspend()
+        master.suspend()
         if all_rest(resolver):
             break
-        rank.resume()
+        master.resume()
     killed = run.worker("generation_server/0")
     killed.kill()
-    run.worker("gserver_manager/0").kill()
     status = names.status_key(names.GENERATION_SERVER, 0)
 
     def incarnation() -> int:
@@ -113,7 +112,9 @@ def test_no_step_shares_the_device_with_a_guest_whoever_dies(
 
     until(lambda: incarnation() == 1)
     assert all_rest(resolver), "a guest that begins waits for its turn"
-    rank.resume()
+    master.resume()
+    run.worker("gserver_manager/0").kill()
+    run.wait_for_line("the brain went on after")
     assert run.wait() == 0, run.output + run.logs()
     assert [row["step"] for row in run.rows() if row["step"]] == list(range(1, STEPS + 1))
     assert all(row["critic/loss"] > 0 and row["kl/reference"] >= 0 and row["reward/scores"] for row in run.rows())

@@ -130,7 +130,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
         run.wait_for_line("model_worker/1 (on host3) was lost with the connection to its host")
         run.wait_for_line("rollout_worker/0 (on host3) was lost with the connection to its host")
         assert all(process.is_running() for process in given_up)  # nobody could tell them
-    run.wait_for_line("the trainer went on after")
+    run.wait_for_line("the brain went on after")
     run.wait_for_line("rollout_worker/0 went on after")
     await_that(lambda: not any(process.is_running() for process in given_up), f"the end of {given_up}")
     makes_steps(run)
@@ -143,7 +143,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     steps = [int(row["step"]) for row in run.rows()]
     assert steps == list(range(1, len(steps) + 1))
     assert (run.run_dir / "checkpoints" / f"v{steps[-1]}").is_dir()
-    assert run.summary()["restarts"].keys() == {"the trainer", "rollout_worker/0"}
+    assert run.summary()["restarts"].keys() == {"the brain", "rollout_worker/0"}
     assert audit(run.run_dir).findings == ()
 
 

@@ -29,7 +29,7 @@ from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import FinishedRollout, RunReport
+from asyncrl.manager.messages import DroppedRollout, FinishedRollout, ReceivedRollout, RunReport
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
@@ -225,10 +225,15 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
     await client.allocate(["a", "b"], timeout_s=LIMIT_S)
     client.finish([FinishedRollout("a", True)])
     await client.flush()
+    assert await client.received([ReceivedRollout("a", "e0-0", 0, 0, 4)]) == []
     await client.report_consumed(1, ["a"], [])
     before = service.gate.books()
+    assert (before.submitted, before.trained, before.running) == (2, 1, 1)
     with pytest.raises(HttpRefused, match="cannot be trained yet"):
         await client.report_consumed(1_000_000, ["b"], [])
+    again, unknown = ReceivedRollout("a", "e0-0", 0, 0, 4), ReceivedRollout("x", "e0-2", 2, 0, 4)
+    assert await client.received([again, unknown]) == ["a", "x"]
+    await client.report_consumed(1, ["a", "x"], [DroppedRollout("a", "stale"), DroppedRollout("y", "stale")])
     client.finish([FinishedRollout("b", True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
         await client.allocate(["a"], timeout_s=0.0)

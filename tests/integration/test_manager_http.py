@@ -24,6 +24,7 @@ from asyncrl.manager.messages import (
     Empty,
     FinishedRollout,
     GateBooks,
+    ReceivedRollout,
     RequestSize,
     RouteRequest,
     RunReport,
@@ -107,8 +108,14 @@ def request_of(name: str, rollout: str | None = None, min_version: int | None = 
 
 
 async def accept(client: ManagerClient, *names: str) -> None:
+    """A worker reports that it delivered these rollouts, and the master that they arrived."""
     client.finish([FinishedRollout(name, True, tokens=7) for name in names])
     await client.flush()
+    assert await client.received([arrived(name) for name in names]) == []
+
+
+def arrived(name: str) -> ReceivedRollout:
+    return ReceivedRollout(name, "a prompt", 0, 0, 7)
 
 
 async def held(manager: Manager, waiting: Callable[[], int], count: int = 1) -> None:
@@ -179,10 +186,10 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
     worker.finish([FinishedRollout(name, False, reason, return_prompt=back) for name, reason, back in ends])
     worker.finish([FinishedRollout("d", True)])
     await worker.flush()
-    dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt")]
+    dropped_by_trainer = [DroppedRollout("d", "stale")]
     first = await master.report_consumed(0, [], dropped_by_trainer)
     assert given_up(first) == ["a", "c"]
-    assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "duplicate_prompt": 1})
+    assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "stale": 1})
     again = await master.report_consumed(0, [], dropped_by_trainer)
     assert again.events == first.events, "the first reply may have been lost"
     assert (await master.report_consumed(0, [], [], events_after=first.events_seq)).events == []
@@ -243,13 +250,13 @@ async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager:
 async def test_what_ended_travels_with_the_next_call(manager: Manager) -> None:
     client = manager.client()
     await client.allocate(["b"], timeout_s=30)
-    client.finish([FinishedRollout("b", True, tokens=7)])
+    client.finish([FinishedRollout("b", False, "rejected")])
     await client.allocate(["a"], timeout_s=30)
     await client.schedule(request_of("q", "a"), 5)
     client.release("q")
     await client.allocate([], timeout_s=0)
     assert manager.service.router.placed == 0
-    assert manager.service.gate.books().finished_untrained == 1
+    assert manager.service.gate.books().dropped == {"rejected": 1}
 
 
 async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Manager) -> None:
@@ -270,9 +277,9 @@ async def test_what_makes_room_or_is_measured_does_not_wait_as_long_for_a_call_t
     client = manager.client()
     await client.allocate(["a", "b"], timeout_s=5)
     client.finish([FinishedRollout("a", True, tokens=7)])
-    assert manager.service.gate.books().running == 2
+    assert client._session.has_unreported
     client.finish([urgent])
-    await held(manager, lambda: manager.service.gate.books().running == 0)
+    await held(manager, lambda: not client._session.has_unreported)
 
 
 async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Manager) -> None:
@@ -386,27 +393,24 @@ async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(man
     assert again.order == 0
 
 
-async def test_a_worker_that_was_silent_but_lives_keeps_its_rollout(manager: Manager) -> None:
-    client = manager.client()
-    await client.allocate(["a"], timeout_s=30)
-    manager.clock.now = 31.0
-    manager.service.expire_workers()
-    await accept(client, "a")
-    assert [grant.order for grant in (await client.allocate(["b"], timeout_s=0)).granted] == [1]
-    assert manager.books().dropped == {}
-
-
-async def test_a_drop_by_the_trainer_is_final_though_the_worker_reports_the_end_later(manager: Manager) -> None:
-    """The lease runs out, the prompt is run again, the trainer drops the first attempt, then its report arrives."""
+async def test_what_a_worker_that_was_given_up_delivers_does_not_count_and_its_prompt_is_played_again(
+    manager: Manager,
+) -> None:
+    """It was silent for longer than its lease, and lives."""
     client, master = manager.client(), manager.client("master_worker/0")
     await client.allocate(["a"], timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
-    await master.report_consumed(0, [], [DroppedRollout("a", "duplicate_prompt")])
-    await accept(client, "a")
+    client.finish([FinishedRollout("a", True, tokens=7)])
+    await client.flush()
+    assert await master.received([arrived("a")]) == ["a"]
+    (again,) = (await client.allocate(["b"], timeout_s=30)).granted
+    assert again.order == 0
+    await accept(client, "b")
+    await master.report_consumed(1, ["b"], [])
     books = manager.books()
-    assert (books.running, books.finished_untrained, books.dropped) == (0, 0, {"duplicate_prompt": 1})
-    assert len((await client.allocate([*"bcdef"], timeout_s=30)).granted) == manager.service.gate.limit
+    assert (books.trained, books.running, books.dropped) == (1, 0, {"worker_died": 1})
+    assert await master.received([arrived("b")]) == ["b"], "it is trained"
 
 
 async def test_a_request_of_a_rollout_that_ended_while_it_waited_is_not_placed(manager: Manager) -> None:
@@ -580,7 +584,7 @@ async def test_a_malformed_call_is_refused_with_what_is_wrong_and_changes_nothin
 
 
 async def test_a_report_of_twenty_thousand_drops_is_taken(manager: Manager) -> None:
-    drops = [DroppedRollout(f"{number:032x}", "stale", True) for number in range(20_000)]
+    drops = [DroppedRollout(f"{number:032x}", "stale") for number in range(20_000)]
     await manager.client("master_worker/0").report_consumed(1, [], drops)
     assert manager.service.gate.trained_version == 1
 

@@ -35,6 +35,7 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     GateBooks,
     GrantedRollout,
+    ReceivedRollout,
     Route,
     RouteRequest,
     RunReport,
@@ -247,6 +248,7 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(
         assert all(len(c.token_ids) == 6 and c.versions == sorted(c.versions) for c in result.completions)
     client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
     await client.flush()
+    assert await client.received([ReceivedRollout(f"r{i}", "a prompt", i, 0, 12) for i in range(12)]) == []
     books = run.books()
     assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
     assert run.manager._service.router.placed == 0

@@ -14,8 +14,6 @@ class DropReason(StrEnum):
 
     stale = auto()
     """Its oldest token is older than η allows; the prompt is tried again."""
-    duplicate_prompt = auto()
-    """Another rollout of the same prompt came first."""
     failed = auto()
     """The agent, the environment, the dataset or a server raised; see `failed_in`."""
     invalid_prompt = auto()

@@ -38,7 +38,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 class Manager(_Line, frozen=True, tag="manager"):
     """The lines about rollouts after this one come from the GserverManager with this `number`, counted from 1.
 
-    From it, a MasterWorker that takes over finds the manager's lines that the ledger already has.
+    The manager's lines that the ledger already has are counted from it.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
 class Finished(_Line, frozen=True, tag="finished"):
     """The trainer has the rollout, which has `tokens` tokens.
 
-    This undoes a drop as `worker_died` or `lost_with_manager`.
+    In ledgers of earlier versions of asyncrl this undoes a drop as `worker_died` or `lost_with_manager`.
     """
 
     rollout: str
@@ -77,9 +77,6 @@ class Finished(_Line, frozen=True, tag="finished"):
 
 class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
     """The rollout will not be trained.
-
-    A rollout that was dropped as `worker_died` or `lost_with_manager` may have a second such line: the trainer received
-    it later, and dropped it for that `reason`.
 
     If its prompt is returned, `attempt` and `failures` are those of the next try (`failures` counts the tries that
     raised). Ledgers of earlier versions of asyncrl have no `attempt`.

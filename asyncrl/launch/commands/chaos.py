@@ -149,8 +149,8 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     if args.kinds is None and not config.checkpoint.in_memory:
         killed = {kind: those for kind, those in hit.items() if not _goes_back(kind)}
         left_out.append(
-            "kills of MasterWorker and ModelWorkers: with checkpoint.in_memory=false each restarts the whole run, "
-            "which it does once within system.restart_window_s"
+            "kills of MasterWorker, GserverManager and ModelWorkers: with checkpoint.in_memory=false each restarts the "
+            "whole run, which it does once within system.restart_window_s"
         )
     servers: dict[str, list[str]] = {}
     for name in _links(config):
@@ -180,7 +180,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
 
 def _goes_back(kind: str) -> bool:
     """True if a run that keeps its steps continues from the last step after a process of `kind` dies."""
-    return kind != LAUNCHER and PROCESS_KINDS[kind].restart in (Restart.together, Restart.alone_or_together)
+    return kind != LAUNCHER and PROCESS_KINDS[kind].restart is Restart.together
 
 
 def _links(config: ExperimentConfig) -> dict[str, str]:

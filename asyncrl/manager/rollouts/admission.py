@@ -14,12 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.manager.rollouts.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import GONE, StalenessGate
 from asyncrl.manager.router import ServerView
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
@@ -157,7 +156,7 @@ class Admission:
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 
     def _is_gone(self, rollout_id: str) -> bool:
-        return self._gate.outcome(rollout_id) in (WORKER_LOST, DropReason.lost_with_manager, ABANDONED)
+        return self._gate.outcome(rollout_id) in GONE
 
     def admit(self) -> None:
         """Start rollouts while there is room; then update the idle time."""

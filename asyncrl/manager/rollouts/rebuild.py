@@ -1,7 +1,7 @@
 """Rebuild the state of a new GserverManager from what other processes know. None of it is on disk.
 
-The same procedure starts a run, resumes it from a checkpoint, and replaces a dead manager. In the first two cases no
-process holds anything. All that the manager knows is known elsewhere too:
+The same procedure starts a run, resumes it from a checkpoint, and continues it after a death in the brain, to which the
+manager belongs. In the first two cases no process holds anything. All that the manager knows is known elsewhere too:
 
     state                                             reported by
     ------------------------------------------------  ----------------------------------------------------------------
@@ -19,10 +19,10 @@ The protocol
 2. A RolloutWorker whose call was refused reports all that it holds (`HeldReport`): running rollouts, and ends that no
    manager has confirmed. A grant of the old manager that the worker reads only now is void: the worker repeats the
    call.
-3. The MasterWorker sees the new process. It polls all ranks, so that its buffer has all that they received before the
-   old manager died. Then it reports all that it knows (`RunReport`). Later lines of the old manager are void.
-4. Once the master and every ready worker have reported, or `manager.rollout_lease_s` after the beginning, `rebuild`
-   makes the state, and the gate opens. A worker whose successor has begun need not report.
+3. The MasterWorker, which begins with the manager, has the ranks load the last step. It polls all ranks, so that its
+   buffer has all that they hold. Then it reports all that it knows (`RunReport`), once.
+4. Once the master and every ready worker have reported, `rebuild` makes the state, and the gate opens. Workers are
+   awaited for `manager.rollout_lease_s` at most. A worker whose successor has begun need not report.
 5. The ledger gets a line with the manager's number, then its lines, counted from 1. The first of them adopt rollouts
    that the ledger did not have, and end those that no process has.
 
@@ -36,8 +36,7 @@ Lost with a manager
 - Ends that workers reported since its last report to the master. Rollouts that are open in the ledger end as
   `lost_with_manager`; the others leave no record. Their prompts wait for the same attempt again. So a prompt that was
   dropped for good is run once more, and a measured success may be missing. The loss is at most one step's ends, and
-  never a rollout that the trainer has. If the trainer receives one of these rollouts after all, its prompt is used once
-  it is trained.
+  never a rollout that the trainer has.
 - Suspicions against prompts (`suspects`), durations for the pacing, idle time. They are learned again.
 
 Only the death of a RolloutWorker at the same time costs more: its rollouts are run again, as after any death of a
@@ -67,8 +66,9 @@ def rebuild(
     what they hold.
 
     1. Enter the ledger's facts: counters, used prompts, next attempts, ended rollouts.
-    2. Enter as live all that any process has: rollouts open in the ledger, held by workers, or received by the ranks.
-    3. Apply the known ends: from the ledger, the ranks, the master's next report, the workers.
+    2. Enter as live all that any process has: rollouts open in the ledger, held by workers, received by the ranks, or
+       trained last. Of two rollouts of a prompt, which only the dead manager could have told apart, the first counts.
+    3. Apply the known ends: from the ledger, the ranks, the last step, the workers.
     4. End what no process has. A prompt that is neither used nor live waits, by the definition of the queue.
     """
     used = () if run.used is None else empty.order.orders_of(UsedPrompts.from_json(run.used)).tolist()
@@ -76,25 +76,30 @@ def rebuild(
     gate = empty.gate
     books = RolloutState(gate.batch_size, gate.max_staleness, empty.order, used, retries, now, manager=empty.manager)
     books.gate.resume(run.version, run.dropped, run.abandoned)
-    lost = {admitted.rollout: _ticket(admitted) for admitted in run.lost}
     for outcome, rollouts in run.ended:
         for rollout in rollouts:
-            books.gate.remember(rollout, outcome, lost.get(rollout))
+            books.gate.remember(rollout, outcome)
 
-    reports = list(workers)
     for admitted in run.open:
         books.enter(*_ticket(admitted), recorded=True)
+    for rollout in run.finished:
+        books.receive(rollout, 0, recorded=True)
+    for received in run.trained:
+        books.enter_trained(received)
+    books.consume(run.trained_version, [each.rollout_id for each in run.trained])
+    for admitted in run.open:
+        if books.queue.is_used(admitted.order):
+            books.end_unclaimed(admitted.rollout)
+
+    reports = list(workers)
     for report in reports:
         books.adopt(report)
-
-    held = {each.granted.rollout_id: each for report in reports for each in report.held}
-    for rollout in run.finished:
-        books.gate.finish(rollout)
     for received in run.received:
-        if received.rollout_id not in held:
-            books.receive(received)
-    if run.consumed is not None:
-        books.consume(run.consumed)
+        books.enter_received(received)
+
+    for received in run.received:
+        books.receive(received.rollout_id, received.tokens)
+    held = {each.granted.rollout_id: each for report in reports for each in report.held}
     for each in held.values():
         if each.end is not None:
             books.finish(each.end)
@@ -106,10 +111,6 @@ def rebuild(
         if rollout not in held:
             books.end_unclaimed(rollout)
     books.await_ends_of(held)
-    if run.closed:
-        books.gate.close()
-    if run.abandoned_all:
-        books.abandon()
     return books
 
 

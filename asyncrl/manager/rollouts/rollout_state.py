@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
-from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
+from asyncrl.manager.messages import DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents, first_number
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
@@ -60,6 +60,7 @@ class RolloutState:
         self.incarnations: dict[str, int] = {}
         self.tokens_finished = 0
         self._heard: dict[str, int] = {}
+        self._ends_told: set[str] = set()
         self._ends_awaited: dict[str, tuple[str, str]] = {}
 
     @property
@@ -113,19 +114,21 @@ class RolloutState:
         self.incarnations[report.worker] = max(report.incarnation, self.incarnations.get(report.worker, 0))
         for held in report.held:
             granted, rollout_id = held.granted, held.granted.rollout_id
-            if rollout_id not in self.gate.live and self.gate.outcome(rollout_id) is None:
+            if self._may_enter(rollout_id, granted.order):
                 tries = granted.order, granted.attempt, granted.failures
                 self.enter(RolloutTicket(rollout_id, report.worker, granted.prompt_id, *tries), granted.version)
 
     def finish(self, finished: FinishedRollout) -> None:
-        """Record the end of a rollout that its worker reports."""
-        if finished.accepted:
-            self._finish(finished)
+        """Record the end of a rollout that its worker reports: it is dropped, unless a rank has it.
+
+        The trainer may have what its worker drops, if the rank's acknowledgement was lost. Then it counts.
+        """
+        ticket = None if finished.accepted else self.gate.live.running(finished.rollout_id)
+        if ticket is None:
+            self._measure_once(finished)
             return
         reason = finished.reason or "rejected"
-        ticket = self._drop(finished.rollout_id, reason)
-        if ticket is None:
-            return
+        self.gate.drop(finished.rollout_id, reason)
         self._measure(ticket.prompt_id, finished)
         self.suspects.ended(ticket.owner, ticket.prompt_id)
         if not finished.return_prompt:
@@ -136,37 +139,49 @@ class RolloutState:
             ticket, reason, NextTry(ticket.order, ticket.attempt + filtered, ticket.failures + (not filtered))
         )
 
-    def consume(self, report: ConsumedReport) -> None:
-        """Record the trained and dropped rollouts that the master reports."""
-        dropped, is_new = {each.rollout_id for each in report.dropped}, report.version > self.gate.trained_version
-        for each in report.unknown:
-            if is_new or each.rollout_id in dropped:  # a repeated report's trained rollouts are counted already
-                self._enter_received(each)
-        for rollout_id in report.trained:
-            self._came(rollout_id)
-            live, lost = self.gate.live.ticket(rollout_id), self.gate.lost(rollout_id)
-            if (ticket := live or lost) is not None:
-                self.queue.use(ticket.order)
-            if live is not None:
-                self.queue.leave(_as_before(live))
-        for drop in report.dropped:
-            self._drop_received(drop)
-        self.gate.train(report.version, report.trained)
-        self.measured.forget(report.measured_after)
-        self.events.forget(report.events_after)
+    def receive(self, rollout_id: str, tokens: int, *, recorded: bool = False) -> bool:
+        """Record that the trainer has the rollout; return False if it does not count, and must not be trained.
 
-    def receive(self, received: ReceivedRollout) -> None:
-        """Enter a rollout that waits at the trainer, and that no worker holds any more."""
-        self._enter_received(received)
-        if received.rollout_id in self.gate.live:
-            self._finish(FinishedRollout(received.rollout_id, accepted=True, tokens=received.tokens))
+        `recorded`: the ledger has that already.
+        """
+        if rollout_id not in self.gate.live:
+            return False
+        if (ticket := self.gate.finish(rollout_id)) is not None:
+            self.suspects.ended(ticket.owner, ticket.prompt_id)
+            if not recorded:
+                self.tokens_finished += tokens
+                self.events.finished(rollout_id, tokens)
+            if rollout_id in self._ends_told:
+                self._ends_told.discard(rollout_id)
+            elif ticket.owner != NOBODY:
+                self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
+        return True
 
-    def _enter_received(self, received: ReceivedRollout) -> None:
-        """Enter a rollout if only the trainer knows it."""
-        if received.rollout_id in self.gate.live or self.gate.outcome(received.rollout_id) is not None:
-            return
+    def enter_received(self, received: ReceivedRollout) -> None:
+        """Enter a rollout that waits at the trainer, if no other process knows it."""
+        if self._may_enter(received.rollout_id, received.order):
+            self._enter(received)
+
+    def enter_trained(self, received: ReceivedRollout) -> None:
+        """Enter a rollout that the last step trained, if no other process knows it."""
+        if not self._is_known(received.rollout_id):
+            self._enter(received)
+        self.receive(received.rollout_id, received.tokens)
+
+    def _enter(self, received: ReceivedRollout) -> None:
         order, tries = received.order, self.queue.waiting(received.order) or NextTry(received.order)
         self.enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
+
+    def consume(self, version: int, trained: list[str], dropped: Iterable[DroppedRollout] = ()) -> None:
+        """Record the rollouts that the step to `version` trained, and those that the master dropped."""
+        for rollout_id in trained:
+            if (ticket := self.gate.live.ticket(rollout_id)) is not None:
+                self.queue.use(ticket.order)
+                self.queue.leave(_as_before(ticket))
+        for drop in dropped:
+            if (ticket := self.gate.drop(drop.rollout_id, drop.reason)) is not None:
+                self._dropped(ticket, drop.reason, _as_before(ticket))
+        self.gate.train(version, trained)
 
     def died(self, worker: str) -> list[str]:
         """Drop the running rollouts of a worker that is gone or silent; return them."""
@@ -185,11 +200,8 @@ class RolloutState:
         return self._lose_running(worker)
 
     def end_unclaimed(self, rollout_id: str) -> None:
-        """Drop a rollout that no process has: it ended after the last report of the manager before this one.
-
-        Its trajectory may still be on its way to the trainer.
-        """
-        if (ticket := self.gate.lose(rollout_id, DropReason.lost_with_manager)) is not None:
+        """Drop a rollout that no process has: it ended after the last report of the manager before this one."""
+        if (ticket := self.gate.drop(rollout_id, DropReason.lost_with_manager)) is not None:
             self._dropped(ticket, DropReason.lost_with_manager, _as_before(ticket))
 
     def await_ends_of(self, rollouts: Container[str]) -> None:
@@ -209,26 +221,12 @@ class RolloutState:
                 return turn
         return None
 
-    def _finish(self, finished: FinishedRollout) -> None:
-        """Record that the trainer has the rollout, even if it was lost."""
-        was_live = finished.rollout_id in self.gate.live
-        ticket = self.gate.finish(finished.rollout_id)
-        if ticket is not None:
-            if not was_live:
-                self.queue.enter(ticket.order)
-            self.suspects.ended(ticket.owner, ticket.prompt_id)
-            self.tokens_finished += finished.tokens
-            self.events.finished(finished.rollout_id, finished.tokens)
-        _, told_late = self._ends_awaited.pop(finished.rollout_id, ("", None))
-        self._measure(told_late if ticket is None else ticket.prompt_id, finished)
+    def _may_enter(self, rollout_id: str, order: int) -> bool:
+        """True if the rollout is unknown, and its prompt neither used nor live."""
+        return not (self._is_known(rollout_id) or order in self.queue.live or self.queue.is_used(order))
 
-    def _drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
-        """Drop a rollout for good; return its ticket if it was live. If it was lost, its prompt has left already."""
-        was_lost = self.gate.lost(rollout_id) is not None
-        ticket = self.gate.drop(rollout_id, reason)
-        if was_lost:
-            self.events.dropped(rollout_id, reason, PromptGoes.used)
-        return ticket
+    def _is_known(self, rollout_id: str) -> bool:
+        return rollout_id in self.gate.live or self.gate.outcome(rollout_id) is not None
 
     def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
         """Record a drop. The prompt waits `again`, unless it is used or another rollout of it is live."""
@@ -236,38 +234,31 @@ class RolloutState:
         self.events.dropped(ticket.rollout_id, reason, goes, again.attempt, again.failures)
 
     def _drop_for_good(self, ticket: RolloutTicket, reason: str) -> None:
-        """Record a drop with its prompt, unless the master finds that another rollout of the prompt was trained."""
+        """Record a drop with its prompt, which is not tried again."""
         self.queue.use(ticket.order)
         self.queue.leave(_as_before(ticket))
         self.events.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
+
+    def _measure_once(self, finished: FinishedRollout) -> None:
+        """Record the success that a worker reports of a rollout that it delivered, whether or not it has arrived."""
+        rollout_id, running = finished.rollout_id, self.gate.live.running(finished.rollout_id)
+        _, prompt_id = self._ends_awaited.pop(rollout_id, ("", None))
+        if running is not None and rollout_id not in self._ends_told:
+            self._ends_told.add(rollout_id)
+            prompt_id = running.prompt_id
+        self._measure(prompt_id, finished)
 
     def _measure(self, prompt_id: str | None, finished: FinishedRollout) -> None:
         """Record the success that the rollout measured, if it did."""
         if prompt_id is not None and finished.success is not None:
             self.measured.add((prompt_id, finished.success))
 
-    def _drop_received(self, dropped: DroppedRollout) -> None:
-        """Drop a rollout that the trainer dropped."""
-        self._came(dropped.rollout_id)
-        lost = self.gate.lost(dropped.rollout_id)
-        ticket = self._drop(dropped.rollout_id, dropped.reason)
-        if dropped.used and (known := ticket or lost) is not None:
-            self.queue.use(known.order)
-        if ticket is not None:
-            self._dropped(ticket, dropped.reason, _as_before(ticket))
-
-    def _came(self, rollout_id: str) -> None:
-        """Record that the trainer has the rollout, so it has ended, though its worker may not have reported the end."""
-        ticket = self.gate.live.running(rollout_id)
-        if ticket is not None and ticket.owner != NOBODY:
-            self.suspects.ended(ticket.owner, ticket.prompt_id)
-            self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
-
     def _lose_running(self, worker: str) -> list[str]:
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.live.running_of(worker)
         for rollout_id in running:
-            if (ticket := self.gate.lose(rollout_id)) is not None:
+            self._ends_told.discard(rollout_id)
+            if (ticket := self.gate.drop(rollout_id, WORKER_LOST)) is not None:
                 self._dropped(ticket, WORKER_LOST, _as_before(ticket))
         return running
 

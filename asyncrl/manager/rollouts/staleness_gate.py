@@ -14,17 +14,13 @@ Life cycle::
                 ├──────drop────────┤──▶ dropped(reason)
                 └─────abandon──────┘──▶ abandoned
 
-Messages about one rollout come from two sides (its worker, the trainer). They may overtake each other or be repeated.
+Every arrow is taken once. What left the count does not come back, and a message about it changes nothing, however late
+it comes or however often. So a prompt has one live rollout at most:
 
-- ``train`` wins over every other state, since what the optimizer has consumed is a fact. It may come before ``finish``,
-  and after the rollout was lost.
-- A rollout is lost if its worker falls silent, or if no process has it when a new manager begins (``lose``). It counts
-  again if it finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it
-  received of a lost rollout before the worker reports the end. If the rollout came back then, it would keep its place
-  for ever. So that drop is recorded too, and a later manager reads it.
-- The prompt of a lost rollout is played again, so two rollouts may have one prompt. If one of them leaves, the prompt
-  waits only if the other is not live (`PromptQueue.leave`).
-- Everything else about a rollout that has left the count is ignored.
+- ``finish`` is the trainer's message: it has received the rollout. The gate answers whether the rollout counts, and
+  only what counts is trained.
+- A rollout is lost if its worker falls silent, or if no process has it when the brain begins again. It is dropped like
+  any other, and its prompt is played again. If the trainer receives it after all, it does not count.
 
 Worked example
 --------------
@@ -66,9 +62,6 @@ Write ``N(a)`` for the live rollouts admitted at ``a`` or before, of which ``F(a
   in the batch; by (H) they fit.
 - It never deadlocks: if nothing runs, ``F = N`` and the condition follows from (H).
 
-A rollout that comes back after its worker was silent is the one exception (its place may have been taken): the check
-at consumption catches it.
-
 All of this spans the death of a manager: its successor begins with all live rollouts at their versions of admission
 (`asyncrl.manager.rollouts.rebuild`). A finished one of which only its record is left enters at the version of its
 oldest token, which is no older than its admission; it expires by that token, so (H) holds with it.
@@ -79,7 +72,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
@@ -88,17 +80,9 @@ from asyncrl.manager.rollouts.live_rollouts import LiveRollout, LiveRollouts, Ro
 
 TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
-"""Drop reason of a rollout whose worker is gone. A late report of its end undoes the drop."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Retired:
-    outcome: str
-    lost: LiveRollout | None = None
-
-
-_TRAINED = _Retired(TRAINED)
-_ABANDONED = _Retired(ABANDONED)
+"""Drop reason of a rollout whose worker is gone."""
+GONE = (WORKER_LOST, DropReason.lost_with_manager.value, ABANDONED)
+"""Outcomes of rollouts whose workers may not know that they are over."""
 
 
 class StalenessGate:
@@ -129,7 +113,7 @@ class StalenessGate:
         self.trained_version = 0
         self.closed = False
         self.live = LiveRollouts()
-        self._retired: RecentIds[_Retired] = RecentIds(
+        self._retired: RecentIds[str] = RecentIds(
             ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
         )
         self._submitted = 0
@@ -172,14 +156,9 @@ class StalenessGate:
         self._submitted = self._trained + self._abandoned + self._dropped.total()
         self.trained_version = version
 
-    def remember(self, rollout_id: str, outcome: str, lost: tuple[RolloutTicket, int] | None = None) -> None:
-        """Remember a rollout that left the count before this gate began, with its outcome. It is counted already.
-
-        Args:
-            lost: ticket and version of admission, if it may come back.
-        """
-        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}.get(outcome)
-        self._retired.put(rollout_id, known or _Retired(outcome, None if lost is None else LiveRollout(*lost)))
+    def remember(self, rollout_id: str, outcome: str) -> None:
+        """Remember a rollout that left the count before this gate began, with its outcome. It is counted already."""
+        self._retired.put(rollout_id, outcome)
 
     def enter(self, ticket: RolloutTicket, version: int) -> None:
         """Enter a running rollout that an earlier gate admitted at `version`. It counts, whatever the limit is."""
@@ -210,52 +189,22 @@ class StalenessGate:
     def finish(self, rollout_id: str) -> RolloutTicket | None:
         """Record that the trainer has the rollout; return its ticket if that was not known yet, else None."""
         live = self.live.get(rollout_id)
-        if live is None:
-            retired = self._retired.get(rollout_id)
-            if retired is None or retired.lost is None:
-                return None
-            live = self._recall(rollout_id, retired)
-        elif live.finished:
+        if live is None or live.finished:
             return None
         self.live.finish(live)
         return live.ticket
 
     def drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
-        """Remove the rollout from the count for `reason`, for good; return its ticket if it was live, else None.
-
-        A lost rollout does not come back any more, and `reason` replaces the reason for which it was lost.
-        """
-        live = self.live.get(rollout_id)
-        if live is not None:
-            return self._drop(live, _Retired(reason))
-        retired = self._retired.get(rollout_id)
-        if retired is not None and retired.lost is not None:
-            self._dropped[retired.outcome] -= 1
-            self._dropped[reason] += 1
-            self._retired.put(rollout_id, _Retired(reason))
-        return None
-
-    def lose(self, rollout_id: str, reason: str = WORKER_LOST) -> RolloutTicket | None:
-        """Drop a running rollout that no process is known to have; it counts again if it finishes after all.
-
-        Returns:
-            Its ticket; None if it does not run.
-        """
-        live = self.live.get(rollout_id)
-        return None if live is None or live.finished else self._drop(live, _Retired(reason, live))
+        """Remove the rollout from the count for `reason`; return its ticket, None if it is not live."""
+        live = self._part(rollout_id, reason)
+        if live is None:
+            return None
+        self._dropped[reason] += 1
+        return live.ticket
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
-        """Record that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
-
-        Ids that are older than this gate count as submitted and trained, unless the report's version was reported
-        before.
-        """
-        repeated = version <= self.trained_version
-        for rollout_id in rollout_ids:
-            if self.live.part(rollout_id) is None and not self._undo_outcome(rollout_id, repeated):
-                continue
-            self._trained += 1
-            self._retired.put(rollout_id, _TRAINED)
+        """Record that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`."""
+        self._trained += sum(self._part(rollout_id, TRAINED) is not None for rollout_id in rollout_ids)
         self.trained_version = max(self.trained_version, version)
 
     def advance(self, version: int) -> bool:
@@ -281,32 +230,23 @@ class StalenessGate:
         return self.live.running_at(set(self._blocking_versions(step)))
 
     def admitted_at(self, rollout_id: str) -> int | None:
-        """Return the version that a rollout was admitted at, if it runs or may come back; else None."""
+        """Return the version that a rollout was admitted at, if it runs; else None."""
         live = self.live.get(rollout_id)
-        if live is None:
-            retired = self._retired.get(rollout_id)
-            live = None if retired is None else retired.lost
         return None if live is None or live.finished else live.version
 
     def outcome(self, rollout_id: str) -> str | None:
         """Return how the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, or the reason for which it was
         dropped.
         """
-        retired = self._retired.get(rollout_id)
-        return None if retired is None else retired.outcome
+        return self._retired.get(rollout_id)
 
     def has_ended(self, rollout_id: str) -> bool:
-        """True if the rollout finished or left the count, and will not come back."""
+        """True if the rollout finished or left the count, and its worker knows that it is over."""
         live = self.live.get(rollout_id)
         if live is not None:
             return live.finished
-        retired = self._retired.get(rollout_id)
-        return retired is not None and retired.lost is None
-
-    def lost(self, rollout_id: str) -> RolloutTicket | None:
-        """Return the ticket of a rollout that is lost and may come back; None for any other."""
-        retired = self._retired.get(rollout_id)
-        return None if retired is None or retired.lost is None else retired.lost.ticket
+        outcome = self._retired.get(rollout_id)
+        return outcome is not None and outcome not in GONE
 
     def close(self) -> None:
         """Start no rollout from now on."""
@@ -317,9 +257,8 @@ class StalenessGate:
         self.close()
         abandoned = list(self.live)
         for rollout_id in abandoned:
-            self.live.part(rollout_id)
-            self._abandoned += 1
-            self._retired.put(rollout_id, _ABANDONED)
+            self._part(rollout_id, ABANDONED)
+        self._abandoned += len(abandoned)
         return abandoned
 
     def books(self) -> Books:
@@ -349,29 +288,9 @@ class StalenessGate:
             return []
         return [version for version, now_running, _ in by_version if now_running and version <= blocked_to]
 
-    def _drop(self, live: LiveRollout, retired: _Retired) -> RolloutTicket:
-        self.live.part(live.ticket.rollout_id)
-        self._dropped[retired.outcome] += 1
-        self._retired.put(live.ticket.rollout_id, retired)
-        return live.ticket
-
-    def _recall(self, rollout_id: str, retired: _Retired) -> LiveRollout:
-        live = retired.lost
-        assert live is not None
-        self._retired.pop(rollout_id)
-        self._dropped[retired.outcome] -= 1
-        self.live.join(live)
+    def _part(self, rollout_id: str, outcome: str) -> LiveRollout | None:
+        """Remove a live rollout, and remember how it left; None if it is not live."""
+        live = self.live.part(rollout_id)
+        if live is not None:
+            self._retired.put(rollout_id, outcome)
         return live
-
-    def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
-        """Undo how a rollout left before it is counted as trained; return False if it must not be counted (again)."""
-        retired = self._retired.get(rollout_id)
-        if retired is _TRAINED or (retired is None and repeated):
-            return False
-        if retired is None:
-            self._submitted += 1
-        elif retired is _ABANDONED:
-            self._abandoned -= 1
-        else:
-            self._dropped[retired.outcome] -= 1
-        return True

@@ -153,7 +153,7 @@ class Ledger:
             self._files.hand_over()
 
     def take(self, lines: Iterable[RolloutLine]) -> None:
-        """Add the manager's lines about rollouts; from now on a MasterWorker that takes over has them too."""
+        """Add the manager's lines about rollouts; from now on a new MasterWorker has them too."""
         for line in lines:
             self._add(line)
         self._files.hand_over()

@@ -1,7 +1,7 @@
 """Reports to the GserverManager about trained and dropped rollouts; its replies have the books and ledger lines.
 
 The manager keeps the books (`staleness_gate`). Each reply has them, with lines about rollouts, which are written to the
-ledger's file before any report that follows from them. A new manager, the first one or a dead one's successor, first
+ledger's file before any report that follows from them. MasterWorker and manager begin together: the manager first
 receives everything that the trainer's side knows (`asyncrl.manager.rollouts.rebuild`), and only then reports.
 
 If steps are kept, no report about a step is sent before its state is complete: otherwise a process that replaces this
@@ -12,34 +12,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby
-from typing import Any, NamedTuple, NoReturn
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
-from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
+from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import ConsumedReply, ConsumedReport, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.run_files import BooksError
-from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.collector import Collector, received
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.offline.replay import OfflineGate
-from asyncrl.master.peers.connections import MANAGER_LOOK_S, introduce_each
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.runtime.process.waiting import cancel, or_stop
-from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.runtime.process.waiting import or_stop
 
 _log = logging.getLogger(__name__)
 
 BOOKS_LIMIT_S = 5.0
-"""Limit of closing the books; the manager answers in milliseconds unless it has failed itself."""
-LAST_BOOKS_LIMIT_S = 30.0
-"""The same at the end of a complete run: a manager that died is started again, and then waits for up to a lease."""
+"""Limit of closing the books after a stop request; the manager answers in milliseconds unless it has failed itself."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a dead manager."""
 
@@ -54,28 +50,13 @@ class LastReply(NamedTuple):
 
 @dataclass
 class Due:
-    """The content of the next report: rollouts of complete steps, dropped ones, and the end of the run."""
+    """The content of the next report: rollouts of complete steps, and dropped ones."""
 
     trained: list[ReceivedRollout] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
-    closed: bool = False
-    abandoned: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.trained or self.drops)
-
-    def report(self, version: int, recorded: Recorded, measured_after: int) -> ConsumedReport:
-        """Return the report at policy version `version`, for the manager whose lines the ledger has."""
-        consumed = [*self.trained, *(received(drop.record) for drop in self.drops)]
-        return ConsumedReport(
-            version,
-            [each.rollout_id for each in self.trained],
-            [drop.message for drop in self.drops],
-            [each for each in consumed if each.rollout_id not in recorded.open],
-            recorded.manager,
-            recorded.heard,
-            measured_after,
-        )
 
 
 class ReportState:
@@ -109,13 +90,12 @@ class ReportState:
         self.last_reply = self.last_reply._replace(books=GateBooks(**structs.asdict(recorded.books())))
         self._buffer.used.update(recorded.used)
 
-    def take_up(self, trained: Sequence[ReceivedRollout], measured: int) -> None:
+    def take_up(self, trained: Sequence[ReceivedRollout]) -> None:
         """Continue after the last step of the previous MasterWorker: its rollouts are reported again before another
         step begins.
         """
         self.due.trained = list(trained)
         self._buffer.know_trained(each.rollout_id for each in trained)
-        self.last_reply = self.last_reply._replace(measured=measured)
 
     def trained(self, batch: TrainBatch) -> None:
         """Add the complete step of `batch` to the next report."""
@@ -137,9 +117,10 @@ class ReportState:
 
     def next_report(self, version: int) -> ConsumedReport:
         """Return the next report."""
-        self.take_drops()
-        kept = self.memory_checkpointer.kept_of(self.last_reply.measured)
-        return self.due.report(version, self._ledger.recorded, kept)
+        heard, measured = self._ledger.recorded.heard, self.last_reply.measured
+        drops = [drop.message for drop in self.take_drops()]
+        trained = [each.rollout_id for each in self.due.trained]
+        return ConsumedReport(version, trained, drops, events_after=heard, measured_after=measured)
 
     def run_report(self, version: int) -> RunReport:
         """Return all that the trainer's side knows of the run, for a new manager."""
@@ -153,7 +134,9 @@ class ReportState:
     def take(self, reply: ConsumedReply) -> None:
         """Process the reply to `next_report`: its lines, measured success rates and books."""
         self.due.trained, self.due.drops = [], []
-        self._ledger.take(decide(self._buffer, self._ledger.recorded, reply.events))
+        for prompt in given_up(self._ledger.recorded, reply.events):
+            self._buffer.used.add(prompt)
+        self._ledger.take(reply.events)
         for prompt_id, success in reply.measured:
             self.curriculum.measured(prompt_id, success)
         status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
@@ -168,7 +151,6 @@ class Reports:
         state: makes the reports and processes the replies.
         stop: ends the wait for a report.
         limit_s: time limit of each call.
-        lease_s: how long a new manager waits for silent workers.
     """
 
     def __init__(
@@ -179,55 +161,38 @@ class Reports:
         stop: asyncio.Event,
         *,
         limit_s: float,
-        lease_s: float,
     ) -> None:
         self.state = state
         self._manager, self._collector, self._stop = manager, collector, stop
-        self._limit_s, self._lease_s = limit_s, lease_s
-        self._one_at_a_time = asyncio.Lock()
-        self._following: asyncio.Task[NoReturn] | None = None
+        self._limit_s, self._introduced = limit_s, False
 
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
         status = await or_stop(self._manager.status(), self._stop, self._limit_s)
         self.state.last_reply = self.state.last_reply._replace(status=status)
 
-    def follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> None:
-        """From now on, report all that the trainer's side knows to each new manager.
+    async def introduce(self, version: int) -> None:
+        """Send the manager all that the trainer's side knows, unless that is done; then it opens its gate.
 
-        Args:
-            manager: names the manager's process; None if no manager runs.
-            version: returns the model's current version.
-        """
-
-        async def introduce() -> bool:
-            async with self._one_at_a_time:
-                return await self._introduce(version())
-
-        self._following = asyncio.create_task(introduce_each(manager, introduce))
-
-    def check(self) -> None:
-        """Raise the error that ended the following of managers, if there is one. Return at once.
+        The ranks are polled first, as the manager may have no other report of the rollouts that they hold.
 
         Raises:
-            HttpRefused: a manager refuses the report, so that it admits no rollout.
+            HttpRefused: the manager refuses the report, so that it would admit no rollout.
         """
-        if self._following is not None and self._following.done():
-            self._following.result()
-
-    async def close(self) -> None:
-        """Stop following."""
-        if self._following is not None:
-            await cancel(self._following)
+        if self._introduced:
+            return
+        await self._collector.refresh()
+        self.state.introduced(await self._manager.report_run(self.state.run_report(version)))
+        self._introduced = True
+        await self._collector.confirm()
 
     async def report(self, version: int) -> None:
         """Report trained and dropped rollouts, and have the ranks free the tensors of the dropped ones.
 
-        The reply may drop received rollouts for good. These are reported at once, since they take up room at the gate.
+        What the buffer drops meanwhile is reported at once too, since it takes up room at the gate.
         A stop request ends the wait: the manager may have failed, and the checkpoint must not wait for it. The `last`
         report then has the missing ones.
         """
-        self.check()
         while self.state.memory_checkpointer.may_report(version):
             drops = self.state.take_drops()  # the report may add to it
             if not self.state.due:
@@ -245,7 +210,6 @@ class Reports:
 
     async def close_gate(self) -> None:
         """Have the gate admit no more rollouts."""
-        self.state.due.closed = True
         await self._manager.close_gate()
 
     async def close_books(self, version: int, *, complete: bool) -> None:
@@ -254,11 +218,11 @@ class Reports:
         Raises:
             BooksError: the manager does not answer.
         """
-        limit_s = LAST_BOOKS_LIMIT_S + self._lease_s if complete else BOOKS_LIMIT_S
+        limit_s = self._limit_s if complete else BOOKS_LIMIT_S
         try:
             async with asyncio.timeout(limit_s):
+                await self.introduce(version)  # a stop request may have come before the beginning had done it
                 await self.close_gate()
-                self.state.due.abandoned = True
                 await self._manager.abandon()
                 await self._report(version)
         except TimeoutError as error:
@@ -269,43 +233,21 @@ class Reports:
         state = self.state
         if not state.memory_checkpointer.may_report(version):
             return
-        async with self._one_at_a_time:
-            for refusals in count():
-                try:
-                    return state.take(await self._manager.report_consumed(*structs.astuple(state.next_report(version))))
-                except NotIntroduced:
-                    if refusals:  # a third manager came meanwhile, or one that was believed dead
-                        await asyncio.sleep(MANAGER_LOOK_S)
-                    await self._introduce(version)
-
-    async def _introduce(self, version: int) -> bool:
-        """Send the manager all that is known here; return False, having sent nothing, while a step's state is
-        incomplete.
-
-        The ranks are polled first, as the manager may have no other report of the rollouts that they hold.
-        """
-        await self._collector.refresh()
-        if not self.state.memory_checkpointer.may_report(version):
-            return False
-        self.state.introduced(await self._manager.report_run(self.state.run_report(version)))
-        return True
+        await self.introduce(version)
+        report = state.next_report(version)
+        state.take(
+            await self._manager.report_consumed(
+                version, report.trained, report.dropped, report.events_after, report.measured_after
+            )
+        )
 
 
-def decide(buffer: SampleBuffer, recorded: Recorded, lines: Sequence[RolloutLine]) -> list[RolloutLine]:
-    """Drop the prompts for good that the manager's `lines` give up, except trained ones; return the ledger's lines.
-
-    The manager does not know which prompts are trained, so its lines always say `given_up`. The ledger's line says
-    `used` if the prompt was used before; it precedes the line of the step that trained the prompt.
-    """
+def given_up(recorded: Recorded, lines: Sequence[RolloutLine]) -> Iterator[str]:
+    """Yield the prompts that the manager's `lines`, which are not recorded yet, drop for good."""
     admitted = {line.rollout: line for line in lines if isinstance(line, Admitted)}
-    decided: list[RolloutLine] = []
     for line in lines:
         if isinstance(line, Dropped) and line.prompt is PromptGoes.given_up:
-            prompt = (recorded.open.get(line.rollout) or admitted[line.rollout]).prompt
-            decided.append(line if buffer.drop_for_good(prompt) else structs.replace(line, prompt=PromptGoes.used))
-        else:
-            decided.append(line)
-    return decided
+            yield (recorded.open.get(line.rollout) or admitted[line.rollout]).prompt
 
 
 def run_report(recorded: Recorded, buffer: SampleBuffer, curriculum: Curriculum, due: Due, version: int) -> RunReport:
@@ -317,19 +259,11 @@ def run_report(recorded: Recorded, buffer: SampleBuffer, curriculum: Curriculum,
         abandoned=recorded.abandoned,
         open=list(recorded.open.values()),
         finished=list(recorded.finished),
-        ended=[(how, [key for key, _ in group]) for how, group in groupby(ended, lambda item: item[1].outcome)],
-        lost=[each.lost for _, each in ended if each.lost is not None],
+        ended=[(how, [key for key, _ in group]) for how, group in groupby(ended, lambda item: item[1])],
         retries=list(recorded.retries.values()),
         used=buffer.used.to_json(),
-        received=[received(record) for record in buffer.untrained()],
-        consumed=structs.replace(due.report(version, recorded, 0), events_after=0),  # it numbers its own lines
+        received=[received(record) for record in [*buffer.live(), *(drop.record for drop in due.drops)]],
+        trained=due.trained,
+        trained_version=version,
         curriculum=curriculum.state(),
-        closed=due.closed,
-        abandoned_all=due.abandoned,
     )
-
-
-def received(record: RolloutRecord) -> ReceivedRollout:
-    """Return the rollout of `record` as the manager expects it."""
-    oldest = max(0, record.oldest_version)
-    return ReceivedRollout(record.rollout_id, record.prompt_id, record.order, oldest, max(1, sum(record.lengths)))

@@ -8,6 +8,10 @@ Rollouts come in bursts, and a poll for each would cost the master more than eve
 paced: slowly while no step waits for data, and otherwise too fast for a step to notice. A waiting step says how many
 rollouts are missing, and a poll is answered when a head has its share of them, or `GATHER_S` after its first one.
 
+What arrives is reported to the manager, whose gate says which of it counts: a rollout whose worker was given up does
+not, as its prompt is played again. Only what counts comes to the buffer. At the beginning the manager first hears what
+the ranks have (`Reports.introduce`); until then all of it waits in the buffer.
+
 A silent worker is asked again as long as its connection is open: it may be suspended for a while. The launcher decides
 whether it died, and the train loop how long a run may make no step.
 """
@@ -21,7 +25,10 @@ from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -108,13 +115,16 @@ class Collector:
 
     Args:
         heads: the ModelWorkers that receive trajectories, by data index.
+        manager: says which rollouts count.
     """
 
-    def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer) -> None:
+    def __init__(
+        self, heads: Sequence[RequestClient], buffer: SampleBuffer, manager: ManagerClient | OfflineGate
+    ) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
         self._heads = [_Head(client) for client in heads]
-        self._buffer = buffer
+        self._buffer, self._manager, self._confirms = buffer, manager, False
         self._changed = asyncio.Event()
         self._awaited = asyncio.Event()
         self._missing = 0
@@ -168,6 +178,12 @@ class Collector:
         """
         await self._unless_failed(asyncio.gather(*(head.refresh() for head in self._heads)))
 
+    async def confirm(self) -> None:
+        """From now on only rollouts that the manager counts are in the buffer; it has been told of the others."""
+        self._confirms = True
+        records = self._buffer.live()
+        await self._free(self._buffer.refuse(await self._refused(records)))
+
     async def discard(self, records: Iterable[RolloutRecord], limit_s: float) -> None:
         """Have the workers free the tensors of `records`.
 
@@ -203,14 +219,21 @@ class Collector:
         return PollBuffer(cursor, POLL_S, share, GATHER_S)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
-        before = self._buffer.received
-        copies = self._buffer.add(records)
+        before, refused = self._buffer.received, await self._refused(records) if self._confirms else []
+        count = [record for record in records if record.rollout_id not in refused]
+        copies = self._buffer.add(count)
         if self._buffer.received > before:
-            self.generated_tokens += sum(record.generated_tokens for record in records)
-            self.generated_samples += sum(len(record.lengths) for record in records)
+            self.generated_tokens += sum(record.generated_tokens for record in count)
+            self.generated_samples += sum(len(record.lengths) for record in count)
             self._changed.set()
-        for copy in copies:
-            await self._heads[copy.head].call(Discard((copy.rollout_id,)))
+        await self._free([*copies, *(record for record in records if record.rollout_id in refused)])
+
+    async def _refused(self, records: Sequence[RolloutRecord]) -> list[str]:
+        return await self._manager.received(list(map(received, records))) if records else []
+
+    async def _free(self, records: Iterable[RolloutRecord]) -> None:
+        for record in records:
+            await self._heads[record.head].call(Discard((record.rollout_id,)))
 
     async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
         """Await `waiting`, or raise the error of a polling task."""
@@ -221,3 +244,9 @@ class Collector:
                 ended.result()
         finally:
             await cancel(task)
+
+
+def received(record: RolloutRecord) -> ReceivedRollout:
+    """Return the rollout of `record` as the manager expects it."""
+    oldest = max(0, record.oldest_version)
+    return ReceivedRollout(record.rollout_id, record.prompt_id, record.order, oldest, max(1, sum(record.lengths)))

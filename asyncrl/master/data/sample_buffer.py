@@ -7,12 +7,9 @@ Life of a record
     add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
       │       └──expired at take──▶ dropped: stale             (its prompt waits again)
       ├──▶ dropped: stale                                      (expired before it arrived)
-      ├──▶ dropped: duplicate_prompt                           (the first attempt was faster, or the prompt is used)
       └──▶ a second copy of a known rollout id: freed at the worker that holds it, not counted
 
-A prompt is used once it is trained or dropped for good, whichever comes first; this buffer decides it. It drops none
-for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `drop_for_good`
-decides: a trained prompt stays trained, and any other is used from then on, so that a live record of it is dropped.
+The gate has one live rollout of a prompt at most, and only records that it counts come here (`collector`).
 
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
 v. Admission alone cannot guarantee this (a long rollout is overtaken by others), so `take(v)` checks the oldest token
@@ -48,16 +45,15 @@ from asyncrl.trainer.messages import RolloutRecord
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A received rollout that will not be trained, and why; `used`: its prompt was trained or dropped for good."""
+    """A received rollout that will not be trained, and why."""
 
     record: RolloutRecord
     reason: str
-    used: bool
 
     @property
     def message(self) -> DroppedRollout:
         """The report of this drop to the manager."""
-        return DroppedRollout(self.record.rollout_id, self.reason, self.used)
+        return DroppedRollout(self.record.rollout_id, self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +72,7 @@ class SampleBuffer:
         batch_size: B, rollouts per train step.
         eta: largest allowed age of a trained token, in versions.
         on_stale: treatment of records beyond `eta`.
-        remembered: number of finished rollout ids kept to recognise late copies; None: `ids_remembered`. An even later
-            copy is recognised by its prompt, which is used.
+        remembered: number of finished rollout ids kept to recognise late copies; None: `ids_remembered`.
     """
 
     def __init__(
@@ -95,7 +90,6 @@ class SampleBuffer:
         self.dropped: Counter[str] = Counter()
         self._live = LiveRecords(eta, on_stale)
         self._taken: dict[str, RolloutRecord] = {}
-        self._prompts: dict[str, str] = {}  # of live and taken records, with their rollouts
         self._finished: RecentIds[None] = RecentIds(
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
@@ -115,39 +109,25 @@ class SampleBuffer:
                     copies.append(record)
                 continue
             self.received += 1
-            if record.prompt_id in self._prompts or record.prompt_id in self.used:
-                self._drop(record, DropReason.duplicate_prompt)
-            elif self._live.add(record):
-                self._prompts[record.prompt_id] = record.rollout_id
-            else:  # a next attempt, which comes with it, must not be its duplicate
+            if not self._live.add(record):
                 self._drop(record, DropReason.stale)
         return copies
+
+    def refuse(self, rollout_ids: Iterable[str]) -> list[RolloutRecord]:
+        """Remove live records that the gate does not count; return them, which are to be freed."""
+        refused = [self._live.pop(each) for each in rollout_ids if self._live.get(each) is not None]
+        for record in refused:
+            self._finished.put(record.rollout_id, None)
+        return refused
 
     def expire(self, version: int) -> None:
         """Drop the live records that neither the step at `version` nor a later one may train."""
         for record in self._live.expire(version):
-            del self._prompts[record.prompt_id]
             self._drop(record, DropReason.stale)
-
-    def drop_for_good(self, prompt_id: str) -> bool:
-        """Drop a prompt for good, with its live record; return False if it is used already, or taken for a step."""
-        received = self._prompts.get(prompt_id)
-        if prompt_id in self.used or received in self._taken:
-            return False
-        self.used.add(prompt_id)
-        if received is not None:
-            record = self._live.pop(received)
-            del self._prompts[prompt_id]
-            self._drop(record, DropReason.duplicate_prompt)
-        return True
 
     def live(self) -> list[RolloutRecord]:
         """Return the live records."""
         return list(self._live)
-
-    def untrained(self) -> list[RolloutRecord]:
-        """Return the live records and those taken for a step."""
-        return [*self._live, *self._taken.values()]
 
     def take(self, version: int, ranks: Mapping[str, float] | None = None) -> TrainBatch | None:
         """Take the batch of the step at `version`; None while fewer than B live records are left after the expiry
@@ -177,7 +157,6 @@ class SampleBuffer:
         """
         for record in batch.records:
             del self._taken[record.rollout_id]
-            del self._prompts[record.prompt_id]
             self.used.add(record.prompt_id)
             self._finished.put(record.rollout_id, None)
             self.trained += 1
@@ -219,7 +198,7 @@ class SampleBuffer:
 
     def _drop(self, record: RolloutRecord, reason: str) -> None:
         self.dropped[reason] += 1
-        self._drops.append(Drop(record, reason, record.prompt_id in self.used))
+        self._drops.append(Drop(record, reason))
         self._finished.put(record.rollout_id, None)
 
 

@@ -98,7 +98,7 @@ class StallWatch:
         stop: set when the run is asked to stop.
         free_since: end of the last evaluation, by `clock`; the present time while an evaluation runs.
         manager, buffer, collector: sources of the counters.
-        starting: returns True while the processes that make a step's data are starting; it may end a wait by raising.
+        starting: returns True while the processes that make a step's data are starting.
         ahead: see `RolloutSigns`.
     """
 

@@ -65,11 +65,11 @@ class Dealing:
         return self.minibatches * self.passes
 
 
-def plan_batch(batch: TrainBatch, placement: Placement, dealing: Dealing, *, master: int) -> list[BeginStep]:
+def plan_batch(batch: TrainBatch, placement: Placement, dealing: Dealing) -> list[BeginStep]:
     """Return the request to each ModelWorker, by index: `batch` dealt to the copies of every grid."""
     cuts = [assign(batch.records, grid.data, dealing, batch.version) for grid in placement.distinct]
     version, oldest, steps = batch.version, batch.min_version, dealing.optimizer_steps
-    return plan_step(cuts, placement, version=version, min_version=oldest, minibatches=steps, master=master)
+    return plan_step(cuts, placement, version=version, min_version=oldest, minibatches=steps)
 
 
 def plan_step(
@@ -79,7 +79,6 @@ def plan_step(
     version: int,
     min_version: int,
     minibatches: int,
-    master: int,
 ) -> list[BeginStep]:
     """Return the request to each ModelWorker, by index.
 
@@ -113,7 +112,6 @@ def plan_step(
                 shares[grid, copies[grid][grid.coordinates(worker).data]] if worker in grid.members else None
                 for grid in grids
             ),
-            master=master,
         )
         for worker in range(placement.workers)
     ]

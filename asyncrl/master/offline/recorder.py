@@ -13,7 +13,6 @@ import queue
 import time
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
@@ -25,12 +24,12 @@ from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import ReceivedRollout, RunReport
 from asyncrl.master.books.run_files import write_books
 from asyncrl.master.data.stall import RolloutSigns
-from asyncrl.master.peers.connections import NameBoard, introduce_each
+from asyncrl.master.peers.connections import NameBoard
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.process.waiting import StopRequested, cancel
+from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import AsyncWorker
 
 ROLLOUTS_PER_FILE = 64
@@ -58,38 +57,21 @@ class Recorder(AsyncWorker):
             return
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, find=find)
-        received: list[ReceivedRollout] = []
-
-        def arrived(trajectory: Trajectory) -> None:
-            name, prompt, order = trajectory.rollout_id, trajectory.prompt_id, trajectory.order
-            tokens = sum(len(sample.tokens) for sample in trajectory.samples)
-            received.append(ReceivedRollout(name, prompt, order, 0, tokens))
-            self._arrived.put(trajectory)
-
-        async def introduce() -> bool:
-            used = UsedPrompts(kept.values()).to_json()
-            await manager.report_run(RunReport(used=used, received=list(received)))
-            return True
-
-        puller = TrajectoryPuller(self.config.system.host, self.security, on_message=arrived)
+        puller = TrajectoryPuller(self.config.system.host, self.security, on_message=self._arrived.put)
         try:
             lease_s = self.config.system.lease_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
-            board = NameBoard(self.resolver)
-            await asyncio.to_thread(board.manager_process)  # the first look reads, the others do not
-            introducing = asyncio.create_task(introduce_each(board.manager_process, introduce))
-            try:
-                self.ready()
-                await self._record(manager, board, introducing)
-                await manager.close_gate()
-                write_books(self.run_dir, 0, await manager.abandon())
-            finally:
-                await cancel(introducing)
+            used = UsedPrompts(kept.values()).to_json()
+            await manager.report_run(RunReport(used=used))
+            self.ready()
+            await self._record(manager, NameBoard(self.resolver))
+            await manager.close_gate()
+            write_books(self.run_dir, 0, await manager.abandon())
         finally:
             puller.close()
             await manager.close()
 
-    async def _record(self, manager: ManagerClient, board: NameBoard, introducing: asyncio.Task[NoReturn]) -> None:
+    async def _record(self, manager: ManagerClient, board: NameBoard) -> None:
         wanted = self.config.total_train_steps * self.config.train_batch_size
         clock, limit_s = RunningClock(), self.config.system.stall_timeout_s
         signs = RolloutSigns((self.config.max_head_offpolicyness + 1) * self.config.train_batch_size)
@@ -97,9 +79,9 @@ class Recorder(AsyncWorker):
         progress_at = clock()
         try:
             while self._kept < wanted and not self.stop.is_set():
-                if introducing.done():  # it failed: no later manager would admit a rollout
-                    introducing.result()
                 batch = await asyncio.to_thread(self._gather, min(ROLLOUTS_PER_FILE, wanted - self._kept))
+                refused = await manager.received(list(map(_received, batch))) if batch else []
+                batch = [trajectory for trajectory in batch if trajectory.rollout_id not in refused]
                 if batch:
                     await asyncio.to_thread(self._write, batch)
                     self.log.info("%d of %d rollouts kept", self._kept, wanted)
@@ -136,3 +118,8 @@ class Recorder(AsyncWorker):
         self._files += 1
         self._kept += len(batch)
         return write_samples(self._folder, 0, f"part-{self._files:06d}", rows, max_bytes=0)
+
+
+def _received(trajectory: Trajectory) -> ReceivedRollout:
+    tokens = sum(len(sample.tokens) for sample in trajectory.samples)
+    return ReceivedRollout(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, 0, max(1, tokens))

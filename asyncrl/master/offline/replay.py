@@ -74,13 +74,15 @@ class OfflineGate:
         tokens = sum(len(sample.tokens) for sample in trajectory.samples)
         self._lines.append(Finished(rollout, tokens, self._now()))
 
+    async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
+        """Return nothing: all that is sent counts."""
+        return []
+
     async def report_consumed(
         self,
         version: int,
         trained: Sequence[str],
         dropped: Sequence[DroppedRollout],
-        unknown: Sequence[ReceivedRollout] = (),
-        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
@@ -91,8 +93,7 @@ class OfflineGate:
         for drop in dropped:
             self._live.discard(drop.rollout_id)
             self._dropped[drop.reason] += 1
-            goes = PromptGoes.used if drop.used else PromptGoes.returned
-            self._lines.append(Dropped(drop.rollout_id, drop.reason, goes, self._now()))
+            self._lines.append(Dropped(drop.rollout_id, drop.reason, PromptGoes.returned, self._now()))
         lines, self._lines = self._lines, []
         books = Books(
             submitted=self._submitted,
@@ -149,9 +150,6 @@ class ReplayBoard(NameBoard):
         super().announce_version(version, path, win_rates)
         self.version = version
         self.changed.set()
-
-    def manager_process(self) -> str | None:
-        return "replay"
 
 
 def batches(folder: Path, batch_size: int) -> Iterator[tuple[int, list[Trajectory]]]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import NoReturn, Protocol, Self
+from typing import Protocol, Self
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
@@ -19,7 +17,6 @@ from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.comm.waits.running_time import running_wait
-from asyncrl.manager.client import ManagerGone
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.waiting import cancel
@@ -29,13 +26,6 @@ ASK_S = 5.0
 """Time between two questions, during an evaluation, whether a worker is there; at most a quarter of the limit."""
 LOOK_UP_S = 0.5
 """Time between two look-ups, during a call, of the worker's current process."""
-
-MANAGER_LOOK_S = 0.25
-"""Time between two looks for another GserverManager."""
-REFUSALS = 20
-"""Refusals of a report of the run, by one GserverManager, after which it counts as refused for good: within 5 s.
-Another process may have the manager's port for a moment.
-"""
 
 _log = logging.getLogger(__name__)
 
@@ -196,32 +186,6 @@ async def _share(worker: Evaluates, number: int, request: Evaluate, limit_s: flo
         await cancel(evaluating)
 
 
-async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:
-    """Call `introduce` for each new GserverManager, and repeat it while it returns False.
-
-    `asyncrl.manager.rollouts.rebuild` has the protocol.
-
-    Args:
-        process: returns the name of the manager's process; None while no manager is registered.
-
-    Raises:
-        HttpRefused: the same process refused `REFUSALS` times, so it would admit no rollout.
-    """
-    introduced: str | None = None
-    refused = Counter[str]()
-    while True:
-        if (found := process()) is not None and found != introduced:
-            try:
-                if await introduce():
-                    introduced = found
-            except (ManagerGone, HttpError) as error:  # another one may come
-                refused[found] += isinstance(error, HttpRefused)
-                if refused[found] >= REFUSALS:
-                    raise
-                _log.warning("the GserverManager did not receive the trainer's report: %s", error)
-        await asyncio.sleep(MANAGER_LOOK_S)
-
-
 class NameBoard:
     """Announces versions in name resolution, where they outlive this process, and looks up other processes."""
 
@@ -273,11 +237,3 @@ class NameBoard:
     def ledger_begun(self, lineage: int) -> None:
         """Announce that the ledger has the first line of this launch."""
         self._resolver.add(names.LEDGER_BEGUN_KEY, str(lineage), replace=True)
-
-    def manager_process(self) -> str | None:
-        """Return a name of the GserverManager's process, which no other has; None until it is ready."""
-        entries = self._resolver.follow(f"{names.STATUSES}/{names.GSERVER_MANAGER}").entries()
-        for value in entries.values():
-            if (status := names.WorkerStatus.decode(value)).state == "ready":
-                return f"{status.incarnation}/{status.pid}"
-        return None

@@ -206,10 +206,7 @@ class Publishing:
     async def _published(self, version: int, *, to_disk: bool) -> list[str]:
         """Publish all trained policies, those on ranks of their own at the same time; return their folders."""
         replies = await asyncio.gather(  # handed over in this order, which is then that of every rank's collectives
-            *(
-                self._ranks.some(ranks, Publish(role, version, to_disk, self._ranks.master))
-                for role, ranks in self._actors.items()
-            )
+            *(self._ranks.some(ranks, Publish(role, version, to_disk)) for role, ranks in self._actors.items())
         )
         return [first.path for first, *_ in replies]
 

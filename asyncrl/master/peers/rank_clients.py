@@ -122,11 +122,9 @@ class RankClients:
         workers: the ModelWorkers by index.
         publisher: index of the rank that publishes the actor, and commits checkpoints.
         limit_s: longest silence (`while_ranks_work`).
-        master: the incarnation of the calling master.
     """
 
-    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float, master: int = 0) -> None:
-        self.master = master
+    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float) -> None:
         self._workers, self._publisher, self._limit_s = workers, publisher, limit_s
 
     async def all(self, request: Request[R]) -> list[R]:

@@ -1,28 +1,26 @@
-"""Recovery of the MasterWorker: any process may die at any moment. `docs/faults.md` has the user's view, with the
-picture of both sides; `asyncrl.manager.rollouts.rebuild` has the GserverManager's.
+"""Recovery of the brain (MasterWorker, GserverManager, all ModelWorkers), whose processes restart together after any
+death. `docs/faults.md` has the user's view, with a picture; `asyncrl.manager.rollouts.rebuild` has the manager's side.
 
 Facts, and where they survive a death:
 
     fact                                 kept by, besides its owner            read by
     -----------------------------------  ------------------------------------  ----------------------------------------
-    weights, moments, random states      hosts' memory: the last step          ranks that begin together
-    used prompts, metrics, the step's    every rank, and the last step         a MasterWorker that takes over
+    weights, moments, random states      hosts' memory: the last step          the new ranks
+    used prompts, metrics, the step's    hosts' memory: the last step          the new MasterWorker
       batch, what is to be reported
-    trajectories that wait               inboxes, as files                     ranks that begin together
-    the fate of every rollout            the ledger's file (`recorded`)        a MasterWorker or manager that takes over
-    running rollouts                     their RolloutWorkers                  a manager that takes over
+    trajectories that wait               inboxes, as files                     the new ranks
+    the fate of every rollout            the ledger's file (`recorded`)        the new MasterWorker, for itself and the
+                                                                                 new manager
+    running rollouts                     their RolloutWorkers                  the new manager
     the announced version                name resolution                       everybody
-    all of these, as of an older step    the newest checkpoint                 the same command, given again
+    all of these, as of an older step    the newest checkpoint                 a new launch, or a restart of everything
 
-Deaths, and where the run continues (`beginning.find`):
+The run continues after the last step (`beginning.find`). If that is not in the hosts' memory (`replay`, a lost host,
+`checkpoint.in_memory=false`), the whole run begins again with its newest checkpoint.
 
-    MasterWorker, between two steps ──▶ the ranks have its state: nothing is loaded
-    MasterWorker in a step, or a rank ─▶ the whole trainer resumes from the last step
-    a host that has ranks ────────────▶ the last step is gone: the whole run begins with its newest checkpoint
-
-`step_end` lists the reports about a step in their order, `beginning` the first actions of a successor. One rule makes
-both safe: **no process outside the trainer sees a step before its state is complete.** So a successor knows at least as
-much as the others. Reports that were sent already are sent again; receivers recognise them by id or version.
+`step_end` lists the reports about a step in their order, `beginning` the first actions of a new MasterWorker. One rule
+makes both safe: **no process outside the brain sees a step before its state is complete.** So a new brain knows at
+least as much as the others. Reports that were sent already are sent again; receivers recognise them by id or version.
 
     run_state             the master's part of every state
     memory_checkpointer   the state after each step: begun, completed, loaded; what may be reported

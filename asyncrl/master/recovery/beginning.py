@@ -1,25 +1,23 @@
 """First actions of a MasterWorker: find the run's current state, then do everything up to the next step.
 
-1. It finds the state from which the run continues (`find`) and loads it. If the ranks were copying a newer state, the
-   copy is completed first.
+1. The ranks load the state from which the run continues (`find`).
 2. It asks the manager for its status, and continues the metrics after that step. `books.json` is written.
 3. It continues the ledger: after the last step's line, or after the launch's first line if no step has been completed
    since, or as a new launch.
-4. It takes over the previous MasterWorker's open reports, and writes the last step's row of metrics.
+4. It takes the open reports from that state, and writes the last step's row of metrics.
 5. It removes weights of later versions than this state, and publishes the current ones.
 6. It announces the version, unless an evaluation of an older one was cut off: servers keep that one for now.
-7. Servers on the trainer's devices have them from here on. The ranks are polled, and a new manager gets the master's
-   report and opens its gate. From here on trajectories arrive, and the process is ready.
+7. The ranks are polled, and the manager gets the master's report and opens its gate. Servers on the trainer's devices
+   have them from here on. Trajectories arrive, and the process is ready.
 8. The evaluation that was cut off is repeated; then the version is announced.
 9. The last step is reported. Its lines are written into the ledger if they are missing.
 
-A death may cut off any of these; the next successor does all of them again. After a stop request or a failure the end
-of the run saves this state; 3, 4 and the ledger's lines of the last step are done in any case.
+A death may cut off any of these; the next MasterWorker does all of them again. After a stop request or a failure the
+end of the run saves this state; 3, 4 and the ledger's lines of the last step are done in any case.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable
@@ -28,20 +26,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from asyncrl.comm.request_reply.client import PeerGone
 from asyncrl.comm.typed import convert
 from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
-from asyncrl.master.peers.rank_clients import RankClients, Stalled
+from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer, StepState
 from asyncrl.runtime.process.waiting import or_stop
-from asyncrl.runtime.process.worker import RestartTrainer
-from asyncrl.trainer.messages import AskPulse, AttachMaster, LoadCheckpoint
+from asyncrl.trainer.messages import LoadCheckpoint
 
 _log = logging.getLogger(__name__)
-
-TAKE_UP_LIMIT_S = 60.0
-"""Time limit for the ranks to finish copying their state for the previous MasterWorker."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +63,8 @@ class RecoveredState:
 async def find(
     ranks: RankClients, memory: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
 ) -> RecoveredState:
-    """Find the state from which the run continues; the ranks have that state when this returns.
-
-    The ranks are asked first: each has the master's state after the last step that was kept. If all are between two
-    steps, after the same one, nothing is loaded. If the ranks are new too, they load the last step, or else the newest
-    checkpoint.
+    """Have the ranks load the last step from their hosts' memory, or else the newest checkpoint; return the master's
+    part of it.
 
     Args:
         checkpoints: folder of the checkpoints.
@@ -82,39 +72,14 @@ async def find(
         fresh: state of a new loop, for the run's beginning.
 
     Raises:
-        RestartTrainer: the run cannot continue with the ranks as they are, or the last step is lost.
+        StateLost: the last step is lost.
     """
-    if (state := await _of_ranks(ranks)) is not None:
-        _log.info("the ranks stand between two steps, and keep what they have")
-        await memory.take_up(state["version"])
-    else:
-        state = await memory.load(announced)
-    if state is not None:
+    if (state := await memory.load(announced)) is not None:
         last = convert(state["step"], StepState, str_keys=True) if "step" in state else None
         return RecoveredState(state, announced, saved=False, last=last)
     stored = (await ranks.all(LoadCheckpoint(str(checkpoints))))[0].master_state
     state = stored or fresh
     return RecoveredState(state, state["version"], saved=stored is not None, last=None)
-
-
-async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:
-    """Return the state that an earlier MasterWorker left with every rank; None if all ranks are new too.
-
-    Raises:
-        RestartTrainer: ranks are within a step, are after different steps, or one does not answer.
-    """
-    try:
-        async with asyncio.timeout(TAKE_UP_LIMIT_S):
-            if any(rank.in_step for rank in await ranks.all(AskPulse())):
-                raise RestartTrainer("the ranks are in a step that has not ended")
-            progress = await ranks.all(AttachMaster(ranks.master))
-    except (TimeoutError, Stalled, PeerGone) as error:
-        raise RestartTrainer(f"a rank does not report its progress: {error!r}") from error
-    states = [rank.master_state for rank in progress]
-    versions = {None if state is None else state["version"] for state in states}
-    if len(versions) > 1 or any(rank.in_step for rank in progress):
-        raise RestartTrainer(f"the ranks are in a step, or not after the same one: {versions}")
-    return states[0]
 
 
 class Beginning:
@@ -145,7 +110,7 @@ class Beginning:
             awaited = self._parts.metrics_log.awaits_evaluation()
             cut_off = awaited is not None and awaited < recovered.version
             self.announce(recovered, path, cut_off=cut_off)
-            self.open_gate()
+            await self.open_gate(recovered)
             await self.evaluate_again(recovered, path, awaited=awaited is not None, cut_off=cut_off)
             await self.report_last_step(recovered)
         finally:
@@ -159,7 +124,7 @@ class Beginning:
         checkpoints = checkpoint_root(parts.run_dir)
         recovered = await find(parts.ranks, parts.memory_checkpointer, checkpoints, announced, parts.run.state())
         await parts.run.restore(recovered.state)
-        parts.memory_checkpointer.found(recovered.version, recovered.last.measured_seq if recovered.last else 0)
+        parts.memory_checkpointer.found(recovered.version)
         parts.checkpoints.resume(saved=recovered.saved)
         parts.announcer.announced = recovered.announced
         _log.info("beginning at version %d with %d prompts used", recovered.version, len(parts.run.buffer.used))
@@ -191,10 +156,10 @@ class Beginning:
         return has_step
 
     def take_up_last_step(self, recovered: RecoveredState) -> None:
-        """4. Take over open reports, and write the last step's row of metrics."""
+        """4. Take the open reports from the state, and write the last step's row of metrics."""
         if (step := recovered.last) is not None:
             parts = self._parts
-            parts.reports.state.take_up(step.trained, step.measured_seq)
+            parts.reports.state.take_up(step.trained)
             status = parts.reports.state.last_reply.status
             parts.metrics_log.step_again(recovered.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", recovered.version)
@@ -212,11 +177,11 @@ class Beginning:
         if recovered.version and not cut_off:
             self._parts.announcer.announce(recovered.version, path)
 
-    def open_gate(self) -> None:
-        """7. Poll the ranks, and report to a new manager, which opens its gate."""
+    async def open_gate(self, recovered: RecoveredState) -> None:
+        """7. Poll the ranks, and report to the manager, which opens its gate."""
         parts = self._parts
         parts.collector.start()
-        parts.reports.follow(parts.peers.board.manager_process, lambda: parts.run.version)
+        await or_stop(parts.reports.introduce(recovered.version), parts.stop, parts.config.system.stall_timeout_s)
         parts.turns.begin()
         parts.stall.progressed()
         self._ready()

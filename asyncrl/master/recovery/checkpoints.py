@@ -109,7 +109,7 @@ class Checkpoints:
         path = str(self._root / f"v{progress.version}")
         self._check()  # a stop leaves little time
         self.schedule.begun()
-        await self._ranks.all(SaveCheckpoint(path, progress.version, state, master=self._ranks.master))
+        await self._ranks.all(SaveCheckpoint(path, progress.version, state))
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:

@@ -17,7 +17,7 @@ from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.models.weights.versions.manifest import FileEntry
-from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
@@ -34,14 +34,12 @@ class StepState(msgspec.Struct, frozen=True):
 
     Attributes:
         trained: rollouts that have not been reported to the manager yet.
-        measured_seq: number of the last measured success rate in this state.
         ledger_line: number of lines in the ledger when the step was complete.
     """
 
     batch: TrainBatch
     measured: Row
     trained: list[ReceivedRollout]
-    measured_seq: int
     ledger_line: int
 
 
@@ -55,7 +53,6 @@ class MemoryCheckpointer:
     def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
         self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
         self._begun = self._whole = 0
-        self._begun_with = self._measured = 0
 
     @property
     def on(self) -> bool:
@@ -66,36 +63,34 @@ class MemoryCheckpointer:
         """True if a process that replaces this one would know of the step that made `version`."""
         return not self.on or self._whole == version
 
-    def kept_of(self, measured_seq: int) -> int:
-        """Return how many of these measured success rates the manager may forget: those that a successor of this
-        process would know too.
-        """
-        return self._measured if self.on else measured_seq
-
-    def found(self, version: int, measured_seq: int) -> None:
+    def found(self, version: int) -> None:
         """Record that the run continues at `version`, whose state is complete."""
-        self._whole, self._measured = version, measured_seq
+        self._whole = version
 
     async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
         """Have the ranks copy the state of the step that made `version`, and begin to write it."""
         if self._memory_checkpoint is None:
             return
-        self._begun, self._begun_with = version, step.measured_seq
+        self._begun = version
         whole = state | {"step": msgspec.to_builtins(step, str_keys=True)}
         try:
-            request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True, master=self._ranks.master)
+            request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True)
             await self._ranks.all(request)
         except RemoteError as error:
             self._keep_no_more(error)
 
     async def finish(self) -> None:
         """Wait until the state being written is complete, so that others may see the step."""
-        if await self._complete(self._begun):
-            self._whole, self._measured = self._begun, self._begun_with
-
-    async def take_up(self, version: int) -> None:
-        """Complete the state of `version` that an earlier master had begun."""
-        await self._complete(version)
+        if self._memory_checkpoint is None:
+            return
+        path = f"v{self._begun}"
+        try:
+            shares = await self._ranks.all(FinishShare(path, in_memory=True))
+            await self._ranks.all(CommitCheckpoint(path, files_of(shares), keep=1, in_memory=True))
+        except RemoteError as error:
+            self._keep_no_more(error)
+        else:
+            self._whole = self._begun
 
     async def load(self, announced: int) -> dict[str, Any] | None:
         """Have the ranks restore the kept state; return the master's part; None without a kept state.
@@ -104,7 +99,7 @@ class MemoryCheckpointer:
             announced: the version that others know.
 
         Raises:
-            RestartTrainer: the state of a step that others have seen is lost, so only a checkpoint is left.
+            StateLost: the state of a step that others have seen is lost, so only a checkpoint is left.
         """
         if self._memory_checkpoint is None:
             return None
@@ -119,18 +114,7 @@ class MemoryCheckpointer:
                 raise
             lost = error.message
         self._memory_checkpoint.invalidate()
-        raise RestartTrainer(f"the last step is lost, only a checkpoint is left to continue from: {lost}")
-
-    async def _complete(self, version: int) -> bool:
-        if self._memory_checkpoint is None:
-            return False
-        path = f"v{version}"
-        try:
-            shares = await self._ranks.all(FinishShare(path, in_memory=True))
-            await self._ranks.all(CommitCheckpoint(path, files_of(shares), keep=1, in_memory=True))
-        except RemoteError as error:
-            self._keep_no_more(error)
-        return self.on
+        raise StateLost(f"the last step is lost, only a checkpoint is left to continue from: {lost}")
 
     def _keep_no_more(self, error: RemoteError) -> None:
         """Stop in-memory checkpoints. The existing one will be older than the step others see, so no run may resume

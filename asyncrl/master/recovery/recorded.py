@@ -1,11 +1,10 @@
 """The state that the ledger's lines add up to: live and ended rollouts, used prompts, counters, prompts to try again.
 
-It is computed line by line, purely. The ledger keeps it up to date (`asyncrl.master.books.ledger`), and a MasterWorker
-that takes over recomputes it from the files. At every line with books it equals them.
+It is computed line by line, purely. The ledger keeps it up to date (`asyncrl.master.books.ledger`), and a new
+MasterWorker recomputes it from the files. At every line with books it equals them.
 
-A GserverManager that replaces a dead one receives this state (`asyncrl.manager.rollouts.rebuild`). Lines that are still
-in memory would be lost with the MasterWorker, so the ledger hands all lines to the kernel before any report that
-follows from them.
+The new GserverManager receives this state (`asyncrl.manager.rollouts.rebuild`). Lines that are still in memory would be
+lost with the MasterWorker, so the ledger hands all lines to the kernel before any report that follows from them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import (
     Abandoned,
     Admitted,
@@ -32,8 +30,6 @@ from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"
-_LOST = (DropReason.worker_died, DropReason.lost_with_manager)
-"""Reasons after which the trainer may still receive the rollout."""
 
 
 class Retry(NamedTuple):
@@ -44,25 +40,14 @@ class Retry(NamedTuple):
     failures: int
 
 
-class Ended(NamedTuple):
-    """A rollout that left the count.
-
-    Attributes:
-        outcome: the reason of its drop, `TRAINED` or `ABANDONED`.
-        lost: its admission, if the trainer may still receive the rollout: it was dropped for a reason of `_LOST` only.
-    """
-
-    outcome: str
-    lost: Admitted | None = None
-
-
 class Recorded:
     """The state so far. `take` the lines in order, without those that a later launch ruled out.
 
     Attributes:
         open: admissions of the rollouts that have not ended, by rollout.
         finished: the open rollouts that the trainer has.
-        ended: the last rollouts of this launch that ended, by rollout; as many as the gate remembers.
+        ended: outcomes of the last rollouts of this launch that ended, by rollout: the reason of a drop, `TRAINED` or
+            `ABANDONED`; as many as the gate remembers.
         used: prompts that were trained or dropped for good.
         dropped: counts by reason.
         retries: by prompt, for waiting prompts whose next try is not their first.
@@ -74,7 +59,7 @@ class Recorded:
     def __init__(self) -> None:
         self.open: dict[str, Admitted] = {}
         self.finished: set[str] = set()
-        self.ended: RecentIds[Ended] = RecentIds(1)
+        self.ended: RecentIds[str] = RecentIds(1)
         self.used = UsedPrompts()
         self.dropped: Counter[str] = Counter()
         self.retries: dict[str, Retry] = {}
@@ -126,21 +111,10 @@ class Recorded:
             self.dropped = Counter(line.carried.dropped)
 
     def _finish(self, rollout: str) -> None:
-        ended = self.ended.get(rollout)
-        if ended is not None and ended.lost is not None:
-            self._undo(rollout)
-            self.open[rollout] = ended.lost
-            self.retries.pop(ended.lost.prompt, None)
         if rollout in self.open:
             self.finished.add(rollout)
 
     def _drop(self, line: Dropped) -> None:
-        ended = self.ended.get(line.rollout)
-        if ended is not None and ended.lost is not None:  # the trainer received it, and dropped it
-            self._undo(line.rollout)
-            self.ended.put(line.rollout, Ended(line.reason))
-            self.dropped[line.reason] += 1
-            return
         admitted = self._close(line.rollout, line.reason)
         if admitted is None:
             return
@@ -154,7 +128,7 @@ class Recorded:
         """Count a trained rollout; this overrides any earlier report about it."""
         if self._close(line.rollout, TRAINED) is None:
             self._undo(line.rollout)
-            self.ended.put(line.rollout, Ended(TRAINED))
+            self.ended.put(line.rollout, TRAINED)
         self._trained += 1
         self._use(line.prompt)
 
@@ -163,17 +137,17 @@ class Recorded:
         admitted = self.open.pop(rollout, None)
         if admitted is not None:
             self.finished.discard(rollout)
-            self.ended.put(rollout, Ended(outcome, admitted if outcome in _LOST else None))
+            self.ended.put(rollout, outcome)
         return admitted
 
     def _undo(self, rollout: str) -> None:
-        ended = self.ended.pop(rollout)
-        if ended is None:
+        outcome = self.ended.pop(rollout)
+        if outcome is None:
             return
-        if ended.outcome == ABANDONED:
+        if outcome == ABANDONED:
             self.abandoned -= 1
         else:
-            self.dropped[ended.outcome] -= 1
+            self.dropped[outcome] -= 1
 
     def _use(self, prompt: str) -> None:
         self.used.add(prompt)

@@ -97,7 +97,6 @@ class RunEnd:
     async def close(self) -> None:
         """Stop the tasks that run beside the loop, and close the run's files."""
         parts = self._parts
-        await parts.reports.close()
         await parts.collector.close()
         await parts.announcer.close()
         parts.checkpoints.close()

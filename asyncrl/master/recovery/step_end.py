@@ -3,7 +3,7 @@
 1. The ranks copy the state, with the pending reports (`StepState`), and begin to write it. The ledger lines that it
    includes are synced first.
 2. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
-3. The state is complete. From here on others may see the step, and a successor begins after it.
+3. The state is complete. From here on others may see the step, and a new brain begins after it.
 4. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
 5. The manager receives the trained and dropped rollouts. Its reply has the books and the lines about rollouts, which go
    to the ledger's file. Then the ranks discard the dropped rollouts.
@@ -13,8 +13,8 @@
 The end of a run after a failure saves only steps that 6 has recorded (`RunState.recorded`): what is saved is what is in
 the books. Without an in-memory checkpoint a step is recorded whichever of 1 to 5 fails.
 
-A death before 3 is complete costs the step, which no other process has seen. A death after it costs nothing: a
-successor does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version or
+A death before 3 is complete costs the step, which no other process has seen. A death after it costs no step: a new
+brain does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version or
 rollout that is reported twice, and the ledger shows which lines it has.
 """
 
@@ -82,8 +82,8 @@ class StepEnd:
         """1. Have the ranks copy the state, and begin to write it."""
         parts = self._parts
         if parts.memory_checkpointer.on:
-            due, measured = parts.reports.state.due.trained, parts.reports.state.last_reply.measured
-            kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())
+            due = parts.reports.state.due.trained
+            kept = StepState(step.batch, dict(step.measured), due, parts.ledger.lines_written())
             await parts.memory_checkpointer.begin(step.version, parts.run.state(), kept)
 
     async def publish(self, step: CompleteStep) -> None:

@@ -135,7 +135,8 @@ def outlook(history: History) -> str:
         at_once = (
             sum(int(each.get("running", 0)) for each in servers) or int(gate.last.get("rollouts_running", 0)) * group
         )
-        if share >= 1.0 or (share < TELLING and answers < at_once):  # answers that began together end together
+        too_few = share < TELLING and answers < at_once  # answers that began together end together
+        if share >= 1.0 or not share or too_few:
             return what
         left_s = (now - begun) * (1.0 - share) / share
         run_s = (left_s + now - begun) * (total - newest)

@@ -237,12 +237,6 @@ METRICS: tuple[Metric, ...] = (
         "0 or few. Each is generation thrown away.",
     ),
     Metric(
-        "rollout/dropped_duplicate_prompt",
-        "rollouts",
-        "Rollouts dropped since the step before, as another rollout of the same prompt came first.",
-        "0. A few after a process was started again.",
-    ),
-    Metric(
         "rollout/dropped_agent_rejected",
         "rollouts",
         "Rollouts of the step whose agent returned no samples.",
@@ -283,8 +277,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/dropped_lost_with_manager",
         "rollouts",
-        "Rollouts of the step that had ended when the GserverManager died, so that nobody could say how.",
-        "0, but after a death of the manager.",
+        "Rollouts of the step that had ended when the brain died, so that nobody could say how.",
+        "0, but after a death of the brain.",
     ),
     Metric(
         "rollout/dropped_crashed_worker",

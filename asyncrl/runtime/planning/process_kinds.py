@@ -58,10 +58,8 @@ class Restart(StrEnum):
     alone = auto()
     """The launcher starts a new process in its place (`restart_budget`)."""
     together = auto()
-    """MasterWorker and all ModelWorkers restart together, from the in-memory checkpoint (`memory_checkpoint`)."""
-    alone_or_together = auto()
-    """A new process asks the rest of the trainer for its state. It continues with them, or exits with
-    `EXIT_RESTART_TRAINER` so that all of the trainer restart.
+    """All processes of these kinds, the brain of the run, restart together: none can work without the others. A run
+    that trains continues from its in-memory checkpoint (`memory_checkpoint`).
     """
 
 
@@ -269,16 +267,21 @@ PROCESS_KINDS = {
         _managers,
         runs=_TRAIN | _EVALUATE,
         serves=True,
-        restart=Restart.alone,
+        restart=Restart.together,
     ),
-    MASTER_WORKER: ProcessKind(
-        "asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.alone_or_together
+    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.together),
+    RECORDER: ProcessKind(
+        "asyncrl.master.offline.recorder:Recorder",
+        _recorders,
+        leads=True,
+        restart=Restart.together,
+        placed_as=MASTER_WORKER,
     ),
-    RECORDER: ProcessKind("asyncrl.master.offline.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
     EVALUATION_MASTER: ProcessKind(
         "asyncrl.master.offline.evaluation_process:EvaluationMaster",
         runs=_EVALUATE,
         leads=True,
+        restart=Restart.together,
         placed_as=MASTER_WORKER,
     ),
 }

@@ -45,7 +45,7 @@ from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.process.starting import ReportedStatus, StartLimit, StartWait
@@ -57,8 +57,8 @@ from asyncrl.runtime.trials.open_resolver import describe_outage, open_resolver
 _Error = TypeVar("_Error", bound=BaseException)
 
 
-class RestartTrainer(Exception):  # a request to the launcher, not an error
-    """This process cannot continue alone; the whole trainer must restart from its in-memory checkpoint."""
+class StateLost(Exception):  # a request to the launcher, not an error
+    """The last step is lost; the whole run must begin again with its newest checkpoint."""
 
 
 class CannotContinue(RuntimeError):
@@ -218,9 +218,9 @@ class Worker(ABC):
                     self._interrupts = False
             self._publish_end("done")
             return EXIT_OK
-        except RestartTrainer as error:
-            self.log.warning("%s cannot continue alone: %s", self.name, error)
-            return EXIT_RESTART_TRAINER
+        except StateLost as error:
+            self.log.warning("%s cannot continue: %s", self.name, error)
+            return EXIT_STATE_LOST
         except BaseException as error:
             if away := _held(error, NameResolveUnavailable):
                 self.log.error("%s failed: %s", self.name, describe_outage(away, self.config))

@@ -1,23 +1,22 @@
-"""In-memory checkpoint of the last train step and the inboxes, from which a crashed trainer resumes.
+"""In-memory checkpoint of the last train step and the inboxes, from which the brain of a run resumes after a death.
 
     <folder>/state/v<N>/     a checkpoint of version N, the newest one, whole or not there
     <folder>/inbox-<head>/   the trajectories that the rank has acknowledged, and that are not trained for good
 
 The folder lies in memory (`/dev/shm`; without that, in the run's own folder), is private to this user, and exists as
-long as the launch. If MasterWorker or ModelWorkers die, their successors resume from it: at the newest complete
-version, with the queued rollouts. Nothing is lost, because this order is kept:
+long as the launch. If a process of the brain (MasterWorker, GserverManager, ModelWorkers) dies, all of the brain starts
+again from it: at the newest complete version, with the queued rollouts. Nothing is lost, because this order is kept:
 
     step v is trained ─▶ its state is whole in the folder ─▶ version v is announced, its rollouts are reported trained
                                                           └▶ the trajectories of the step are removed from the inbox
 
-So no process outside the trainer (MasterWorker and ModelWorkers) ever sees a version or a trained rollout that a
-restarted trainer does not know. Tokens of a forgotten version are never mistaken for those of a new version with the
-same number. If the folder lacks the announced version (memory was full, or the setting is off), the trainer cannot
-restart alone: `can_go_on`.
+So no process outside the brain ever sees a version or a trained rollout that a new brain does not know. Tokens of a
+forgotten version are never mistaken for those of a new version with the same number. If the folder lacks the announced
+version (memory was full, or the setting is off), the whole run must begin again: `can_go_on`.
 
 If ranks run on other hosts than the launcher, each of their hosts has its own folder, with all that its ranks hold
 (`trainer/rank/host_folders.py`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
-the ranks if the trainer can resume. It cannot if such a host is lost.
+the ranks if the brain can resume. It cannot if such a host is lost.
 
     <run folder>/memory_checkpoint   the launch that the folders in memory belong to; without it nothing resumes
     <run folder>/inboxes/<head>/

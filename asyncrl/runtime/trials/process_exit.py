@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_RESTART_TRAINER
+from asyncrl.comm.names import GENERATION_SERVER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.launchers import WorkerHandle
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
 from asyncrl.runtime.supervisor import TOLD_OUT_OF_MEMORY
 
 
-def trains(worker: WorkerHandle) -> bool:
-    """True if the worker is part of the trainer: MasterWorker or ModelWorker."""
-    return PROCESS_KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
+def is_of_brain(worker: WorkerHandle) -> bool:
+    """True if the worker is part of the run's brain, which restarts as a whole."""
+    return PROCESS_KINDS[worker.plan.kind].restart is Restart.together
+
+
+def is_guest(worker: WorkerHandle, guests: Collection[int]) -> bool:
+    """True if the worker is one of the generation servers with these indices."""
+    return worker.plan.kind == GENERATION_SERVER and worker.plan.index in guests
 
 
 def cannot_continue(worker: WorkerHandle) -> bool:
@@ -23,8 +29,8 @@ def cannot_continue(worker: WorkerHandle) -> bool:
 
 
 def may_follow_another(worker: WorkerHandle | None) -> bool:
-    """True if the worker probably ended because another one of the trainer died."""
-    return worker is not None and trains(worker) and cannot_continue(worker)
+    """True if the worker probably ended because another one of the brain died."""
+    return worker is not None and is_of_brain(worker) and cannot_continue(worker)
 
 
 def leads(worker: WorkerHandle) -> bool:
@@ -46,7 +52,7 @@ def describe_exit(ended: WorkerHandle) -> str:
     if code is not None and code < 0:
         return f"was killed by signal {_signal_name(-code)}"
     told = {
-        EXIT_RESTART_TRAINER: "found the ranks in a step",
+        EXIT_STATE_LOST: "found that the last step is lost",
         EXIT_LOST: "was lost with the connection to its host",
         TOLD_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
     }

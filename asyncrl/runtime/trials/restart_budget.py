@@ -36,7 +36,7 @@ class AfterDeath(Enum):
     """Processes that restart after a death."""
 
     alone = auto()
-    """The process that died."""
+    """The process that died, or the brain that it belongs to."""
     whole_run = auto()
     """Everything, from the newest checkpoint."""
     nothing = auto()

@@ -22,8 +22,8 @@ from asyncrl.observe.history.tail import read_rows
 _log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"
 """Entry for a restart of everything."""
-TRAINER = "the trainer"
-"""Entry for a restart of MasterWorker and ModelWorkers together."""
+BRAIN = "the brain"
+"""Entry for a restart of MasterWorker, GserverManager and ModelWorkers together."""
 
 
 def note_restart(run_dir: Path, what: str, reason: str) -> None:

@@ -18,8 +18,8 @@ from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.process_exit import cannot_continue, leads, trains, wait_for, was_killed
-from asyncrl.runtime.trials.restart_log import TRAINER, note_restart, note_went_on
+from asyncrl.runtime.trials.process_exit import cannot_continue, is_of_brain, leads, wait_for, was_killed
+from asyncrl.runtime.trials.restart_log import BRAIN, note_restart, note_went_on
 from asyncrl.runtime.trials.trial import Trial
 
 FAILED_SAVE_LIMIT_S = 6.0
@@ -27,7 +27,7 @@ FAILED_SAVE_LIMIT_S = 6.0
 STOP_LIMIT_S = 3.0
 """Longest time, in s, for a process to end after it was asked to; then it is killed."""
 CAUSE_LIMIT_S = 2.0
-"""Longest time, in s, from the exit of a trainer process to the report of the death that caused it."""
+"""Longest time, in s, from the exit of a process of the brain to the report of the death that caused it."""
 READY_LIMIT_S = 600.0
 """Longest time, in s, that a restarted process is watched until it is ready; a large model takes time to load."""
 _READY_POLL_S = 0.2
@@ -81,7 +81,7 @@ class RunProcesses:
     async def await_cause(self, ends: list[WorkerHandle | None]) -> None:
         """Add to `ends` the processes that end soon after: the death of a rank makes its peers and the master exit."""
         deadline = time.monotonic() + CAUSE_LIMIT_S
-        while not any(worker is not None and trains(worker) and not cannot_continue(worker) for worker in ends):
+        while not any(worker is not None and is_of_brain(worker) and not cannot_continue(worker) for worker in ends):
             try:
                 ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
             except TimeoutError:
@@ -91,7 +91,7 @@ class RunProcesses:
         """End what still runs of `workers`, and start each again.
 
         Args:
-            what: name of the restart in the log: a process, or `TRAINER`.
+            what: name of the restart in the log: a process, or `BRAIN`.
             reason: the death that made it necessary.
         """
         began = time.monotonic()
@@ -105,8 +105,8 @@ class RunProcesses:
             self.running.remove(worker)
         plans = [worker.plan for worker in workers]
         await self.give_up(workers)
-        if what == TRAINER:
-            await asyncio.to_thread(self._trial.forget_trainer)
+        if what == BRAIN:
+            await asyncio.to_thread(self._trial.forget_brain)
         for plan in plans:
             await self.start(plan)
         self._run_beside(self._note_when_ready(plans, what, began))

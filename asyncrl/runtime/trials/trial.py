@@ -37,6 +37,7 @@ from asyncrl.config.run_dir import (
     run_dir_of,
     write_run_config,
 )
+from asyncrl.inference.settings import guests_of
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.process.process_tree import end_launch
 from asyncrl.runtime.settings import Resume
@@ -189,7 +190,7 @@ class Trial:
         return self._claim is not None and self._claim.is_lost()
 
     def memory_checkpoint_is_there(self) -> bool:
-        """True if the trainer can resume from its in-memory checkpoint."""
+        """True if the brain can resume from the in-memory checkpoint."""
         try:
             with open_resolver(self.config, self.run_dir) as resolver:
                 announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version
@@ -218,12 +219,15 @@ class Trial:
                     resolver.add(names.killed_key(kind, index), str(incarnation), replace=True)
                 resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
 
-    def forget_trainer(self) -> None:
-        """Remove the trainer's addresses from name resolution: its successors would wait for dead processes."""
+    def forget_brain(self) -> None:
+        """Remove the addresses of the brain and of the guests of its devices, with their turn, from name resolution:
+        their successors would wait for dead processes.
+        """
         self._remove_meetings()
         with open_resolver(self.config, self.run_dir) as resolver:
-            trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)
+            trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS, names.GUEST_MEMORY)
             keys = [key for tree in trees for key in resolver.get_subtree(tree)]
-            for key in [*keys, names.TRAINING_WORLD_KEY]:
+            keys += map(names.gen_server_key, guests_of(self.config.generation))
+            for key in [*keys, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY]:
                 with contextlib.suppress(NameEntryNotFound):
                     resolver.delete(key)

@@ -21,7 +21,7 @@ from asyncrl.trainer.messages import (
     SendWeights,
     WrittenShare,
 )
-from asyncrl.trainer.rank.queued_requests import QueuedRequests, checkpoint_path
+from asyncrl.trainer.rank.queued_requests import checkpoint_path
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
@@ -35,7 +35,6 @@ class ImmediateRequests:
 
     Args:
         rank: writes the checkpoints.
-        queued: the rank's progress.
         receiver: holds the received trajectories.
         versions: sends weights from memory.
         memory_checkpoint: folder of the checkpoint in the host's memory.
@@ -44,12 +43,11 @@ class ImmediateRequests:
     def __init__(
         self,
         rank: TrainingRank,
-        queued: QueuedRequests,
         receiver: TrajectoryReceiver,
         versions: Versions,
         memory_checkpoint: MemoryCheckpoint,
     ) -> None:
-        self._rank, self._queued, self._receiver, self._versions = rank, queued, receiver, versions
+        self._rank, self._receiver, self._versions = rank, receiver, versions
         self._memory_checkpoint = memory_checkpoint
 
     def handlers(self) -> dict[type, Callable[[Any], Awaitable[Any]]]:
@@ -66,7 +64,7 @@ class ImmediateRequests:
     async def pulse(self, request: AskPulse) -> RankPulse:
         """Return the rank's signs of life."""
         pieces = sum(engine.pieces for engine in self._rank.engines.values()) + io_bytes() // PIECE_BYTES
-        return RankPulse(self._queued.progress.in_step, pieces, time.process_time())
+        return RankPulse(pieces, time.process_time())
 
     async def discard(self, request: Discard) -> Done:
         """Forget rollouts that will not be trained."""

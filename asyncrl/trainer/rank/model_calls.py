@@ -73,11 +73,6 @@ class RolloutScorer:
         self._calls, self._inbox, self._measures = calls, inbox, measures
         self._columns, self._device = columns, device
 
-    @property
-    def collective(self) -> bool:
-        """True if `score` needs several ranks."""
-        return self._world.place(ACTOR).everyone.world > 1
-
     def score(self, request: ScoreAhead) -> None:
         """Score what the head of each copy received, and keep the scores there. Called by all ranks of the actor."""
         place = self._world.place(ACTOR)

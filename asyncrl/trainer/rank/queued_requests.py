@@ -17,7 +17,6 @@ from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
-    AttachMaster,
     BeginStep,
     CallStats,
     CollectWeights,
@@ -31,7 +30,6 @@ from asyncrl.trainer.messages import (
     MoveColumns,
     Publish,
     PublishedWeights,
-    RankState,
     RunCall,
     SaveCheckpoint,
     ScoreAhead,
@@ -77,9 +75,6 @@ class QueuedRequests:
         scorer: scores rollouts ahead of their step.
         measures: measures the steps.
         memory: explains errors of the device's memory.
-
-    Attributes:
-        progress: the rank's progress, as a new master needs it.
     """
 
     def __init__(
@@ -100,13 +95,10 @@ class QueuedRequests:
         self._step, self._calls, self._scorer, self._measures = step, calls, scorer, measures
         self._memory = memory
         self._newest = 0
-        self._master = 0
-        self.progress = RankState(in_step=False, master_state=None)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """Return the function that answers each kind of request."""
         return {
-            AttachMaster: self.attach_master,
             ScoreAhead: self._observed("score_ahead", self.score_ahead, forward=True),
             BeginStep: self._observed("begin_step", self.begin_step),
             RunCall: self.run_call,
@@ -131,31 +123,13 @@ class QueuedRequests:
 
         return observed
 
-    def attach_master(self, request: AttachMaster) -> RankState:
-        """Accept requests of this MasterWorker from now on; return the rank's progress."""
-        self._master = request.incarnation
-        self._receiver.inbox.report_again()
-        return self.progress
-
-    def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
-        """Reject a request of a replaced master: the version it would write may belong to its successor."""
-        if request.master != self._master:
-            what = {BeginStep: "a step", Publish: "a version", SaveCheckpoint: "a checkpoint"}[type(request)]
-            raise RuntimeError(f"master {request.master} asks for {what}, which master {self._master} has followed")
-
     def score_ahead(self, request: ScoreAhead) -> Done:
         """Score what the head of each copy received, and keep the scores there."""
-        before = self.progress
-        if self._scorer.collective:  # if the master dies meanwhile, it may have asked only some ranks, which then wait
-            self.progress = RankState(in_step=True, master_state=None)
         self._scorer.score(request)
-        self.progress = before
         return Done()
 
     def begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks, and build the step's batches."""
-        self._check_master(step)
-        self.progress = RankState(in_step=True, master_state=None)
         self._newest = step.version + 1
         self._measures.begin(self._newest)
         self._step.begin(step, self._receiver.inbox.get(step.leaving))
@@ -185,7 +159,6 @@ class QueuedRequests:
 
     def publish(self, request: Publish) -> PublishedWeights:
         """Make a version available to servers."""
-        self._check_master(request)
         return PublishedWeights(str(self._versions.publish(request)))
 
     def collect_weights(self, request: CollectWeights) -> Done:
@@ -195,11 +168,8 @@ class QueuedRequests:
 
     def save_checkpoint(self, request: SaveCheckpoint) -> Done:
         """Begin to write a checkpoint; this rank's part is copied when this returns."""
-        self._check_master(request)
         path = checkpoint_path(request, self._memory_checkpoint)
         self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(path)))
-        if request.in_memory:
-            self.progress = RankState(in_step=False, master_state=request.master_state)
         return Done()
 
     def load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

@@ -7,7 +7,6 @@ to the cursor are forgotten, and all later ones are sent (again). So a lost repl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from operator import itemgetter
 
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
@@ -24,14 +23,6 @@ class ArrivalLog:
         """Report `record` under the next number."""
         self._last += 1
         self._entries.append((self._last, record))
-
-    def restart(self, records: Iterable[RolloutRecord]) -> None:
-        """Report `records` to a new reader, in place of all earlier records. They get new numbers, so the previous
-        reader, which may still poll, cannot acknowledge them.
-        """
-        self._entries = []
-        for record in records:
-            self.add(record)
 
     def count_after(self, cursor: int) -> int:
         """Return the number of records that a poll at `cursor` would return."""

@@ -131,11 +131,6 @@ class Inbox:
                     held.scores = own
                     self.bytes_held += _bytes_of_arrays(own)
 
-    def report_again(self) -> None:
-        """Report all held rollouts again, to a new master."""
-        with self._room:
-            self._arrivals.restart(held.record for held in self._held.values())
-
     def arrived_after(self, cursor: int) -> int:
         """Return the number of rollouts that a poll after `cursor` would return."""
         with self._room:

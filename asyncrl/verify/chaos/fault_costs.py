@@ -12,13 +12,13 @@ from typing import Any
 from asyncrl.comm import names
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
-from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN
+from asyncrl.runtime.trials.restart_log import BRAIN, WHOLE_RUN
 from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
 
 LAUNCHER = "launcher"
 """Name of the launcher among the processes."""
-_TRAINERS = (names.MASTER_WORKER, names.MODEL_WORKER)
+_OF_BRAIN = (names.MASTER_WORKER, names.GSERVER_MANAGER, names.MODEL_WORKER)
 READY_SEEN_S = 0.5
 """Longest delay, in s, until a ready process is seen to be ready (`launcher.REFRESH_S`, plus the time of the check).
 """
@@ -71,7 +71,7 @@ class InjectedFault:
 
 def replaced_as(target: str) -> str:
     """Return the name, in `restarts.jsonl`, of the unit that restarts after the death of `target`."""
-    return TRAINER if target.partition("/")[0] in _TRAINERS else target
+    return BRAIN if target.partition("/")[0] in _OF_BRAIN else target
 
 
 def complete(
@@ -92,7 +92,7 @@ def complete(
         each.ready_s = None if went_on is None else went_on - each.at
     for each in done:
         over = each.over if each.over is not None else each.at
-        if each.fault.kind is FaultKind.kill and each.kind in _TRAINERS:
+        if each.fault.kind is FaultKind.kill and each.kind in _OF_BRAIN:
             over = max(over, each.at + (each.ready_s or 0.0))
         row = next((seen for seen, _ in steps if seen > over), None)
         origin = each.at if each.fault.kind is FaultKind.kill else over
@@ -110,7 +110,7 @@ def _went_on(
     """Return the time when the replacement was ready. After the death of a launcher, only the next step shows this."""
     if each.kind == LAUNCHER:
         return next((seen for seen, _ in steps if seen > each.at), None)
-    what = (each.fault.target, replaced_as(each.fault.target), WHOLE_RUN)  # a MasterWorker may restart alone
+    what = (replaced_as(each.fault.target), WHOLE_RUN)
     return next((line["time"] for line in restarts if line.get("went_on") in what and line["time"] > each.at), None)
 
 
@@ -118,8 +118,7 @@ def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
     """Fill in the time of each replacement's first work, by the ledger's lines.
 
     - RolloutWorker: its first admitted rollout.
-    - GserverManager: the first rollout that it admitted or recorded as finished.
-    - The trainer's side, and a launcher: the next step.
+    - The brain, and a launcher: the next step.
     - GenerationServer: its first requests, which were observed during the run.
     """
     for each in done:
@@ -127,27 +126,14 @@ def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
             continue
         if each.kind == names.GENERATION_SERVER:
             each.at_work_s = None if each.serves is None else each.serves - each.at
-        elif each.kind in (*_TRAINERS, LAUNCHER):
+        elif each.kind in (*_OF_BRAIN, LAUNCHER):
             each.at_work_s = each.next_step_s
         else:
             ready = each.at + each.ready_s - READY_SEEN_S  # earlier grants were to the dead process
-            work = next((at for at, worker in _works(entries) if at > ready and _is_of(each, worker)), None)
+            admitted = (entry.line for entry in entries if isinstance(entry.line, Admitted))
+            began = (line.at for line in admitted if line.at > ready and line.worker == each.fault.target)
+            work = min(began, default=None)
             each.at_work_s = None if work is None else work - each.at
-
-
-def _works(entries: Sequence[Entry]) -> list[tuple[float, str]]:
-    lines = (entry.line for entry in entries)
-    found = [
-        (line.at, line.worker if isinstance(line, Admitted) else "")
-        for line in lines
-        if isinstance(line, Admitted | Finished)
-    ]
-    return sorted(found)
-
-
-def _is_of(each: InjectedFault, worker: str) -> bool:
-    """True if a line about `worker` shows that the replacement of `each` works."""
-    return each.kind == names.GSERVER_MANAGER or worker == each.fault.target
 
 
 def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:

@@ -1,7 +1,7 @@
 """The master of a simulated run: its step in the order of `asyncrl.master.train_loop.TrainLoop`.
 
-Real: the buffer, the collector, the turns with guests, and the fate of each prompt in the manager's reports. Simulated:
-the time that a step and its publishing take.
+Real: the buffer, the collector, which asks the manager what counts, the turns with guests, and the lines of the
+manager's replies. Simulated: the time that a step and its publishing take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books.reports import decide
 from asyncrl.master.data.batches import LEND_LOOK_S
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
@@ -86,7 +85,7 @@ class Reports:
         self.books = GateBooks(0, 0, {}, 0)
 
     async def send(self, version: int) -> None:
-        """Report trained and dropped rollouts, if there are any, and decide on the prompts in the reply."""
+        """Report trained and dropped rollouts, if there are any, and record the lines of the reply."""
         self._drops += self._buffer.pop_drops()
         drops, trained = self._drops, self.trained
         if not trained and not drops:
@@ -95,7 +94,7 @@ class Reports:
         messages = [drop.message for drop in drops]
         reply = await self._manager.report_consumed(version, trained, messages, events_after=self._recorded.heard)
         self.books = reply.books
-        for line in decide(self._buffer, self._recorded, reply.events):
+        for line in reply.events:
             self._recorded.take(line)
         if drops:
             await self._head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
@@ -131,7 +130,7 @@ class MasterLoop:
         self._trainer = setup.trainer.coarse(setup.grain)
         self.head, self.manager = head, manager
         self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
-        self.collector = Collector([head], self.buffer)  # type: ignore[list-item]
+        self.collector = Collector([head], self.buffer, manager)  # type: ignore[list-item]
         self._announcer = without_evaluations()
         self.turns = turns(self._announcer, manager, self.buffer, self.collector)
         self.reports = Reports(manager, head, self.buffer)

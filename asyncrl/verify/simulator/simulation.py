@@ -100,6 +100,7 @@ class Simulation:
         ]
         self.master.collector.start()
         self.manager.service.begin(RunReport())
+        await self.master.collector.confirm()
         training = asyncio.create_task(self._train())
         try:
             await self._unless_failed(training, background)

@@ -38,7 +38,6 @@ from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult, StillThe
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     AskPulse,
-    AttachMaster,
     BeginStep,
     CallStats,
     CommitCheckpoint,
@@ -54,7 +53,6 @@ from asyncrl.trainer.messages import (
     Publish,
     PublishedWeights,
     RankPulse,
-    RankState,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
@@ -107,7 +105,6 @@ class FakeWorkers:
     train_gate: asyncio.Event | None = None
     write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
-    standing: dict[int, RankState] = field(default_factory=dict)
     pulse: Callable[[int], RankPulse] | None = None
 
     def __post_init__(self) -> None:
@@ -148,6 +145,7 @@ class FakeWorkers:
                 if request.in_memory:
                     assert self.memory_checkpoint is not None
                     commit(request, self.memory_checkpoint.state_root / request.path)
+                    self.kept = json.loads(json.dumps(begun.master_state))
                 else:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
@@ -156,19 +154,10 @@ class FakeWorkers:
             case AskPulse():
                 if self.pulse is not None:
                     return self.pulse(len(self.requests(AskPulse)))
-                return RankPulse(self.stands(worker).in_step)
-            case AttachMaster():
+                return RankPulse()
+            case LoadCheckpoint() | LoadMemoryCheckpoint():
                 self.received = {head: self._held(records) for head, records in self.received.items()}
-                return self.stands(worker)
-            case BeginStep():
-                self.standing[worker] = RankState(in_step=True, master_state=None)
-            case SaveCheckpoint(in_memory=True):
-                state = json.loads(json.dumps(request.master_state))
-                self.standing[worker] = RankState(in_step=False, master_state=state)
-            case LoadCheckpoint():
-                return LoadedCheckpoint(self.stored)
-            case LoadMemoryCheckpoint():
-                return LoadedCheckpoint(self.kept)
+                return LoadedCheckpoint(self.stored if isinstance(request, LoadCheckpoint) else self.kept)
             case Publish():
                 return PublishedWeights(f"weights/actor/v{request.version}")
             case RunCall(function="actor_train"):
@@ -194,9 +183,6 @@ class FakeWorkers:
         """Those that were neither trained nor discarded."""
         begun = {rollout for _, request in self.log if isinstance(request, BeginStep) for rollout in request.leaving}
         return [record for record in records if record.rollout_id not in begun.union(self.discarded)]
-
-    def stands(self, worker: int) -> RankState:
-        return self.standing.get(worker, RankState(in_step=False, master_state=None))
 
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """Return the requests of this kind that worker 0 received."""
@@ -239,6 +225,7 @@ class FakeManager:
     lost: int = 0
     dead: bool = False
     lines: list[RolloutLine] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
     told: RunReport | None = None
     abandoned: int | None = None
     measured: list[tuple[str, float]] = field(default_factory=list)
@@ -258,8 +245,6 @@ class FakeManager:
         version: int,
         trained: Sequence[str],
         dropped: Sequence[DroppedRollout],
-        unknown: Sequence[ReceivedRollout] = (),
-        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
@@ -274,6 +259,12 @@ class FakeManager:
         events, measured = self.lines[events_after:], self.measured[measured_after:]
         answered = (events, len(self.lines), measured, len(self.measured))
         return ConsumedReply(books, *answered, versions_in_use=self.versions_in_use)
+
+    async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
+        if self.dead:
+            raise ConnectionError("the manager is gone")
+        trained = {rollout for _, trained_before, _ in self.reports for rollout in trained_before}
+        return [each.rollout_id for each in rollouts if each.rollout_id in trained.union(self.given_up)]
 
     async def report_run(self, report: RunReport) -> int:
         self.told = report
@@ -292,11 +283,18 @@ class FakeManager:
 
     def give_up(self, prompt_id: str, reason: str = "failed") -> None:
         """A RolloutWorker dropped a rollout of `prompt_id` for good."""
+        self._drop(f"of {prompt_id}", int(prompt_id.partition("-")[2]), reason, PromptGoes.given_up)
+
+    def lose(self, order: int, tag: str = "r") -> None:
+        """The RolloutWorker that runs the rollout of this order fell silent; the prompt is played again."""
+        self._drop(f"{tag}{order}", order, "worker_died", PromptGoes.returned)
+        self.given_up.append(f"{tag}{order}")
+
+    def _drop(self, rollout: str, order: int, reason: str, goes: PromptGoes) -> None:
         self.submitted += 1
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        rollout, order = f"of {prompt_id}", int(prompt_id.partition("-")[2])
-        self.lines.append(Admitted(rollout, prompt_id, order, 0, "rollout_worker/0", 0, 1.0))
-        self.lines.append(Dropped(rollout, reason, PromptGoes.given_up, 1.0))
+        self.lines.append(Admitted(rollout, f"e0-{order}", order, 0, "rollout_worker/0", 0, 1.0))
+        self.lines.append(Dropped(rollout, reason, goes, 1.0))
 
     def books(self) -> GateBooks:
         running = self.submitted - self.trained - sum(self.dropped.values())
@@ -369,9 +367,6 @@ class FakeBoard:
 
     def ledger_begun(self, lineage: int) -> None:
         self.begun = lineage
-
-    def manager_process(self) -> str:
-        return "0/1"
 
 
 class Run:

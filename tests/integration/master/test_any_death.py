@@ -1,7 +1,8 @@
-"""The master dies between any two points of a step's end, its successor between any two of its beginning.
+"""The brain dies between any two points of a step's end, its successor between any two of its beginning.
 
-Either alone or with all ranks. The run ends with every row once, nothing lost and nothing trained twice, balanced books
-and a ledger in which the audit finds nothing; and nobody ever sees a step whose state is not whole.
+The run ends with every row once, nothing lost and nothing trained twice, balanced books and a ledger in which the audit
+finds nothing; and nobody ever sees a step whose state is not whole. The master and the manager are real, and one
+RolloutWorker outlives them. Another falls silent, its rollouts are played again, and come late.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes
 from asyncrl.comm.request_reply import Request
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout
-from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.manager import messages as m
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from tests.integration.master.fakes import FakeBoard, FakeManager, FakeWorkers, Run, make_config, rollout
 
-STEPS, BATCH, PLACES = 4, 4, 5
+STEPS, BATCH, ETA, ROWS, PLACES = 4, 4, 1, 40, 5
+SILENT, ALIVE = "rollout_worker/0", "rollout_worker/1"
 
 
 class Killed(BaseException):
@@ -43,6 +47,7 @@ def points(of: Callable[[Run], Any], *names: str, after: bool = False) -> dict[s
 
 
 AROUND_A_REPORT = {
+    **points(lambda run: run.manager, "received", after=True),
     **points(lambda run: run.manager, "report_consumed", after=True),
     **points(lambda run: run.loop.parts.ledger, "take", after=True),
     **points(lambda run: run.loop.parts.collector, "discard"),
@@ -64,6 +69,10 @@ BEGINNING = {
         *("take_up_state", "continue_metrics", "continue_ledger", "take_up_last_step", "publish", "announce"),
         *("open_gate", "evaluate_again", "report_last_step"),
     ),
+    **points(lambda run: run.manager, "report_run", after=True),
+    **points(lambda run: run.loop.parts.ledger, "begin_manager", after=True),
+    **points(lambda run: run.loop.parts.collector, "confirm"),
+    **points(lambda run: run.loop.parts.collector, "confirm", after=True),
     **points(lambda run: run.loop._beginning, "report_last_step", after=True),
     **AROUND_A_REPORT,
 }
@@ -82,7 +91,6 @@ class Ranks(FakeWorkers):
     async def answer(self, worker: int, request: Request[Any]) -> Any:
         reply = await super().answer(worker, request)
         if isinstance(request, CommitCheckpoint) and request.in_memory:
-            self.kept = json.loads(json.dumps(self.begun(in_memory=True).master_state))
             for rollout_id in (record["rollout_id"] for record in self.kept["step"]["batch"]["records"]):
                 for held in self.inbox.values():
                     held.pop(rollout_id, None)
@@ -96,52 +104,124 @@ class Ranks(FakeWorkers):
 
 @dataclass
 class Manager(FakeManager):
-    """Tells what became of rollouts until it is heard that this is recorded."""
+    """The real gate and prompts, and the two RolloutWorkers that it has. `begin` makes the next brain's."""
 
     memory_checkpoint: MemoryCheckpoint | None = None
-    live: dict[str, bool] = field(default_factory=dict)
+    ranks: Ranks | None = None
+    number: int = 0
+    played: int = 0
+    tried: set[int] = field(default_factory=set)
+    held: dict[str, m.HeldRollout] = field(default_factory=dict)
+    late: list[RolloutRecord] = field(default_factory=list)
 
-    def admit(self, order: int, version: int = 0, *, tag: str = "r", finished: bool = True) -> None:
-        self.submitted += 1
-        name = f"{tag}{order}"
-        self.live[name] = finished
-        self.lines.append(Admitted(name, f"e0-{order}", order, 0, "rollout_worker/0", version, 1.0))
-        if finished:
-            self.lines.append(Finished(name, 20, 1.0))
+    def begin(self) -> None:
+        """A manager that knows nothing registers."""
+        self.number += 1
+        order = DataOrder(ROWS, 0, shuffle=False)
+        self.service = ManagerService(
+            batch_size=BATCH, max_staleness=ETA, routing="round_robin", lease_s=300.0, order=order, number=self.number
+        )
+        self.service.await_workers({ALIVE: 0})
 
-    def drop_for_good(self, order: int) -> None:
-        self.admit(order, finished=False)
-        self.lines.append(Dropped(f"r{order}", "failed", PromptGoes.given_up, 1.0))
-        self.dropped["failed"] = self.dropped.get("failed", 0) + 1
-        del self.live[f"r{order}"]
+    async def play(self, served: int) -> None:
+        """Play all that the gate admits while `served` is served.
+
+        Of each five prompts the first is played by a worker that falls silent, then by another; what the silent one has
+        comes late. The trainer receives the fourth, but its worker does not hear that. The fifth is dropped for good.
+        In every other five, first tries end with the next call. Every other end is reported with the next call.
+        """
+        self.service.routes_changed(served)
+        self.service.worker_died(SILENT)
+        for record in self.late:
+            await self.ranks.deliver(record)
+        self.late.clear()
+        await self.report_ends()
+        for held in list(self.held.values()):
+            await self._end(held.granted)
+        while (turn := self.service.rollouts.next_for(ALIVE)) is not None:
+            is_first = turn.order not in self.tried
+            falls_silent = is_first and turn.order % PLACES == 0
+            granted = await self._admit(SILENT if falls_silent else ALIVE)
+            if granted is None:
+                break
+            self.tried.add(turn.order)
+            is_slow = is_first and turn.order // PLACES % 2 == 1
+            if falls_silent:
+                self.late.append(_record(granted))
+                if not is_slow:
+                    self.service.worker_died(SILENT)
+                continue
+            self.held[granted.rollout_id] = m.HeldRollout(granted)
+            if not is_slow:
+                await self._end(granted)
+        for record in [each for each in self.late if each.order % 20 == 0]:
+            await self.ranks.deliver(record)
+            self.late.remove(record)
+
+    async def report_ends(self) -> None:
+        """The worker that is alive reports all ends that it has not reported."""
+        for held in [each for each in self.held.values() if each.end is not None]:
+            await self._report(held.end)
+
+    async def _admit(self, worker: str) -> m.GrantedRollout | None:
+        self.played += 1
+        ask = m.AllocateRequest(worker=worker, manager=self.number, rollouts=[f"r{self.played}"])
+        granted = (await self.service.allocate_rollout(ask)).granted
+        return granted[0] if granted else None
+
+    async def _end(self, granted: m.GrantedRollout) -> None:
+        """The rollout ends; every other end is reported at once."""
+        place = granted.order % PLACES
+        if place == PLACES - 1:
+            end = m.FinishedRollout(granted.rollout_id, False, "failed")
+        else:
+            await self.ranks.deliver(_record(granted))
+            heard = place != PLACES - 2 or granted.failures > 0
+            end = m.FinishedRollout(granted.rollout_id, heard, return_prompt=not heard)
+        self.held[granted.rollout_id] = m.HeldRollout(granted, end)
+        if granted.order % 2 == 0 and self.service.begun:
+            await self._report(end)
+
+    async def _report(self, end: m.FinishedRollout) -> None:
+        await self.service.finish_rollout(m.FinishRequest(worker=ALIVE, manager=self.number, finished=[end]))
+        del self.held[end.rollout_id]
+
+    async def report_run(self, report: m.RunReport) -> int:
+        """The master has polled the ranks; one more rollout ends before its worker says what it holds."""
+        for held in [each for each in self.held.values() if each.end is None][:1]:
+            await self._end(held.granted)
+        await self.service.open_session(m.HeldReport(ALIVE, 0, list(self.held.values())))
+        self.held = {key: held for key, held in self.held.items() if held.end is None}
+        return (await self.service.report_run(report)).manager
+
+    async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
+        return (await self.service.received(m.ReceivedReport(list(rollouts), self.number))).refused
 
     async def report_consumed(
         self,
         version: int,
         trained: Sequence[str],
-        dropped: Sequence[DroppedRollout],
-        unknown: Sequence[ReceivedRollout] = (),
-        manager: int = 0,
+        dropped: Sequence[m.DroppedRollout],
         events_after: int = 0,
         measured_after: int = 0,
-    ) -> ConsumedReply:
+    ) -> m.ConsumedReply:
         assert version == 0 or version <= self.memory_checkpoint.version, "it sees a step whose state is not whole"
-        self.trained += sum(self.live.pop(name, None) is not None for name in trained)
-        for drop in dropped:
-            if self.live.pop(drop.rollout_id, None) is not None:
-                self.lines.append(Dropped(drop.rollout_id, drop.reason, PromptGoes.used, 1.0))
-                self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
-        self.reports.append((version, list(trained), list(dropped)))
-        counts = self.submitted, self.trained, dict(self.dropped), self.abandoned or 0
-        finished = sum(self.live.values())
-        books = Books(*counts, len(self.live) - finished, finished, version=version, trained_version=version)
-        return ConsumedReply(books, self.lines[events_after:], len(self.lines))
+        report = m.ConsumedReport(version, list(trained), list(dropped), self.number, events_after, measured_after)
+        return await self.service.report_consumed(report)
 
-    async def abandon(self) -> GateBooks:
-        self.abandoned = len(self.live)
-        self.lines += [Abandoned(name, 1.0) for name in self.live]
-        self.live.clear()
-        return self.books()
+    async def close_gate(self) -> None:
+        await self.service.close_gate(m.Empty())
+
+    async def abandon(self) -> m.GateBooks:
+        return await self.service.abandon(m.Empty())
+
+    async def status(self) -> GateStatus:
+        return GateStatus(dropped=self.service.gate.books().dropped, rebuilt=self.service.begun)
+
+
+def _record(granted: m.GrantedRollout) -> RolloutRecord:
+    made = rollout(granted.order, granted.version, worker=granted.order % 2)
+    return structs.replace(made, rollout_id=granted.rollout_id, prompt_id=granted.prompt_id)
 
 
 @dataclass
@@ -154,30 +234,16 @@ class Board(FakeBoard):
 
 
 def first_run(folder: Path, memory_checkpoint: MemoryCheckpoint) -> Run:
-    run = Run(
-        folder,
-        make_config(total_train_steps=STEPS, checkpoint__interval=2),
-        Ranks(2),
-        memory_checkpoint=memory_checkpoint,
-    )
-    run.manager, run.board = Manager(memory_checkpoint=memory_checkpoint), Board(memory_checkpoint=memory_checkpoint)
+    config = make_config(total_train_steps=STEPS, checkpoint__interval=2, dataset__shuffle=False)
+    run = Run(folder, config, Ranks(2), memory_checkpoint=memory_checkpoint)
+    run.manager = Manager(memory_checkpoint=memory_checkpoint, ranks=run.workers)
+    run.board = Board(memory_checkpoint=memory_checkpoint)
+    run.manager.begin()
     return Run(folder, run.config, follows=run)
 
 
-def places(version: int) -> range:
-    """The orders of the prompts that the step from `version` trains; the one after them is dropped for good."""
-    return range(version * PLACES, version * PLACES + BATCH)
-
-
-async def deliver(run: Run, version: int) -> None:
-    """Deliver the rollouts that the step from `version` trains, one prompt twice, and drop one prompt for good."""
-    for order in places(version):
-        run.manager.admit(order, version)
-        await run.workers.deliver(rollout(order, version, worker=order % 2))
-    again = places(version)[0]
-    run.manager.admit(again, version, tag="again")
-    await run.workers.deliver(rollout(again, version, "again", worker=again % 2))
-    run.manager.drop_for_good(places(version)[-1] + 1)
+async def deliver(run: Run) -> None:
+    await run.manager.play(run.board.announced_version())
 
 
 def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> Callable[[], None]:
@@ -222,16 +288,15 @@ async def bury(run: Run) -> None:
     parts = run.loop.parts
     parts.ledger._files._unwritten.clear()
     parts.ledger.close()
-    await parts.reports.close()
     await parts.collector.close()
     parts.checkpoints.close()
-    vars(run.manager).pop("report_consumed", None)
+    for name in ("received", "report_consumed", "report_run"):
+        vars(run.manager).pop(name, None)
 
 
-async def succeed(run: Run, *, together: bool) -> Run:
+async def succeed(run: Run) -> Run:
     await bury(run)
-    if together:
-        run.workers.standing.clear()
+    run.manager.begin()
     return Run(run.run_dir, run.config, follows=run)
 
 
@@ -241,27 +306,24 @@ async def begin(run: Run, point: Point | None) -> Run:
     try:
         await run.loop._beginning.run()
     except Killed:
-        return await succeed(run, together=False)
-    except RestartTrainer:
-        return await begin(await succeed(run, together=True), point)
+        return await succeed(run)
     disarm()
     return run
 
 
 @pytest.mark.parametrize("at", STEP_END)
-async def test_whenever_the_master_and_its_successor_die_nothing_is_lost_or_done_twice(tmp_path: Path, at: str) -> None:
-    """Each pair of points, in turns alone and with all ranks."""
+async def test_whenever_the_brain_and_its_successor_die_nothing_is_lost_or_done_twice(tmp_path: Path, at: str) -> None:
+    """Each pair of points, in turns in the first step, of which no ledger has a line, and in the second."""
     for number, then in enumerate(["nowhere", *BEGINNING]):
-        together = (number + list(STEP_END).index(at)) % 2 == 1
-        folder = tmp_path / str(number)
+        folder, step = tmp_path / str(number), 1 + (number + list(STEP_END).index(at)) % 2
         folder.mkdir()
         memory_checkpoint = MemoryCheckpoint(folder)
         memory_checkpoint.begin()
         try:
             async with asyncio.timeout(300):
-                await play(folder, memory_checkpoint, STEP_END[at], BEGINNING.get(then), together=together)
+                await play(folder, memory_checkpoint, STEP_END[at], BEGINNING.get(then), step=step)
         except (AssertionError, TimeoutError) as error:
-            raise AssertionError(f"{at}, then {then}, {together=}: {error}") from error
+            raise AssertionError(f"{at}, then {then}, {step=}: {error}") from error
         finally:
             memory_checkpoint.remove()
 
@@ -275,13 +337,13 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
     memory_checkpoint.begin()
     run = first_run(tmp_path, memory_checkpoint)
     await run.loop._beginning.run()
-    for version in range(2):
-        await deliver(run, version)
+    await deliver(run)
     await run.loop.step()
+    await deliver(run)
     arm(run, STEP_END["before write_down"], STEP_END)
     with suppress(Killed):
         await run.loop.step()
-    run = await succeed(run, together=True)
+    run = await succeed(run)
 
     async def stopped(*_: object) -> None:
         run.stop.set()
@@ -311,30 +373,41 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
     assert json.loads(saved)["kind"] == "saved"
 
 
-async def play(
-    folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, then: Point | None, *, together: bool
-) -> None:
+async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, then: Point | None, *, step: int) -> None:
     run = first_run(folder, memory_checkpoint)
     await run.loop._beginning.run()
-    await deliver(run, 0)
-    await run.loop.step()
-    await deliver(run, 1)
-    await deliver(run, 2)
+    for _ in range(step - 1):
+        await deliver(run)
+        await run.loop.step()
     arm(run, at, STEP_END)
     with suppress(Killed):
-        await run.loop.step()
-        await run.loop.step()  # a point that a step need not pass
-    run = await succeed(run, together=together)
+        for _ in range(2):  # a point that a step need not pass
+            await deliver(run)
+            await run.loop.step()
+    run = await succeed(run)
     run = await begin(run, then)
     if not run.begun:
         run = await begin(run, None)
     while run.loop.parts.run.version < STEPS:
-        if run.loop.parts.run.version == STEPS - 1:
-            await deliver(run, STEPS - 1)
+        await deliver(run)
         await run.loop.step()
+    await deliver(run)
+    await run.manager.report_ends()
+    await run.loop.parts.collector.refresh()
+    check_that_none_is_lost(run)
     await run.loop._run_end.finish()
     await run.loop._run_end.close()
     check(run, folder)
+
+
+def check_that_none_is_lost(run: Run) -> None:
+    """What the gate counts is played, or waits for its step; and nothing else is left at the ranks."""
+    gate, buffer = run.manager.service.gate, run.loop.parts.run.buffer
+    running = {*run.manager.held, *gate.live.running_of(SILENT)}
+    waiting = {record.rollout_id for record in buffer.live()}
+    assert sorted(gate.live) == sorted([*running, *waiting])
+    assert gate.finished == len(waiting)
+    assert {name for held in run.workers.inbox.values() for name in held}.difference(run.workers.discarded) == waiting
 
 
 def check(run: Run, folder: Path) -> None:
@@ -343,12 +416,10 @@ def check(run: Run, folder: Path) -> None:
     def find(place: str, what: str) -> None:
         findings.append(f"{place}: {what}")
 
-    outcome = Replay(None, find).run(surviving(read_ledger(folder / "ledger", find), find))
+    outcome = Replay(ROWS, find).run(surviving(read_ledger(folder / "ledger", find), find))
     assert findings == []
     assert outcome.trained == STEPS * BATCH
-    assert dict(outcome.dropped) == {"failed": STEPS, "duplicate_prompt": STEPS}
-    prompts = {f"e0-{order}" for order in range(STEPS * PLACES)}
-    assert set(outcome.used) == set(run.loop.parts.run.buffer.used) == prompts
+    assert set(outcome.used) == set(run.loop.parts.run.buffer.used)
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert run.board.versions == sorted(run.board.versions)
     assert set(run.board.versions) == set(range(1, STEPS + 1))

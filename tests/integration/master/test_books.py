@@ -105,19 +105,19 @@ async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_goo
     assert json.loads((tmp_path / "books.json").read_text())["books"]["dropped"] == {"failed": 2}
 
 
-async def test_a_received_rollout_whose_prompt_is_dropped_for_good_leaves_the_gate_while_the_step_waits(
-    tmp_path: Path,
-) -> None:
+async def test_a_rollout_that_expires_leaves_the_gate_while_the_step_waits(tmp_path: Path) -> None:
     """It takes up room that the rollouts which the step lacks may need."""
     run = Run(tmp_path, make_config())
-    await run.deliver(range(5))
+    await run.deliver(range(8), oldest=1)
     async with running(run):
-        await until(lambda: len(run.manager.reports) == 1)
-        run.manager.give_up("e0-4")
-        await run.deliver(range(3), tag="again")
-        await until(lambda: run.manager.dropped.get("duplicate_prompt") == 4)
-        assert run.loop.parts.run.version == 1
-    assert "e0-4" in run.loop.parts.run.buffer.used
+        await until(lambda: len(run.manager.reports) == 2)
+        run.manager.give_up("e0-20")
+        await run.deliver([8], oldest=0)
+        await until(lambda: run.manager.dropped.get("stale") == 1)
+        assert run.loop.parts.run.version == 2
+        await until(lambda: run.workers.discarded == ["r8"])
+    assert "e0-20" in run.loop.parts.run.buffer.used, "as the reply said"
+    assert "e0-8" not in run.loop.parts.run.buffer.used
     assert len(run.loop.parts.run.buffer) == 0
 
 

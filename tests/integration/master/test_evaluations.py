@@ -250,12 +250,10 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
     assert protected[6] == (4, 6), "4 was shorter than 2"
 
 
-@pytest.mark.parametrize("ranks_go_on", [True, False])
 @pytest.mark.parametrize("next_is_due", [True, False])
 async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_version_is_served(
-    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, ranks_go_on: bool, next_is_due: bool
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, next_is_due: bool
 ) -> None:
-    """Also where the ranks were started again too, and load the last step."""
     config = make_config(total_train_steps=4, eval__interval=2 if next_is_due else 3)
     first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
     first.rollouts.finish = asyncio.Event()
@@ -265,9 +263,6 @@ async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_v
         await until(lambda: next_is_due or len(first.manager.reports) == 2)
         kill(first)
     assert (first.rollouts.started, first.board.versions) == ([0], [])
-    if not ranks_go_on:
-        first.workers.kept = first.workers.stands(0).master_state
-        first.workers.standing.clear()
 
     second = Run(tmp_path, config, follows=first)
     async with running(second) as task:

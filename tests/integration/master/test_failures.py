@@ -44,7 +44,7 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
     await run.deliver(range(3))
     async with running(run) as task:
-        await until(lambda: len(run.loop.parts.run.buffer) == 3)
+        await until(lambda: run.begun == 1 and len(run.loop.parts.run.buffer) == 3)
         run.loop.parts.stall.limit_s = 0.05  # below the setting's least value
         now += 0.1
         with pytest.raises(Stalled) as stall:
@@ -59,7 +59,6 @@ async def test_a_manager_that_always_refuses_the_trainer_ends_the_run_with_its_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would admit no rollout, and the run would end at its stall limit."""
-    monkeypatch.setattr("asyncrl.master.peers.connections.MANAGER_LOOK_S", 0.0)
     run = Run(tmp_path, make_config())
 
     async def refuse(report: RunReport) -> int:
@@ -182,7 +181,7 @@ async def test_a_step_may_take_any_time_while_its_ranks_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, make_config(total_train_steps=1, system__stall_timeout_s=0.04))
-    run.workers.train_gate, run.workers.pulse = asyncio.Event(), lambda asked: RankPulse(False, pieces=asked)
+    run.workers.train_gate, run.workers.pulse = asyncio.Event(), lambda asked: RankPulse(pieces=asked)
     await run.deliver(range(4))
     async with running(run) as task:
         await until(lambda: len(run.workers.requests(AskPulse)) > 5 * rank_clients.BUSY_LIMITS or task.done())
@@ -194,8 +193,8 @@ async def test_a_step_may_take_any_time_while_its_ranks_compute(
 @pytest.mark.parametrize(
     ("pulse", "why"),
     [
-        (lambda asked: RankPulse(False), "none has computed for 0.2 s"),
-        (lambda asked: RankPulse(False, cpu_s=9.0 * asked), "use CPU time, but no micro-batch"),
+        (lambda asked: RankPulse(), "none has computed for 0.2 s"),
+        (lambda asked: RankPulse(cpu_s=9.0 * asked), "use CPU time, but no micro-batch"),
         (None, "no sign of life from model_worker/0 for 0.04 s"),
     ],
     ids=["a deadlock", "an endless loop", "a frozen rank"],
@@ -251,7 +250,6 @@ async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_books_ha
     recorded = 1 if fails == "write_down" else 2
     assert run.workers.saved()[-1] == recorded
     assert [row["step"] for row in run.rows()] == list(range(1, recorded + 1))
-    run.workers.standing.clear()
     run.manager.trained = run.manager.submitted = 4 * recorded  # as a manager of a new launch counts
     run = Run(tmp_path, run.config, follows=run)
     await run.deliver(range(4 * recorded, 16), oldest=recorded, tag="again")

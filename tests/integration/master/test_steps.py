@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.request_reply import Request
-from asyncrl.manager.messages import ConsumedReply
+from asyncrl.manager.messages import ConsumedReply, DroppedRollout
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -103,11 +103,12 @@ async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_t
     config.algorithm.kl_coef = 0.1  # so there is a reference model
     placed = Placement({"actor": actor, "ref": WorkerGrid(data=1, first=8)})
     run = Run(tmp_path, config, FakeWorkers(placed=placed))
+    run.manager.lose(4)
     await run.deliver(range(4), worker=1)
     async with running(run) as task:
         await until(lambda: run.loop.parts.run.version == 1)
-        await run.deliver(range(1), oldest=1, worker=1, tag="again")
-        await run.deliver(range(4, 8), oldest=1, worker=1)
+        await run.workers.deliver(rollout(4, 1, worker=1))
+        await run.deliver(range(4, 8), oldest=1, worker=1, tag="again")
         await task
 
     def asked(kind: type[Request[Any]], **fields: str) -> list[int]:
@@ -124,7 +125,7 @@ async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_t
     assert {worker for step in (steps[2], steps[11]) for worker in step.targets[0]} == {0, 2}, "both of the actor's"
     assert {worker for step in (steps[2], steps[11]) for worker in step.targets[1]} == {8}, "the reference model's one"
     discards = [(worker, request) for worker, request in run.workers.log if isinstance(request, Discard)]
-    assert discards == [(2, Discard(("again0",)))], "the head of data index 1 is worker 2"
+    assert discards == [(2, Discard(("r4",)))], "the head of data index 1 is worker 2"
 
 
 async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None:
@@ -154,22 +155,45 @@ async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_p
         await task
     assert run.workers.discarded == ["late8"]
     drops = [drop for _, _, drops in run.manager.reports for drop in drops]
-    assert [(drop.rollout_id, drop.reason, drop.used) for drop in drops] == [("late8", "stale", False)]
+    assert drops == [DroppedRollout("late8", "stale")]
     assert "e0-8" not in run.loop.parts.run.buffer.used
     assert sum(row["rollout/dropped_stale"] for row in run.rows()) == 1
     assert max(row["staleness/max"] for row in run.rows()) <= 1
 
 
-async def test_a_prompt_is_trained_once_though_two_attempts_arrive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", ["before the other", "in the other's step", "after the other's step"])
+async def test_what_a_given_up_worker_delivers_late_does_not_count_and_its_prompt_is_trained_once(
+    tmp_path: Path, late: str
+) -> None:
     run = Run(tmp_path, make_config(total_train_steps=2))
-    await run.deliver(range(4), tag="first")
+    run.manager.lose(3)
+
+    async def arrives() -> None:
+        await run.workers.deliver(rollout(3, 0))
+        await until(lambda: run.workers.discarded == ["r3"])
+
+    await run.deliver(range(3))
     async with running(run) as task:
+        await until(lambda: len(run.loop.parts.run.buffer) == 3)
+        if late == "before the other":
+            await arrives()
+            assert len(run.loop.parts.run.buffer) == 3
+            assert run.loop.parts.run.version == 0, "the step waits for one more"
+        run.workers.train_gate = asyncio.Event()
+        await run.deliver([3], tag="again")
+        await until(lambda: bool(run.workers.requests(RunCall)))
+        if late == "in the other's step":
+            await arrives()
+        run.workers.train_gate.set()
         await until(lambda: run.loop.parts.run.version == 1)
-        await run.deliver(range(2), oldest=1, tag="again")
+        if late == "after the other's step":
+            await arrives()
         await run.deliver(range(4, 8), oldest=1)
         await task
-    assert [rollout_id for rollout_id in run.workers.trained_rollouts() if rollout_id.startswith("again")] == []
-    assert run.manager.dropped == {"duplicate_prompt": 2}
+    assert run.workers.trained_rollouts() == ["r0", "r1", "r2", "again3", "r4", "r5", "r6", "r7"]
+    assert run.workers.discarded == ["r3"]
+    assert run.summary()["books"]["dropped"] == {"worker_died": 1}
+    assert sum(row["rollout/dropped_worker_died"] for row in run.rows()) == 1
 
 
 async def test_wait_holds_the_step_until_nothing_would_expire(tmp_path: Path) -> None:

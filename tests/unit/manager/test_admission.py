@@ -48,8 +48,8 @@ class Manager:
 
     def train(self, version: int, *rollouts: str) -> None:
         for rollout in rollouts:
-            self.rollouts.finish(m.FinishedRollout(rollout, accepted=True))
-        self.rollouts.consume(m.ConsumedReport(version, list(rollouts), []))
+            assert self.rollouts.receive(rollout, 1)
+        self.rollouts.consume(version, list(rollouts))
         self.rollouts.gate.advance(version)
         self.admission.admit()
 
@@ -117,8 +117,9 @@ async def test_before_the_state_is_rebuilt_nothing_is_admitted() -> None:
 async def test_a_call_whose_reply_was_lost_gets_the_same_rollouts_again() -> None:
     manager = Manager()
     assert await manager.granted("w0", *"abc") == ["a", "b"]
-    manager.rollouts.finish(m.FinishedRollout("b", accepted=True))
-    assert await manager.granted("w0", *"abc") == ["a"], "what has ended is not granted again"
+    manager.rollouts.finish(m.FinishedRollout("a", accepted=True))
+    manager.rollouts.receive("b", 1)
+    assert await manager.granted("w0", *"abc") == ["a"], "what the trainer has is not granted again"
     assert manager.admitted == ["a", "b"]
 
 
@@ -132,7 +133,10 @@ async def test_two_calls_with_one_id_start_it_once(accepted: bool) -> None:
     assert await earlier == ["c"]
     assert manager.admitted == ["a", "b", "c"]
     manager.rollouts.finish(m.FinishedRollout("b", accepted=False, reason="failed"))
-    manager.rollouts.finish(m.FinishedRollout("c", accepted, "" if accepted else "failed"))
+    if accepted:
+        manager.rollouts.receive("c", 1)
+    else:
+        manager.rollouts.finish(m.FinishedRollout("c", False, "failed"))
     manager.admission.admit()
     assert await later == ["d"]
     assert manager.admitted == ["a", "b", "c", "d"]
@@ -164,9 +168,10 @@ async def test_ids_whose_rollouts_were_lost_are_gone_and_others_that_left_are_re
     assert (await manager.ask("w0", "a", wait_s=FAR)).gone == ["a"], "at once"
     assert not manager.admission.is_gone("never")
     manager.rollouts.gate.drop("a", "failed")
-    if how != "abandoned":
-        with pytest.raises(m.BadRequest, match="'a' was used before"):
-            await manager.ask("w0", "a")
+    assert manager.admission.is_gone("a"), "how it left is final"
+    manager.rollouts.gate.remember("before", "failed")
+    with pytest.raises(m.BadRequest, match="'before' was used before"):
+        await manager.ask("w0", "before")
 
 
 async def test_a_call_that_waits_for_what_the_rebuilt_state_has_ended_is_told() -> None:
@@ -260,7 +265,7 @@ async def test_generation_is_idle_while_nothing_runs_and_the_gate_is_full() -> N
     await manager.granted("w0", "a")
     manager.now += 5.0
     assert manager.admission.idle_s == 0.0, "a rollout runs"
-    manager.rollouts.finish(m.FinishedRollout("a", accepted=True))
+    manager.rollouts.receive("a", 1)
     manager.admission.admit()
     manager.now += 3.0
     manager.admission.admit()
@@ -269,7 +274,7 @@ async def test_generation_is_idle_while_nothing_runs_and_the_gate_is_full() -> N
     manager.now += 7.0
     assert manager.admission.idle_s == 3.0
     await manager.granted("w0", "b")
-    manager.rollouts.finish(m.FinishedRollout("b", accepted=True))
+    manager.rollouts.receive("b", 1)
     manager.admission.admit()
     manager.now += 2.0
     assert manager.admission.idle_s == 5.0
@@ -282,12 +287,12 @@ async def test_the_pacing_hears_of_every_start_and_end_once_and_lowers_the_room(
     admission.begin(manager.rollouts, None)
     assert await manager.granted("w0", *"abcd") == ["a", "b"], "two batches of one, of the four that the gate allows"
     manager.now += 8.0
-    manager.rollouts.finish(m.FinishedRollout("a", accepted=True))
+    manager.rollouts.receive("a", 1)
     assert pacing.training is False
     admission.rollout_ended("a", kept=True)
     assert pacing.training, "the pacing's step begins with one finished rollout"
     assert (len(pacing._recent), pacing._recent.horizon) == (1, 8.0)
-    manager.rollouts.consume(m.ConsumedReport(1, ["a"], []))
+    manager.rollouts.consume(1, ["a"])
     admission.batch_taken()
     assert not pacing.training
     admission.rollout_ended("b", kept=False)

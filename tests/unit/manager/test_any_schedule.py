@@ -11,8 +11,8 @@ outlives them (the last step, the inboxes, checkpoints) are played as `manager/c
                measured that the trainer took
     policies   opponents, whose servers never move the gate, and in half of the schedules a second trained policy: the
                gate counts by the older of the two servers, and a rollout has samples of both policies
-    deaths     of a RolloutWorker, the manager, the trainer (which resumes from its last step), or of the run
-               (from its newest checkpoint); and a worker's lease that lapses though it lives
+    deaths     of a RolloutWorker, the brain (which resumes from its last step), or of the run (from its newest
+               checkpoint); and a worker's lease that lapses though it lives
 
 Every schedule ends fairly: what was ever handed out comes to its end, the gate has no place less, the books balance,
 and the audit, which knows none of the run's code, finds nothing in the ledger. So one that cannot end is a hang.
@@ -34,7 +34,7 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,8 +55,9 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.worker_session import HeldRollouts
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.books.reports import Due, decide, received, run_report
+from asyncrl.master.books.reports import Due, given_up, run_report
 from asyncrl.master.books.run_files import check_books
+from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
@@ -84,8 +85,7 @@ FATE = ("answered", "reply lost", "reply late", "late", "answered and repeated l
 CLEARS_UP = (
     "fair_turn",
     "the_run_dies",
-    "the_manager_dies",
-    "the_trainer_dies",
+    "the_brain_dies",
     "a_worker_dies",
     "a_worker_leaves",
     "a_lease_lapses",
@@ -206,6 +206,8 @@ class Trainer:
     curriculum: Curriculum = field(default_factory=CURRICULUM)
     measured: int = 0
     """Number of the newest success that the curriculum has."""
+    confirmed: bool = False
+    """The manager has been asked what of the buffer counts."""
 
 
 class Schedule(RuleBasedStateMachine):
@@ -312,13 +314,6 @@ class Schedule(RuleBasedStateMachine):
     def tell_version(self, service: ManagerService, policy: str) -> None:
         service.routes.router_of(policy).update(0, f"http://server{policy}", self.versions[policy], routable=True)
         service.routes_changed(self.served)
-
-    @move()
-    def the_manager_dies(self) -> None:
-        for worker in self.workers:
-            self.granted_before[worker.name] |= set(self.service.gate.live.prompts_of(worker.name))
-        self.service = self.new_manager()
-        self.the_roll_is_called()
 
     @move(over=(False, False, False, True), when=lambda self: not self.service.begun)
     def the_roll_is_called(self, over: bool = False) -> None:
@@ -601,11 +596,32 @@ class Schedule(RuleBasedStateMachine):
 
     # The trainer.
 
+    @property
+    def introduced(self) -> bool:
+        """The manager has the master's report."""
+        return self.ledger.recorded.manager == self.service.number
+
     @move(when=lambda self: self.inbox)
     def collect(self) -> None:
-        for copy in self.trainer.buffer.add(self.inbox):
-            self.held.pop((copy.head, copy.rollout_id), None)
-        self.inbox = []
+        """The master asks the manager what counts; until the manager has its report, all waits in the buffer."""
+        if self.introduced and not self.service.begun:
+            return
+        buffer = self.trainer.buffer
+        if self.introduced and not self.trainer.confirmed:
+            self.trainer.confirmed = True
+            self.free(buffer.refuse(self.refused(buffer.live())))
+        arrived, self.inbox = self.inbox, []
+        refused = self.refused(arrived) if self.introduced else []
+        self.free(record for record in arrived if record.rollout_id in refused)
+        self.free(buffer.add(record for record in arrived if record.rollout_id not in refused))
+
+    def refused(self, records: Sequence[RolloutRecord]) -> list[str]:
+        report = m.ReceivedReport(list(map(received, records)), self.service.number)
+        return self.loop.run_until_complete(self.service.received(report)).refused
+
+    def free(self, records: Iterable[RolloutRecord]) -> None:
+        for record in records:
+            self.held.pop((record.head, record.rollout_id), None)
 
     @move(dies=BOTH, when=lambda self: not self.trainer.due.trained and len(self.trainer.buffer))
     def train(self, dies: bool) -> None:
@@ -614,6 +630,9 @@ class Schedule(RuleBasedStateMachine):
         The step before it has been reported by then.
         """
         trainer = self.trainer
+        self.collect()
+        if not trainer.confirmed:
+            return
         trainer.buffer.expire(trainer.version)
         if self.on_stale == OnStale.wait and len(trainer.buffer) >= self.batch:
             if not self.service.begun:
@@ -631,7 +650,7 @@ class Schedule(RuleBasedStateMachine):
         trainer.buffer.mark_trained(batch)
         trainer.version += 1
         if dies:
-            self.the_trainer_dies()
+            self.the_brain_dies()
             return
         oldest = trainer.version - 1 - self.eta
         assert all(self.decisive_version(record) >= oldest for record in batch.records)
@@ -643,7 +662,6 @@ class Schedule(RuleBasedStateMachine):
             "due": list(trainer.due.trained),
             "batch": batch,
             "line": self.ledger.lines_written(),
-            "measured": trainer.measured,
         }
 
     def decisive_version(self, record: RolloutRecord) -> int:
@@ -694,18 +712,22 @@ class Schedule(RuleBasedStateMachine):
         trainer.due.drops += trainer.buffer.pop_drops()
         if self.on_stale == OnStale.wait and self.all_heard:
             assert not any(drop.reason == DropReason.stale for drop in trainer.due.drops), "the step did not wait"
-        if self.ledger.recorded.manager != self.service.number:
+        if not self.introduced:
             self.introduce(lost)
-        if self.ledger.recorded.manager != self.service.number or not self.service.begun:
+        if not self.introduced or not self.service.begun:
             return
-        kept = 0 if self.kept is None else self.kept["measured"]
-        report = trainer.due.report(trainer.version, self.ledger.recorded, kept)
+        self.collect()
+        trained, drops = [each.rollout_id for each in trainer.due.trained], [drop.message for drop in trainer.due.drops]
+        heard = self.ledger.recorded.heard
+        report = m.ConsumedReport(trainer.version, trained, drops, self.service.number, heard, trainer.measured)
         reply = self.loop.run_until_complete(self.service.report_consumed(report))
         if lost:
             self.network.append(lambda service: service.report_consumed(report))
             return
         discarded, trainer.due.trained, trainer.due.drops = trainer.due.drops, [], []
-        self.ledger.take(decide(trainer.buffer, self.ledger.recorded, reply.events))
+        for prompt in given_up(self.ledger.recorded, reply.events):
+            trainer.buffer.used.add(prompt)
+        self.ledger.take(reply.events)
         trainer.books = reply.books
         for prompt_id, success in reply.measured:
             trainer.curriculum.measured(prompt_id, success)
@@ -716,7 +738,7 @@ class Schedule(RuleBasedStateMachine):
         self.check_recorded()
         assert set(self.ledger.recorded.open) == set(self.service.gate.live), "what is open is not what is live"
         if dies:
-            self.the_trainer_dies()
+            self.the_brain_dies()
             return
         for drop in discarded:
             self.held.pop((drop.record.head, drop.record.rollout_id), None)
@@ -736,11 +758,13 @@ class Schedule(RuleBasedStateMachine):
 
         self.call(answer, lambda session: self.ledger.begin_manager(session.manager), "answered and repeated late")
         if lost:
-            self.the_trainer_dies()
+            self.the_brain_dies()
 
     @move()
-    def the_trainer_dies(self) -> None:
-        """Its successors go on from the last step, with what the inboxes hold."""
+    def the_brain_dies(self) -> None:
+        """Master, ranks and manager begin again with the last step, with what the inboxes hold and the workers have."""
+        for worker in self.workers:
+            self.granted_before[worker.name] |= set(self.service.gate.live.prompts_of(worker.name))
         kept, trained = self.kept, self.trainer.trained
         self.ledger.close()
         self.ledger = self.new_ledger()
@@ -749,11 +773,13 @@ class Schedule(RuleBasedStateMachine):
             self.ledger.go_on(0)
         else:
             has_step = self.ledger.go_on(kept["line"])
-            trainer.due.trained, trainer.measured = list(kept["due"]), kept["measured"]
+            trainer.due.trained = list(kept["due"])
             trainer.buffer.know_trained(each.rollout_id for each in trainer.due.trained)
             trainer.untold = None if has_step else kept["batch"]
         trainer.buffer.used.update(self.ledger.recorded.used)
         trainer.books = m.GateBooks(**msgspec.structs.asdict(self.ledger.recorded.books()))
+        self.service = self.new_manager()
+        self.the_roll_is_called()
 
     @move(when=lambda self: not self.trainer.due.trained and self.trainer.version)
     def save(self) -> None:
@@ -866,12 +892,12 @@ class Schedule(RuleBasedStateMachine):
 
 
 def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
-    """The trainer dies after a checkpoint and goes on from the step before it; then the run dies."""
+    """The brain dies after a checkpoint and goes on from the step before it; then the run dies."""
     schedule = Schedule()
     schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
     schedule.fair_turn(0)
     schedule.save()
-    schedule.the_trainer_dies()
+    schedule.the_brain_dies()
     schedule.fair_turn(0)
     schedule.the_run_dies()
     schedule.fair_turn(0)
@@ -1000,7 +1026,7 @@ def batches_without_lag(seed: int, batch: int, rejected: Callable[[int, int], bo
         (5, train),
         (5, lambda: schedule.report_step(lost=random.random() < 0.3)),
         (5, lambda: schedule.the_server_updates(random.randrange(3))),
-        (1, lambda: schedule.the_manager_dies()),
+        (1, lambda: schedule.the_brain_dies()),
         (5, lambda: schedule.open_session(random.randrange(3), random.choice(FATE))),
         (1, lambda: schedule.a_lease_lapses(random.randrange(3))),
         (5, late_call),

@@ -1,9 +1,11 @@
-"""The trainer may have used a rollout before its worker, which was stopped for a moment, tells of its end."""
+"""The trainer may have, and use, a rollout before its worker, which was stopped for a moment, tells of its end."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
+
+import pytest
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
@@ -19,11 +21,11 @@ def call(service: ManagerService, path: str, **fields: Any) -> Any:
     return asyncio.run(handler(kind(**fields)))  # type: ignore[arg-type]
 
 
-def begun() -> ManagerService:
+def begun(run: m.RunReport | None = None) -> ManagerService:
     service = ManagerService(
         batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
     )
-    service.begin(m.RunReport())
+    service.begin(run or m.RunReport())
     return service
 
 
@@ -38,7 +40,14 @@ def ask(service: ManagerService, *ids: str, incarnation: int) -> list[m.GrantedR
     return list(call(service, "/allocate_rollout", worker=WORKER, incarnation=incarnation, rollouts=list(ids)).granted)
 
 
+def received(service: ManagerService, *rollouts: str) -> None:
+    """The trainer has rollouts that count."""
+    report = [m.ReceivedRollout(name, "", int(name.split("/")[1]), 0, 1) for name in rollouts]
+    assert call(service, "/received", rollouts=report).refused == []
+
+
 def trained(service: ManagerService, version: int, *rollouts: str) -> None:
+    received(service, *rollouts)
     call(service, "/report_consumed", version=version, trained=list(rollouts), dropped=[])
     service.routes_changed(version)
 
@@ -48,16 +57,17 @@ def told(service: ManagerService, *rollouts: str, incarnation: int = 0, success:
     call(service, "/finish_rollout", worker=WORKER, incarnation=incarnation, finished=ended)
 
 
-def test_a_suspect_that_was_trained_is_cleared_so_that_the_next_one_has_its_turn() -> None:
+def test_a_suspect_that_the_trainer_has_is_cleared_so_that_the_next_one_has_its_turn() -> None:
     service = begun()
     assert len(admitted(service, 0, 1)) == 2
     service.incarnation_seen(WORKER, 1)  # both are suspects
     assert [grant.order for grant in admitted(service, 0, incarnation=1)] == [0]
-    assert [grant.order for grant in ask(service, "other", incarnation=1)] == [2], "the other suspect has to wait"
-    told(service, "other", incarnation=1)
-    call(service, "/report_consumed", version=0, trained=[], dropped=[m.DroppedRollout("1/0", "stale", used=True)])
+    other = m.FinishedRollout("1/2", False, "failed")
+    assert [grant.order for grant in ask(service, "1/2", incarnation=1)] == [2], "the other suspect has to wait"
+    call(service, "/finish_rollout", worker=WORKER, incarnation=1, finished=[other])
+    received(service, "1/0")
     assert [grant.rollout_id for grant in admitted(service, 1, incarnation=1)] == ["1/1"]
-    trained(service, 1, "1/1")
+    trained(service, 1, "1/0", "1/1")
     told(service, "1/0", "1/1", incarnation=1)
     assert not service.rollouts.suspects
     assert not service.rollouts.awaits_ends
@@ -86,15 +96,31 @@ def test_who_died_before_it_told_is_not_waited_for() -> None:
     assert len(admitted(service, 2, 3, incarnation=1)) == 2
 
 
-def test_nobody_is_waited_for_where_only_the_trainer_knows_the_rollout() -> None:
-    """Its worker and an earlier manager have died; it may be trained, or its prompt was played again meanwhile."""
-    for consumed in (
-        {"trained": ["early"], "dropped": []},
-        {"trained": [], "dropped": [m.DroppedRollout("early", "stale")]},
-    ):
-        service = begun()
-        service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
-        only_there = m.ReceivedRollout("early", ORDER.ref(0).prompt_id, 0, 0, 1)
-        call(service, "/report_consumed", version=1, unknown=[only_there], **consumed)
-        assert not service.rollouts.awaits_ends
-        assert len(ask(service, "0", incarnation=0)) == 1
+@pytest.mark.parametrize("consumed", ["trained", "dropped"])
+def test_nobody_is_waited_for_where_only_the_trainer_knows_the_rollout(consumed: str) -> None:
+    """Its worker and the manager before this one have died."""
+    only_there = m.ReceivedRollout("early/0", ORDER.ref(0).prompt_id, 0, 0, 1)
+    service = begun(m.RunReport(received=[only_there]))
+    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+    received(service, "early/0")
+    assert not service.rollouts.awaits_ends
+    drops = [m.DroppedRollout("early/0", "stale")] * (consumed == "dropped")
+    call(service, "/report_consumed", version=1, trained=["early/0"] * (consumed == "trained"), dropped=drops)
+    assert not service.rollouts.awaits_ends
+    assert len(ask(service, "0", incarnation=0)) == 1
+
+
+@pytest.mark.parametrize("ended", ["worker_died", "rejected"])
+def test_nobody_is_waited_for_where_what_arrives_late_does_not_count(ended: str) -> None:
+    service = begun()
+    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+    assert len(admitted(service, 0, 1)) == 2
+    if ended == "worker_died":
+        service.worker_died(WORKER)
+    else:
+        both = [m.FinishedRollout(f"0/{order}", False, "rejected") for order in (0, 1)]
+        call(service, "/finish_rollout", worker=WORKER, incarnation=0, finished=both)
+    report = [m.ReceivedRollout("0/0", ORDER.ref(0).prompt_id, 0, 0, 1)]
+    assert call(service, "/received", rollouts=report).refused == ["0/0"]
+    assert not service.rollouts.awaits_ends
+    assert len(ask(service, "again", incarnation=0)) == 1

@@ -22,8 +22,9 @@ from asyncrl.manager import service
 from asyncrl.manager.rollouts import staleness_gate
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.reports import decide
+from asyncrl.master.books.reports import given_up
 from asyncrl.master.data import sample_buffer as buffers
+from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
@@ -95,7 +96,8 @@ class Run:
         self.running: list[dict[str, m.GrantedRollout]] = [{} for _ in range(WORKERS)]
         self.outbox: Outbox[str] = Outbox(["x", "y"], high_water=64, resend_after_s=5.0)
         self.version = self.made = self.incarnation = 0
-        self.recorded, self.measured = Recorded(), 0
+        self.recorded, self.measured, self.refused = Recorded(), 0, 0
+        self.inbox: list[RolloutRecord] = []
 
     @property
     def machines(self) -> tuple[Any, ...]:
@@ -119,6 +121,8 @@ class Run:
         who = {"worker": f"rollout_worker/{index}", "incarnation": self.incarnation if index == 1 else 0}
         ids, running = self.ids[index], self.running[index]
         finished = [self.finish(running.pop(name)) for name in list(running) if self.chance.random() < 0.5]
+        if self.chance.random() < 0.3:
+            await self.collect()  # before the worker reports the ends
         while len(ids) + len(running) < AT_ONCE:
             self.made += 1
             ids.append(f"r{self.made}")
@@ -147,11 +151,17 @@ class Run:
         oldest = max(0, granted.version - self.chance.choice((0, 0, 0, 3)))
         tokens = {"oldest_version": oldest, "version_tokens": {oldest: 1}}
         of = {"rollout_id": name, "prompt_id": granted.prompt_id, "order": granted.order, "head": 0}
-        record = RolloutRecord(**of, **tokens, **sizes)
-        self.buffer.add([record])
+        self.inbox.append(RolloutRecord(**of, **tokens, **sizes))
         return m.FinishedRollout(name, True, tokens=2)
 
+    async def collect(self) -> None:
+        records, self.inbox = self.inbox, []
+        refused = (await self.service.received(m.ReceivedReport(list(map(received, records))))).refused
+        self.buffer.add(record for record in records if record.rollout_id not in refused)
+        self.refused += len(refused)
+
     async def train(self) -> None:
+        await self.collect()
         while (batch := self.buffer.take(self.version)) is not None:
             self.buffer.mark_trained(batch)
             self.version += 1
@@ -163,7 +173,9 @@ class Run:
         known = {"events_after": self.recorded.heard, "measured_after": self.measured}
         reply = await self.service.report_consumed(m.ConsumedReport(self.version, trained, dropped, **known))
         self.measured = reply.measured_seq
-        for line in decide(self.buffer, self.recorded, reply.events):
+        for prompt in given_up(self.recorded, reply.events):
+            self.buffer.used.add(prompt)
+        for line in reply.events:
             self.recorded.take(line)
         for index in (0, 1):
             self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)
@@ -179,6 +191,7 @@ def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypat
     asyncio.run(run.play(ROLLOUTS))
     after = largest(*run.machines)
     assert run.version > ROLLOUTS // B // 3
+    assert run.refused, "some came after their workers were given up"
     grown = {name: (before.get(name, 0), size) for name, size in after.items() if size > before.get(name, 0) + SLACK}
     assert not grown
     assert {"PromptQueue.back", "Router._placements", "RecentIds._generations[]"} <= after.keys()

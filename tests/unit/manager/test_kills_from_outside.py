@@ -17,7 +17,8 @@ import pytest
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.reports import decide
+from asyncrl.master.books.reports import given_up
+from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
@@ -120,12 +121,17 @@ class Cluster:
             if not worker.dead:
                 del worker.running[rollout]
                 worker.ended.append(m.FinishedRollout(rollout, True, tokens=2))
-                self.buffer.add([record(granted)])
+                self.receive(record(granted))
 
         if granted.prompt_id in self.deadly:
             self.after(0.5, lambda: self.kill(worker, from_outside=self.sigkill))
         else:
             self.after(self.random.uniform(*ROLLOUT_S), end)
+
+    def receive(self, record: RolloutRecord) -> None:
+        report = m.ReceivedReport([received(record)])
+        assert self.runner.run(self.service.received(report)).refused == []
+        self.buffer.add([record])
 
     def kill(self, worker: Worker, *, from_outside: bool = False) -> None:
         if worker.dead or not worker.begun:
@@ -160,7 +166,9 @@ class Cluster:
         dropped = [drop.message for drop in self.buffer.pop_drops()]
         report = m.ConsumedReport(self.version, trained, dropped, events_after=self.recorded.heard)
         reply = self.runner.run(self.service.report_consumed(report))
-        for line in decide(self.buffer, self.recorded, reply.events):
+        for prompt in given_up(self.recorded, reply.events):
+            self.buffer.used.add(prompt)
+        for line in reply.events:
             self.recorded.take(line)
 
     @property
@@ -201,7 +209,7 @@ def test_a_hundred_kills_from_outside_drop_no_prompt(mean_s: float) -> None:
     assert len(set(cluster.trained)) == len(cluster.trained)
     books = cluster.service.gate.books()
     assert books.balanced
-    assert set(books.dropped) <= {"worker_died", "duplicate_prompt"}
+    assert set(books.dropped) == {"worker_died"}
     assert not cluster.service.rollouts.suspects, "all are cleared"
     cluster.close()
 

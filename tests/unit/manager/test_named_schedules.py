@@ -1,4 +1,4 @@
-"""Faults that longer schedules of `test_any_schedule` found, by name: prompts trained and dropped, lost, or reported
+"""Faults that longer schedules of `test_any_schedule` found, by name: prompts trained and dropped, lost, or trained
 twice.
 """
 
@@ -15,6 +15,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import RollCall
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.service import ManagerService
+from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -60,7 +61,7 @@ def deliver(schedule: Schedule, prompt: str, *, acknowledged: bool = False) -> N
 
 
 def played_twice(steps: int = 0) -> tuple[Schedule, str]:
-    """The trainer has a rollout of the prompt whose worker died; the successor plays the prompt again."""
+    """A rank has a rollout of the prompt whose worker died; the successor plays the prompt again."""
     schedule = begun()
     for _ in range(steps):
         schedule.allocate(1, 1, "answered")
@@ -78,7 +79,7 @@ def played_twice(steps: int = 0) -> tuple[Schedule, str]:
 
 
 def delivered_twice() -> Schedule:
-    """The trainer has two rollouts of a prompt: worker 0, whose lease lapsed, plays on while 1 plays it again."""
+    """The ranks have two rollouts of a prompt: worker 0, whose lease lapsed, plays on while 1 plays it again."""
     schedule = begun()
     schedule.allocate(0, 1, "answered")
     schedule.a_lease_lapses(0)
@@ -111,46 +112,66 @@ def dropped_lines(schedule: Schedule) -> list[tuple[str, str]]:
     return [(line.reason, line.prompt.value) for line in lines if isinstance(line, Dropped)]
 
 
-def test_a_prompt_that_is_trained_is_not_dropped_for_good_by_its_other_attempt() -> None:
+def ids_in_buffer(schedule: Schedule) -> list[str]:
+    return [record.rollout_id for record in schedule.trainer.buffer.live()]
+
+
+@pytest.mark.parametrize("asked", ["first", "last"])
+@pytest.mark.parametrize("again", ["trained", "dropped for good"])
+def test_what_a_given_up_worker_delivers_late_does_not_count_and_its_prompt_is_settled_once(
+    again: str, asked: str
+) -> None:
+    """The master asks what counts before the second attempt ends, or after that."""
     schedule, prompt = played_twice()
-    schedule.collect()
-    schedule.train(dies=False)
-    drop_for_good(schedule, prompt)
-    schedule.report_step()
-    assert schedule.trainer.trained == [[prompt]]
-    assert dropped_lines(schedule) == [("worker_died", "returned"), ("rejected", "used")]
-    schedule.teardown()
-
-
-def test_a_prompt_that_is_dropped_for_good_takes_its_other_attempt_out_of_the_buffer() -> None:
-    schedule, prompt = played_twice()
-    schedule.collect()
-    drop_for_good(schedule, prompt)
-    schedule.report_step()
-    schedule.train(dies=False)
-    assert schedule.trainer.trained == []
-    assert schedule.given_up == {prompt}
-    assert dropped_lines(schedule) == [("worker_died", "returned"), ("rejected", "given_up")]
-    schedule.teardown()
-
-
-@pytest.mark.parametrize("collected", [True, False])
-def test_a_master_that_goes_on_hears_what_is_dropped_for_good_before_it_trains(collected: bool) -> None:
-    """The one before it has written the drop, and died before it freed the other attempt at its rank."""
-    schedule, prompt = played_twice(steps=1)
-    if collected:
+    _, second = running(schedule, prompt)
+    if asked == "first":
         schedule.collect()
-    drop_for_good(schedule, prompt)
+        assert not len(schedule.trainer.buffer)
+        assert not schedule.held, "the rank has freed it"
+    if again == "trained":
+        deliver(schedule, prompt, acknowledged=True)
+        schedule.collect()
+        assert ids_in_buffer(schedule) == [second]
+    else:
+        drop_for_good(schedule, prompt)
+    schedule.collect()
+    schedule.train(dies=False)
+    schedule.report_step()
+    lost = ("worker_died", "returned")
+    if again == "trained":
+        assert (schedule.trainer.trained, schedule.given_up) == ([[prompt]], set())
+        assert dropped_lines(schedule) == [lost]
+    else:
+        assert (schedule.trainer.trained, schedule.given_up) == ([], {prompt})
+        assert dropped_lines(schedule) == [lost, ("rejected", "given_up")]
+    schedule.teardown()
+
+
+@pytest.mark.parametrize("settled", ["dropped for good", "played again"])
+def test_a_brain_that_goes_on_trains_nothing_of_what_the_ranks_hold_before_it_has_asked(settled: str) -> None:
+    """The one before it died before it asked; the ranks hold an attempt that was lost, of a prompt that is settled."""
+    schedule, prompt = played_twice(steps=1)
+    (late,), schedule.inbox = schedule.inbox, []
+    if settled == "dropped for good":
+        drop_for_good(schedule, prompt)
     schedule.report_step(dies=True)
     schedule.collect()
-    assert schedule.trainer.due.trained, "it tells of the last step again before it trains"
-    schedule.report_step()
+    assert late.rollout_id in ids_in_buffer(schedule), "it waits there"
+    assert schedule.trainer.due.trained, "it reports the last step again before it trains"
     schedule.train(dies=False)
-    assert (len(schedule.trainer.trained), schedule.given_up) == (1, {prompt})
+    assert len(schedule.trainer.trained) == 1
+    schedule.all_speak()
+    schedule.report_step()
+    assert late.rollout_id not in ids_in_buffer(schedule)
+    schedule.train(dies=False)
+    assert len(schedule.trainer.trained) == 1
+    assert schedule.given_up == ({prompt} if settled == "dropped for good" else set())
     schedule.teardown()
 
 
-def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropped_not_both() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropped_not_both(asked: bool) -> None:
+    """`asked`: the master has asked what counts by then, so the suspect had ended."""
     schedule = begun(eta=3)
     schedule.allocate(0, 1, "answered")
     (prompt,) = schedule.workers[0].in_hand
@@ -162,12 +183,14 @@ def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropp
                 drop_for_good(schedule, other)
             schedule.allocate(0, 1, "answered")
     deliver(schedule, prompt)
+    if asked:
+        schedule.collect()
     schedule.a_worker_dies(0, True, 0)
     schedule.collect()
     schedule.train(dies=False)
     schedule.report_step()
-    assert schedule.trainer.trained == [[prompt]]
-    assert dropped_lines(schedule)[-1] == ("crashed_worker", "used")
+    crashed = ("crashed_worker", "given_up") in dropped_lines(schedule)
+    assert (schedule.trainer.trained, crashed) == (([[prompt]], False) if asked else ([], True))
     schedule.teardown()
 
 
@@ -178,15 +201,15 @@ def only_the_trainer_has_it(schedule: Schedule) -> None:
     schedule.arrive(0, 0, True)
     schedule.report(0, "answered")
     assert not schedule.workers[0].held.all()
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.all_speak()
-    schedule.allocate(1, 1, "answered")
+    assert schedule.service.gate.books().finished_untrained == 1, "it is played again"
 
 
 def a_grant_is_read_late(schedule: Schedule) -> None:
     """A grant of the dead manager is read after the worker has opened its session with the next one."""
     schedule.allocate(0, 1, "reply late")
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.all_speak()
     schedule.a_reply_arrives_late(0)
     schedule.books_balance_and_nothing_is_trained_twice()
@@ -195,7 +218,7 @@ def a_grant_is_read_late(schedule: Schedule) -> None:
 def one_speaks_late(schedule: Schedule) -> None:
     """A worker holds what the ledger does not have, and another one speaks before it."""
     schedule.allocate(0, 1, "answered")
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.open_session(1, "answered")
     schedule.report_step()
     schedule.allocate(1, 1, "answered")
@@ -209,12 +232,13 @@ def test_an_end_counts_whose_worker_is_replaced_before_the_gate_opens() -> None:
     schedule = begun()
     schedule.allocate(0, 1, "answered")
     (prompt,) = schedule.workers[0].in_hand
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.report_step()
     deliver(schedule, prompt, acknowledged=True)
     schedule.allocate(0, 1, "answered")
     schedule.a_worker_dies(0, by_status=False, on_its_way=0)
     schedule.all_speak()
+    schedule.collect()
     assert schedule.service.gate.books().finished_untrained == 1
     schedule.teardown()
 
@@ -268,7 +292,7 @@ def record(name: str, version: int) -> RolloutRecord:
 
 
 class Manager:
-    """The real service with one worker, which has each rollout acknowledged at once."""
+    """The real service with one worker, whose rollouts the trainer has at once."""
 
     def __init__(self) -> None:
         self.service = ManagerService(
@@ -288,17 +312,27 @@ class Manager:
 
     def play(self, rollout: str) -> list[str]:
         prompts = self.admit(rollout)
-        finished = [m.FinishedRollout(rollout, True)]
-        asyncio.run(self.service.finish_rollout(m.FinishRequest(**WORKER, finished=finished)))
+        assert self.received(record(rollout, 0)) == []
+        self.finish(m.FinishedRollout(rollout, True))
         return prompts
+
+    def finish(self, ended: m.FinishedRollout) -> None:
+        asyncio.run(self.service.finish_rollout(m.FinishRequest(**WORKER, finished=[ended])))
+
+    def received(self, *records: RolloutRecord) -> list[str]:
+        """The rollouts that do not count."""
+        return asyncio.run(self.service.received(m.ReceivedReport(list(map(received, records))))).refused
+
+    def train(self, version: int, *rollouts: str) -> None:
+        asyncio.run(self.service.report_consumed(m.ConsumedReport(version, list(rollouts), [])))
 
     def report(self, buffer: SampleBuffer, version: int) -> None:
         dropped = [drop.message for drop in buffer.pop_drops()]
         asyncio.run(self.service.report_consumed(m.ConsumedReport(version, [], dropped)))
 
 
-def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_the_next_one() -> None:
-    """The master that dropped it died before it freed it at its rank; the next one receives both."""
+def test_a_stale_attempt_that_is_received_again_does_not_count_and_the_next_one_does() -> None:
+    """Another rank has a copy of it."""
     manager = Manager()
     assert manager.play("r1") == ["e0-0"]
     manager.service.routes_changed(2)
@@ -308,41 +342,53 @@ def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_
     first.expire(2)
     manager.report(first, 2)
     assert manager.play("r2") == ["e0-0"]
-    second = SampleBuffer(1, 1, OnStale.drop)
-    second.add([record("r1", 0), record("r2", 2)])
-    assert second.take(2) is None
-    manager.report(second, 2)
-    assert manager.play("r3") == ["e0-0"]
+    assert manager.received(record("r1", 0), record("r2", 2)) == ["r1"]
+    manager.train(3, "r2")
+    assert manager.received(record("r1", 0), record("r2", 2)) == ["r1", "r2"]
+    assert manager.admit("r3") == ["e1-0"]
 
 
-@pytest.mark.parametrize("trainer_dies", [False, True])
-def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manager(trainer_dies: bool) -> None:
-    """Its worker was silent for a while; the manager that heard of the drop died before the worker reported the end."""
+@pytest.mark.parametrize("deaths", range(3))
+def test_a_rollout_that_was_refused_does_not_come_back_at_the_next_manager(deaths: int) -> None:
+    """Its worker was silent for a while, and holds its end when the next manager asks what there is."""
     schedule = delivered_twice()
+    first, second = (each.held.all()[0].granted.rollout_id for each in schedule.workers)
     schedule.collect()
-    assert [drop.reason for drop in schedule.trainer.buffer._drops] == ["duplicate_prompt"]
+    assert ids_in_buffer(schedule) == [second]
     schedule.report_step()
-    if trainer_dies:
-        schedule.the_trainer_dies()
-    schedule.the_manager_dies()
+    for _ in range(deaths):
+        schedule.the_brain_dies()
+        schedule.all_speak()
+    schedule.collect()
+    gate = schedule.service.gate
+    assert (list(gate.live), gate.outcome(first)) == ([second], "worker_died")
+    assert schedule.workers[0].held.all(), "it has not reported the end yet"
+    schedule.report(0, "answered")
+    assert (list(gate.live), gate.outcome(first)) == ([second], "worker_died")
     schedule.teardown()
 
 
 @pytest.mark.parametrize("another_dies", [False, True])
-def test_a_rollout_that_was_dropped_before_the_manager_knew_it_keeps_no_place(another_dies: bool) -> None:
-    """As above; the first manager died before the drop, and the next one did not wait for the silent worker."""
+def test_of_two_rollouts_of_a_prompt_that_a_manager_first_hears_of_as_it_begins_one_counts(another_dies: bool) -> None:
+    """As above; the first manager died before it reported anything, and the next one did not wait for the workers."""
     schedule = delivered_twice()
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.the_roll_is_called(over=True)
     schedule.report_step()
     assert schedule.service.begun
     if another_dies:
-        schedule.the_manager_dies()
+        schedule.the_brain_dies()
+        schedule.all_speak()
+        schedule.collect()
+    books = schedule.service.gate.books()
+    assert (books.running, books.finished_untrained, len(schedule.trainer.buffer)) == (0, 1, 1)
+    schedule.train(dies=False)
+    assert len(schedule.trainer.trained) == 1
     schedule.teardown()
 
 
 def test_a_stale_attempt_that_is_received_again_does_not_cost_the_next_one() -> None:
-    """As above; the next master knows the version that the run continues at."""
+    """The brain that dropped it died before it freed it; the next one knows the version that the run continues at."""
     second = SampleBuffer(1, 1, OnStale.drop)
     second.expire(2)
     second.add([record("r1", 0), record("r2", 2)])
@@ -352,19 +398,27 @@ def test_a_stale_attempt_that_is_received_again_does_not_cost_the_next_one() -> 
     assert [each.rollout_id for each in batch.records] == ["r2"]
 
 
-def test_a_prompt_that_is_trained_unheard_is_not_played_for_ever() -> None:
-    """Its worker said that it failed, though the trainer had it: the next one is a duplicate of a used prompt."""
+@pytest.mark.parametrize("first", ["the trainer", "the worker"])
+def test_a_rollout_that_its_worker_says_failed_though_the_trainer_has_it_is_settled_by_who_speaks_first(
+    first: str,
+) -> None:
+    """The acknowledgement was lost until the push timed out."""
     manager = Manager()
     assert manager.admit("r1") == ["e0-0"]
-    failed = [m.FinishedRollout("r1", False, "failed", return_prompt=True)]
-    asyncio.run(manager.service.finish_rollout(m.FinishRequest(**WORKER, finished=failed)))
-    asyncio.run(manager.service.report_consumed(m.ConsumedReport(1, ["r1"], [])))
-    buffer = SampleBuffer(1, 1, OnStale.drop)
-    buffer.used.add("e0-0")
-    assert manager.play("r2") == ["e0-0"]
-    buffer.add([record("r2", 0)])
-    manager.report(buffer, 1)
-    assert manager.play("r3") == ["e1-0"]
+    failed = m.FinishedRollout("r1", False, "failed", return_prompt=True)
+    if first == "the worker":
+        manager.finish(failed)
+        assert manager.received(record("r1", 0)) == ["r1"]
+        assert manager.play("r2") == ["e0-0"]
+        manager.train(1, "r2")
+    else:
+        assert manager.received(record("r1", 0)) == []
+        manager.finish(failed)
+        manager.train(1, "r1")
+    books = manager.service.gate.books()
+    assert (books.trained, books.balanced) == (1, True)
+    manager.service.routes_changed(1)
+    assert manager.admit("r3") == ["e1-0"], "its prompt is used once"
 
 
 def one_runs_on(schedule: Schedule, *, dies: bool) -> None:
@@ -378,7 +432,7 @@ def one_runs_on(schedule: Schedule, *, dies: bool) -> None:
         schedule.report(0, "answered")
         schedule.collect()
         if dies:
-            schedule.the_manager_dies()
+            schedule.the_brain_dies()
             schedule.all_speak()
         schedule.train(dies=False)
         schedule.report_step()
@@ -404,27 +458,28 @@ def test_a_step_that_would_make_a_running_rollout_expire_waits_whichever_manager
         one_runs_on(begun(eta=1, on_stale=OnStale.wait), dies=dies)
 
 
-def test_a_prompt_is_used_up_by_a_rollout_that_no_process_had_as_a_manager_began() -> None:
-    """The rollout's worker had died after the poll of the ranks. Its trajectory came, and is trained at a third one."""
+def test_a_rollout_that_no_process_had_as_the_manager_began_does_not_count() -> None:
+    """Its worker had died after the poll of the ranks; its trajectory came then, and its prompt is trained once."""
     schedule = begun()
     schedule.allocate(1, 1, "answered")
     schedule.report_step()
-    (first,) = schedule.workers[1].running
+    ((first, granted),) = schedule.workers[1].running.items()
     schedule.push(0)
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.report_step()
     schedule.a_worker_dies(1, by_status=True, on_its_way=1)
     schedule.all_speak()
     assert schedule.service.gate.outcome(first) == "lost_with_manager"
+    schedule.collect()
+    assert not ids_in_buffer(schedule)
     schedule.allocate(0, 1, "answered")
+    _, second = running(schedule, granted.prompt_id)
     schedule.report_step()
-    schedule.the_manager_dies()
+    schedule.the_brain_dies()
     schedule.all_speak()
+    deliver(schedule, granted.prompt_id, acknowledged=True)
     schedule.train(dies=False)
-    assert schedule.trainer.in_step == [first]
+    assert schedule.trainer.in_step == [second]
     schedule.report_step()
-    schedule.reject(0, "as next attempt")
-    schedule.report(0, "answered")
-    schedule.report_step()
-    assert not schedule.ledger.recorded.retries
+    assert dropped_lines(schedule) == [("lost_with_manager", "returned")]
     schedule.teardown()

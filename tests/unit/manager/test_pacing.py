@@ -319,6 +319,8 @@ async def granted(service: ManagerService, *numbers: int, timeout_s: float = 0.0
 async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
     clock = [0.0]
     service = paced_service(clock=lambda: clock[0])
+    pacing = service.admission._pacing
+    assert pacing is not None
     service.begin(m.RunReport())
     running = await granted(service, *range(30))
     assert len(running) == 4, "two batches, of the 18 that the bound allows"
@@ -328,6 +330,12 @@ async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
     clock[0] = 1.0
     ended = [m.FinishedRollout(name, accepted=True) for name in running]
     await service.finish_rollout(m.FinishRequest(worker="rollout_worker/0", finished=ended))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "a rank has them, and not the trainer"
+    received = [m.ReceivedRollout(name, "", order, 0, 1) for order, name in enumerate(running)]
+    for _ in range(2):
+        assert (await service.received(m.ReceivedReport(received))).refused == []
+    assert [pacing.training, len(pacing._recent._durations)] == [True, 4], "each is counted once"
     await service.report_consumed(m.ConsumedReport(1, running[:2], []))
     assert await waiting == ["99"]
 

@@ -13,12 +13,14 @@ from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.staleness_gate import GONE
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import Due, run_report
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
 from tests.unit.manager.test_any_schedule import BEGINNINGS, MOVES, ORDER, Schedule
 from tests.unit.master.test_recorded import admitted, fold
 
@@ -53,13 +55,13 @@ def what_matters(books: RolloutState, orders: int) -> dict[str, Any]:
     live = {key: (gate.live.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live}
     used = [queue.is_used(order) for order in range(orders)]
     blocked = [(gate.is_blocked(step), sorted(gate.blocking(step))) for step in range(gate.trained_version, orders)]
-    lost = sorted(rollout for rollout, _ in gate._retired.items() if gate.lost(rollout) is not None)
+    lost = sorted(rollout for rollout, outcome in gate._retired.items() if outcome in GONE)
     state = structs.asdict(gate.books()) | {"live": live, "lost": lost, "used": used, "blocked": blocked}
     state |= {"room": gate.capacity}
     return state | {"next": [queue.next() for _ in range(12)]}  # takes them: last
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 24, 31, 270])  # the last three drop rollouts that were lost before
+@pytest.mark.parametrize("seed", [0, 1, 2, 24, 31, 270])
 def test_what_is_rebuilt_equals_the_state_of_the_manager_that_died(seed: int) -> None:
     random = Random(seed)
     schedule = Schedule()
@@ -75,7 +77,7 @@ def test_what_is_rebuilt_equals_the_state_of_the_manager_that_died(seed: int) ->
         books, lives = rebuilt(schedule), lives + len(schedule.service.gate.live)
         assert not books.events.unrecorded, "the ledger has it all"
         orders, dead = schedule.highest + 3, schedule.service.rollouts
-        schedule.the_manager_dies()
+        schedule.the_brain_dies()
         assert what_matters(books, orders) == what_matters(dead, orders)
     assert lives
     schedule.teardown()
@@ -122,12 +124,12 @@ def test_all_lines_of_what_is_adopted_reach_the_ledger_whatever_number_the_last_
     recorded = fold(*map(admitted, range(2)))
     recorded.manager = 1
     run = run_report(recorded, SampleBuffer(2, 1, OnStale.drop), Curriculum(0.0, 1.0, 1), due, 1)
-    assert (run.consumed is not None and run.consumed.trained, recorded.heard) == (["r2"], 2)
+    assert (run.trained, run.trained_version, recorded.heard) == (due.trained, 1, 2)
     books = rebuild(RolloutState(2, 1, ORDER, manager=2), run, [m.HeldReport(WORKER, 0, [held("r0"), held("r3")])])
     lines = [(type(line).__name__, line.rollout) for line in books.events.unrecorded]
-    assert lines == [("Admitted", "r3"), ("Admitted", "r2"), ("Dropped", "r1")]
-    assert books.events.last_seq == 3
-    assert books.gate.books().trained == 1
+    assert lines == [("Admitted", "r2"), ("Finished", "r2"), ("Admitted", "r3"), ("Dropped", "r1")]
+    assert books.events.last_seq == 4
+    assert (books.gate.books().trained, books.gate.trained_version) == (1, 1)
 
 
 def test_what_is_lost_is_written_by_worker() -> None:
@@ -141,19 +143,80 @@ def test_what_is_lost_is_written_by_worker() -> None:
         assert written == sorted(of_line.values())
 
 
-def test_a_rebuilt_manager_admits_nothing_if_the_gate_was_closed_and_runs_nothing_if_all_was_abandoned() -> None:
-    for closed, abandoned in ((False, False), (True, False), (True, True)):
-        run = m.RunReport(open=[granted("r0")], closed=closed, abandoned_all=abandoned)
-        books = rebuild(RolloutState(2, 1, ORDER), run, [m.HeldReport(WORKER, 0, [held("r0")])])
-        assert books.gate.closed is closed
-        assert (books.gate.books().running, books.gate.books().abandoned) == ((0, 1) if abandoned else (1, 0))
+def received(rollout: str, order: int) -> m.ReceivedRollout:
+    return m.ReceivedRollout(rollout, f"e0-{order}", order, 0, 5)
 
 
-def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds() -> None:
-    consumed = m.ConsumedReport(1, ["r0"], [])
-    run = m.RunReport(open=[granted("r0")], consumed=consumed)
+def reported(rollout: str, order: int, at: str) -> m.RunReport:
+    """The ledger has admitted the rollout, and the trainer has it: the ledger says so, a rank, or the last step."""
+    run = m.RunReport(open=[structs.replace(granted(rollout), prompt=f"e0-{order}", order=order)])
+    if at == "ledger":
+        return structs.replace(run, finished=[rollout])
+    if at == "rank":
+        return structs.replace(run, received=[received(rollout, order)])
+    return structs.replace(run, trained=[received(rollout, order)], trained_version=1)
+
+
+@pytest.mark.parametrize("at", ["ledger", "rank", "last step"])
+def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds(at: str) -> None:
+    run, told = reported("r0", 0, at), m.FinishedRollout("r0", True, success=0.5)
     for reports, awaited in (([m.HeldReport(WORKER, 0, [held("r0")])], True), ([m.HeldReport(WORKER, 0, [])], False)):
-        assert rebuild(RolloutState(1, 1, ORDER), run, reports).awaits_ends is awaited
+        books = rebuild(RolloutState(1, 1, ORDER), run, reports)
+        assert books.awaits_ends is awaited
+        books.finish(told)
+        assert not books.awaits_ends
+        assert books.measured.unrecorded == [("e0-0", 0.5)] * awaited
+    books = rebuild(RolloutState(1, 1, ORDER), run, [m.HeldReport(WORKER, 0, [held("r0", told)])])
+    assert not books.awaits_ends
+    assert books.measured.unrecorded == [("e0-0", 0.5)]
+
+
+@pytest.mark.parametrize("at", ["ledger", "rank", "last step"])
+def test_what_the_trainer_has_counts_whatever_became_of_its_worker(at: str) -> None:
+    run = reported("r0", 0, at)
+    for reports in ([], [m.HeldReport(WORKER, 0, [])], [m.HeldReport(WORKER, 0, [held("r0")])]):
+        books = rebuild(RolloutState(1, 1, ORDER), run, reports)
+        counters = books.gate.books()
+        assert (counters.running, counters.dropped, counters.submitted) == (0, {}, 1)
+        assert (counters.trained, counters.finished_untrained) == ((1, 0) if at == "last step" else (0, 1))
+        lines = [type(line).__name__ for line in books.events.unrecorded]
+        assert lines == ([] if at == "ledger" else ["Finished"]), "once in the ledger"
+
+
+def test_a_rollout_that_its_worker_says_was_acknowledged_runs_until_the_trainer_says_that_it_has_it() -> None:
+    """The ranks were polled before it arrived; its worker does not hold it any more, once this report is answered."""
+    told = m.FinishedRollout("r0", True, tokens=5, success=0.5)
+    books = rebuild(
+        RolloutState(1, 1, ORDER), m.RunReport(open=[granted("r0")]), [m.HeldReport(WORKER, 0, [held("r0", told)])]
+    )
+    assert (books.gate.books().running, books.events.unrecorded) == (1, [])
+    assert books.receive("r0", 5)
+    assert (books.gate.books().finished_untrained, books.measured.unrecorded) == (1, [("e0-0", 0.5)])
+
+
+def test_of_two_rollouts_of_a_prompt_the_first_that_is_known_counts_and_the_other_changes_nothing() -> None:
+    """The manager that died had given one of them up, and told nobody; only it could tell which."""
+    worker, other = [held("r0")], [m.HeldRollout(structs.replace(held("r0").granted, rollout_id="again"))]
+    reports = [m.HeldReport(WORKER, 0, worker), m.HeldReport("rollout_worker/1", 0, other)]
+    for run, counts in (
+        (m.RunReport(), "r0"),
+        (m.RunReport(open=[granted("r0")], received=[received("again", 0)]), "r0"),
+        (m.RunReport(open=[granted("again")], received=[received("r0", 0)]), "again"),
+    ):
+        books = rebuild(RolloutState(1, 1, ORDER), run, reports)
+        assert list(books.gate.live) == [counts]
+        assert [books.receive(each, 5) for each in ("r0", "again")] == [counts == "r0", counts == "again"]
+        assert books.gate.books().submitted == 1
+
+
+def test_a_prompt_that_the_last_step_trained_is_not_played_by_another_rollout_of_it() -> None:
+    """Of two rollouts, the ledger has the one that was given up, and the last step trained the other."""
+    run = m.RunReport(open=[granted("r0")], trained=[received("again", 0)], trained_version=1)
+    books = rebuild(RolloutState(1, 1, ORDER), run, [m.HeldReport(WORKER, 0, [held("r0")])])
+    assert (list(books.gate.live), books.gate.outcome("r0")) == ([], "lost_with_manager")
+    assert (books.gate.books().trained, books.queue.is_used(0)) == (1, True)
+    assert not books.receive("r0", 5)
+    assert books.next_for(WORKER) == NextTry(1)
 
 
 def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_have_spoken() -> None:
@@ -306,3 +369,57 @@ def test_a_curriculum_that_cannot_be_restored_leaves_the_manager_waiting_for_the
     assert not service.begun
     service.begin(m.RunReport())
     assert service.begun
+
+
+def test_what_the_trainer_has_received_is_answered_once_the_state_is_rebuilt() -> None:
+    """The manager that begins does not know before what counts."""
+    shut = Shut(granted("r1"))
+    service, report = shut.service, m.ReceivedReport([received("r1", 0), received("r2", 2)], manager=2)
+
+    async def ask() -> list[str]:
+        asking = asyncio.ensure_future(service.received(report))
+        await asyncio.sleep(0)
+        assert not asking.done()
+        await service.open_session(m.HeldReport(WORKER, 0, [held("r1")]))
+        return (await asyncio.wait_for(asking, 5.0)).refused
+
+    assert asyncio.run(ask()) == ["r2"]
+    assert service.gate.books().finished_untrained == 1
+
+
+def test_what_was_received_is_told_to_the_manager_that_it_is_meant_for() -> None:
+    shut = Shut(granted("r1"))
+    shut.open_session(0, held("r1"))
+    with pytest.raises(m.NotIntroduced, match="1 was the manager before, 2 is there"):
+        call(shut.service, "/received", rollouts=[received("r1", 0)], manager=1)
+    assert shut.service.gate.books().running == 1
+
+
+def test_what_the_trainer_has_loads_no_server_any_more() -> None:
+    shut = Shut(granted("r1"))
+    service = shut.service
+    service.router.update(0, "http://server", 0, routable=True)
+    service.routes_changed(0)
+    shut.open_session(0, held("r1"))
+    caller = {"worker": WORKER, "manager": 2}
+    request = m.RouteRequest(1, 1, 1, request_id="r1/0", rollout_id="r1")
+    assert call(service, "/schedule_request", **caller, requests=[request]).scheduled
+    assert call(service, "/received", rollouts=[received("r1", 0)], manager=2).refused == []
+    assert service.router.placed == 0
+    assert not call(service, "/schedule_request", **caller, requests=[request]).scheduled
+
+
+def test_a_worker_that_was_given_up_still_gets_servers_until_it_ends_its_rollout() -> None:
+    """It does not know, and would wait for ever; its trajectory is refused in the end."""
+    shut = Shut(granted("r1"))
+    service = shut.service
+    service.router.update(0, "http://server", 0, routable=True)
+    service.routes_changed(0)
+    shut.open_session(0, held("r1"))
+    service.worker_died(WORKER)
+    caller = {"worker": WORKER, "manager": 2}
+    request = m.RouteRequest(1, 1, 1, request_id="r1/0", rollout_id="r1")
+    assert call(service, "/schedule_request", **caller, requests=[request]).scheduled
+    assert call(service, "/received", rollouts=[received("r1", 0)], manager=2).refused == ["r1"]
+    call(service, "/finish_rollout", **caller, finished=[m.FinishedRollout("r1", True)])
+    assert service.router.placed == 0

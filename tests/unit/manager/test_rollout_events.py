@@ -66,6 +66,12 @@ async def report(manager: ManagerService, version: int = 0, trained: tuple[str, 
     return await manager.report_consumed(m.ConsumedReport(version, list(trained), []))
 
 
+async def receive(manager: ManagerService, order: int) -> list[str]:
+    """The trainer has the rollout; return it if it does not count."""
+    received = m.ReceivedRollout(f"r{order}", f"e0-{order}", order, 0, 9)
+    return (await manager.received(m.ReceivedReport([received]))).refused
+
+
 def finished(rollout: str, reason: str = "", *, again: bool = False) -> m.FinishRequest:
     end = m.FinishedRollout(rollout, accepted=not reason, reason=reason, return_prompt=again, tokens=9)
     return m.FinishRequest(worker=MASTER, finished=[end])
@@ -81,13 +87,16 @@ async def test_every_end_of_a_rollout_is_told_once_with_the_books_that_have_it()
     await admit(manager, 0, 1)  # its reply was lost
     for request in (finished("r0"), finished("r0"), finished("r1", "timeout"), finished("r2", "failed", again=True)):
         await manager.finish_rollout(request)
+    for _ in range(2):
+        assert await receive(manager, 0) == []
+        await manager.finish_rollout(finished("r0", "failed"))
     await manager.abandon(m.Empty())
     reply = await report(manager)
     assert kinds(reply.events) == [
         *[("Admitted", f"r{order}") for order in range(4)],
-        ("Finished", "r0"),
         ("Dropped", "r1"),
         ("Dropped", "r2"),
+        ("Finished", "r0"),
         ("Abandoned", "r0"),
         ("Abandoned", "r3"),
     ]
@@ -102,27 +111,38 @@ async def test_every_end_of_a_rollout_is_told_once_with_the_books_that_have_it()
     )
 
 
-async def test_a_rollout_of_a_silent_worker_that_finishes_after_all_is_told_finished_after_its_drop() -> None:
+async def test_a_rollout_of_a_silent_worker_that_is_delivered_after_all_has_no_line_after_its_drop() -> None:
     manager = service()
     await admit(manager, 0)
     manager.worker_died(MASTER)
     await manager.finish_rollout(finished("r0"))
-    await manager.finish_rollout(finished("r0", "timeout"))  # overtaken, and final
-    reply = await report(manager)
-    assert kinds(reply.events) == [
-        ("Admitted", "r0"),
-        ("Dropped", "r0"),
-        ("Finished", "r0"),
-        ("Dropped", "r0"),
-    ]
-    assert reply.books.dropped == {"timeout": 1}
+    assert await receive(manager, 0) == ["r0"]
+    await manager.finish_rollout(finished("r0", "timeout"))
+    reply = await report(manager, 0, ("r0",))
+    assert kinds(reply.events) == [("Admitted", "r0"), ("Dropped", "r0")]
+    assert reply.books.dropped == {"worker_died": 1}
+
+
+async def test_a_report_forgets_the_lines_and_measurements_that_it_says_are_recorded() -> None:
+    manager = service()
+    await admit(manager, 0, 1)
+    for rollout in ("r0", "r1"):
+        ended = m.FinishedRollout(rollout, True, success=1.0)
+        await manager.finish_rollout(m.FinishRequest(worker=MASTER, finished=[ended]))
+    first = await report(manager)
+    assert (len(first.events), len(first.measured)) == (2, 2)
+    known = {"events_after": first.events_seq - 1, "measured_after": first.measured_seq - 1}
+    second = await manager.report_consumed(m.ConsumedReport(0, [], [], **known))
+    assert (second.events, second.measured) == (first.events[1:], first.measured[1:])
 
 
 async def test_a_trained_rollout_has_no_later_line() -> None:
     manager = service()
     await admit(manager, 0)
+    assert await receive(manager, 0) == []
     first = await report(manager, 1, ("r0",))
     await manager.finish_rollout(finished("r0"))
+    assert await receive(manager, 0) == ["r0"], "a second copy"
     second = await manager.report_consumed(m.ConsumedReport(1, [], [], events_after=first.events_seq))
     assert second.events == []
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.staleness_gate import ABANDONED, TRAINED, WORKER_LOST, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import ABANDONED, GONE, TRAINED, WORKER_LOST, StalenessGate
 from tests.examples import examples
 
 
@@ -74,46 +74,48 @@ def test_a_train_report_may_overtake_the_finish() -> None:
     assert (books.trained, books.running, books.finished_untrained) == (1, 0, 0)
 
 
-def test_a_rollout_of_a_silent_worker_comes_back_when_it_finishes() -> None:
+def leave(gate: StalenessGate, outcome: str) -> None:
+    """Take the one live rollout, "a", out of the count."""
+    if outcome == TRAINED:
+        gate.train(1, ["a"])
+    elif outcome == ABANDONED:
+        gate.abandon()
+    else:
+        assert gate.drop("a", outcome) == RolloutTicket("a", "w0", prompt_id="p-a")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("outcome", ["stale", TRAINED, *GONE])
+def test_what_left_the_count_does_not_come_back_whatever_is_said_of_it(outcome: str, finished: bool) -> None:
     gate = StalenessGate(batch_size=1, max_staleness=1)
     start(gate, "a")
-    assert gate.lose("a") == RolloutTicket("a", "w0", prompt_id="p-a")
-    assert gate.books().dropped == {WORKER_LOST: 1}
-    assert gate.finish("a") == RolloutTicket("a", "w0", prompt_id="p-a")
-    books = gate.books()
-    assert books.dropped == {}
-    assert books.finished_untrained == 1
-    assert books.balanced
+    if finished:
+        gate.finish("a")
+    leave(gate, outcome)
+    gate.train(1, [])
+    before = gate.books()
+    assert (before.submitted, before.running, before.finished_untrained, before.balanced) == (1, 0, 0, True)
+    for _ in range(2):
+        assert gate.finish("a") is None
+        assert gate.drop("a", "failed") is None
+        gate.train(1, ["a"])
+        assert gate.abandon() == []
+    assert (gate.books(), gate.outcome("a")) == (before, outcome)
+    assert "a" not in gate.live
+    assert gate.admitted_at("a") is None
 
 
-@pytest.mark.parametrize("before", [["lose"], ["drop"], ["lose", "drop"]])
-def test_what_the_optimizer_consumed_is_trained_whatever_was_said_before(before: list[str]) -> None:
-    gate = StalenessGate(batch_size=1, max_staleness=1)
-    start(gate, "a")
-    for what in before:
-        _ = gate.lose("a") if what == "lose" else gate.drop("a", "stale")
-    gate.train(1, ["a"])
-    books = gate.books()
-    assert (books.trained, books.dropped, books.submitted) == (1, {}, 1)
-
-
-def test_a_rollout_dropped_by_the_trainer_does_not_come_back() -> None:
-    gate = StalenessGate(batch_size=1, max_staleness=1)
-    start(gate, "a")
-    gate.drop("a", "stale")
-    assert gate.finish("a") is None
-    assert gate.books().dropped == {"stale": 1}
-
-
-def test_a_drop_of_a_rollout_that_was_given_up_is_final() -> None:
-    """The trainer drops what it got of it before the worker's report arrives: nobody would take it out again."""
+def test_the_place_of_a_lost_rollout_is_given_once() -> None:
+    """Its worker may deliver it after all: no third place comes of it, and none is missing."""
     gate = StalenessGate(batch_size=1, max_staleness=0)
     start(gate, "a")
-    gate.lose("a")
-    assert gate.drop("a", "duplicate_prompt") is None
-    assert gate.finish("a") is None
-    assert gate.books().finished_untrained == 0
-    assert start(gate, "b") == [0]
+    gate.drop("a", WORKER_LOST)
+    assert start(gate, "b", "c") == [0, None]
+    gate.finish("a")
+    gate.train(0, ["a"])
+    assert start(gate, "c") == [None]
+    gate.drop("b", "failed")
+    assert start(gate, "c", "d") == [0, None]
 
 
 def test_a_drop_of_what_was_trained_changes_nothing() -> None:
@@ -125,16 +127,20 @@ def test_a_drop_of_what_was_trained_changes_nothing() -> None:
     assert (gate.books().trained, gate.outcome("a")) == (1, TRAINED)
 
 
-def test_a_rollout_has_ended_once_it_finished_or_left_for_good() -> None:
-    gate = StalenessGate(batch_size=4, max_staleness=0)
-    start(gate, "a", "b", "c")
-    assert not any(map(gate.has_ended, ["a", "b", "c", "unknown"]))
+def test_a_rollout_has_ended_once_it_finished_or_left_unless_it_was_given_up() -> None:
+    """The worker of what was given up may play it on, and still gets servers for it."""
+    gate = StalenessGate(batch_size=4, max_staleness=1)
+    start(gate, *"abcdefg")
+    assert not any(map(gate.has_ended, [*"abcdefg", "unknown"]))
     gate.finish("a")
     gate.drop("b", "rejected")
-    gate.lose("c")
-    assert [gate.has_ended(name) for name in "abc"] == [True, True, False]
     gate.drop("c", "stale")
-    assert gate.has_ended("c")
+    gate.drop("d", WORKER_LOST)
+    gate.drop("e", "lost_with_manager")
+    gate.train(1, ["f"])
+    assert [gate.has_ended(name) for name in "abcdefg"] == [True, True, True, False, False, True, False]
+    gate.abandon()
+    assert not gate.has_ended("g")
 
 
 def test_a_repeated_train_report_counts_once() -> None:
@@ -145,13 +151,13 @@ def test_a_repeated_train_report_counts_once() -> None:
     assert gate.books().trained == 1
 
 
-def test_trained_rollouts_of_a_gate_that_was_restarted_enter_the_books_once() -> None:
+def test_what_was_never_admitted_is_not_counted_whatever_is_said_of_it() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=0)
-    gate.train(1, ["x", "y"])
-    gate.train(1, ["x", "y", "z"])
-    books = gate.books()
-    assert (books.submitted, books.trained) == (2, 2)
-    assert books.balanced
+    before = gate.books()
+    assert gate.finish("x") is None
+    assert gate.drop("x", "stale") is None
+    gate.train(0, ["x", "y"])
+    assert (gate.books(), gate.outcome("x"), gate.capacity) == (before, None, 2)
 
 
 def test_a_resumed_run_starts_at_its_version() -> None:
@@ -202,14 +208,6 @@ def test_abandon_closes_and_accounts_for_everything() -> None:
     assert start(gate, "d") == [None]
 
 
-def test_a_late_train_report_takes_back_abandonment() -> None:
-    gate = StalenessGate(batch_size=2, max_staleness=1)
-    start(gate, "a")
-    gate.abandon()
-    gate.train(1, ["a"])
-    assert (gate.books().abandoned, gate.books().trained) == (0, 1)
-
-
 def test_wait_holds_a_step_before_two_rollouts_fall_due_at_once() -> None:
     """The counterexample of the docstring: waiting only for what is due now would be one step too late."""
     gate = StalenessGate(batch_size=1, max_staleness=2)
@@ -234,15 +232,6 @@ def test_a_due_rollout_that_runs_blocks_its_step() -> None:
     assert gate.blocking(0) == []
 
 
-def test_a_finished_rollout_is_not_lost_with_its_worker() -> None:
-    gate = StalenessGate(batch_size=1, max_staleness=0)
-    start(gate, "a")
-    gate.finish("a")
-    assert gate.lose("a") is None
-    assert gate.books().finished_untrained == 1
-    assert gate.lost("a") is None
-
-
 def test_with_more_rollouts_than_the_limit_none_is_admitted() -> None:
     """Each was admitted by an earlier gate, of a run that resumes with smaller settings."""
     gate = StalenessGate(batch_size=1, max_staleness=0)
@@ -257,21 +246,16 @@ def test_what_an_earlier_gate_counted_is_known_and_not_counted_again() -> None:
     gate.resume(1, {"rejected": 1, WORKER_LOST: 1}, abandoned=1)
     before = gate.books()
     assert (before.submitted, before.abandoned, before.balanced) == (5, 1, True)
-    gate.remember("trained", TRAINED)
-    gate.remember("abandoned", ABANDONED)
-    gate.remember("rejected", "rejected")
-    gate.remember("lost", WORKER_LOST, (RolloutTicket("lost", "w0"), 1))
+    outcomes = ["rejected", TRAINED, *GONE]
+    for outcome in outcomes:
+        gate.remember(f"{outcome} before", outcome)
+    assert [gate.outcome(f"{outcome} before") for outcome in outcomes] == outcomes
+    for outcome in outcomes:
+        assert gate.finish(f"{outcome} before") is None
+        assert gate.drop(f"{outcome} before", "stale") is None
+        assert gate.admitted_at(f"{outcome} before") is None
+        gate.train(1, [f"{outcome} before"])
     assert gate.books() == before
-    assert [gate.outcome(name) for name in ("trained", "abandoned", "lost")] == [TRAINED, ABANDONED, WORKER_LOST]
-    assert (gate.admitted_at("lost"), gate.admitted_at("rejected")) == (1, None)
-    assert gate.finish("rejected") is None
-    assert gate.finish("lost") == RolloutTicket("lost", "w0")
-    gate.train(2, ["trained", "abandoned"])
-    gate.train(2, ["trained", "abandoned"])
-    books = gate.books()
-    assert (books.submitted, books.trained, books.finished_untrained, books.abandoned) == (5, 3, 1, 0)
-    assert books.dropped == {"rejected": 1}
-    assert books.balanced
 
 
 def test_running_of_names_the_running_rollouts_of_one_worker() -> None:
@@ -310,7 +294,6 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
         elif turn < 0.7 and known:
             gate.finish(chance.choice(known))
         elif turn < 0.8 and known:
-            gate.lose(chance.choice(known))
             gate.drop(chance.choice(known), "rejected")
         elif turn < 0.9:
             gate.train(gate.trained_version + 1, [row[0] for row in live_rows(gate) if row[-1]][:2])

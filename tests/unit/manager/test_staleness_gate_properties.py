@@ -18,7 +18,8 @@ PICK = st.integers(0, 10_000)
 class TrainerAndWorkers(RuleBasedStateMachine):
     """Workers, servers and a trainer around a gate. Tokens are as old as they can be: of the version of admission.
 
-    `delivered` are the rollouts at the trainer, `unreported` those whose finish the gate has not been told yet.
+    `running` are the rollouts that workers play, `arrived` those that a rank has and the gate was not asked about,
+    `received` those that count. `lost` are those that were given up while they ran, which their workers may deliver.
     """
 
     @initialize(batch=st.integers(1, 4), eta=st.integers(0, 4))
@@ -27,9 +28,9 @@ class TrainerAndWorkers(RuleBasedStateMachine):
         self.trained_version = 0
         self.running: dict[str, int] = {}
         self.owner: dict[str, str] = {}
-        self.delivered: dict[str, int] = {}
-        self.unreported: list[str] = []
-        self.history: list[str] = []
+        self.arrived: dict[str, int] = {}
+        self.received: dict[str, int] = {}
+        self.lost: set[str] = set()
         self.submitted = 0
         self.stale_drops = 0
 
@@ -47,62 +48,63 @@ class TrainerAndWorkers(RuleBasedStateMachine):
             assert self.gate.counted <= self.gate.limit
 
     @precondition(lambda self: self.running)
-    @rule(pick=PICK, reported=st.booleans())
-    def finish(self, pick: int, reported: bool) -> None:
+    @rule(pick=PICK, asked=st.booleans())
+    def deliver(self, pick: int, asked: bool) -> None:
         name = sorted(self.running)[pick % len(self.running)]
-        self.delivered[name] = self.running.pop(name)
-        if reported:
-            self.gate.finish(name)
-        else:
-            self.unreported.append(name)
-        self.history.append(name)
+        self.arrived[name] = self.running.pop(name)
+        if asked:
+            self.ask(name)
 
-    @precondition(lambda self: self.unreported)
+    @precondition(lambda self: self.arrived)
     @rule(pick=PICK)
-    def report_late(self, pick: int) -> None:
-        self.gate.finish(self.unreported.pop(pick % len(self.unreported)))
+    def ask_later(self, pick: int) -> None:
+        self.ask(sorted(self.arrived)[pick % len(self.arrived)])
+
+    def ask(self, name: str) -> None:
+        version, counts = self.arrived.pop(name), name in self.gate.live
+        assert counts == (name not in self.lost)
+        assert (self.gate.finish(name) is not None) == counts
+        if counts:
+            self.received[name] = version
 
     @precondition(lambda self: self.running)
     @rule(pick=PICK)
     def reject(self, pick: int) -> None:
         name = sorted(self.running)[pick % len(self.running)]
         del self.running[name]
-        was_live = name in self.gate.live
-        assert (self.gate.drop(name, "rejected") is not None) == was_live
-        self.history.append(name)
+        assert (self.gate.drop(name, "rejected") is not None) == (name not in self.lost)
 
     @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.booleans())
     def lease_runs_out(self, worker: str, dead: bool) -> None:
-        """A worker that is not dead goes on with what it had."""
+        """A worker that is not dead goes on with what it had; a rank may have what a dead one delivered."""
         for name in self.gate.live.running_of(worker):
-            self.gate.lose(name)
+            assert self.gate.drop(name, WORKER_LOST) is not None
+            self.lost.add(name)
         for name in [name for name in self.running if dead and self.owner[name] == worker]:
             del self.running[name]
-            self.history.append(name)
 
-    @precondition(lambda self: self.delivered)
+    @precondition(lambda self: self.received)
     @rule(pick=PICK)
     def trainer_drops(self, pick: int) -> None:
-        """For example as a duplicate; the worker's own report may be on its way, and its lease may have run out."""
-        name = sorted(self.delivered)[pick % len(self.delivered)]
-        del self.delivered[name]
-        self.gate.drop(name, "duplicate_prompt")
+        name = sorted(self.received)[pick % len(self.received)]
+        del self.received[name]
+        assert self.gate.drop(name, "failed") is not None
 
     @rule()
     def train_step(self) -> None:
-        """Oldest first, with the check at consumption; finish reports of what is trained may be on their way."""
+        """Oldest first, with the check at consumption."""
         step = self.trained_version
-        stale = [name for name, version in self.delivered.items() if step - version > self.gate.max_staleness]
+        stale = [name for name, version in self.received.items() if step - version > self.gate.max_staleness]
         for name in stale:
-            del self.delivered[name]
+            del self.received[name]
             self.gate.drop(name, "stale")
         self.stale_drops += len(stale)
-        if len(self.delivered) < self.gate.batch_size or not self.may_train(step):
+        if len(self.received) < self.gate.batch_size or not self.may_train(step):
             return
-        oldest_first = sorted(self.delivered, key=lambda name: (self.delivered[name], int(name[1:])))
+        oldest_first = sorted(self.received, key=lambda name: (self.received[name], int(name[1:])))
         batch = oldest_first[: self.gate.batch_size]
         for name in batch:
-            assert step - self.delivered.pop(name) <= self.gate.max_staleness
+            assert step - self.received.pop(name) <= self.gate.max_staleness
         self.trained_version += 1
         self.gate.train(self.trained_version, batch)
 
@@ -115,26 +117,25 @@ class TrainerAndWorkers(RuleBasedStateMachine):
         lag = max(0, self.trained_version - self.gate.version)
         self.gate.advance(self.gate.version + lag * share // 3)
 
-    @precondition(lambda self: self.history)
+    @precondition(lambda self: self.submitted)
     @rule(pick=PICK, message=st.sampled_from(["finish", "drop", "train"]))
-    def repeat_a_message(self, pick: int, message: str) -> None:
-        """A message that was sent before arrives again; only those that the sender would really send."""
-        name = self.history[pick % len(self.history)]
-        if name in self.delivered or name in self.unreported:
+    def a_message_about_what_left_comes_late(self, pick: int, message: str) -> None:
+        """Or about what has not left yet, if it was said before."""
+        name = f"r{pick % self.submitted}"
+        if name in self.gate.live and not (message == "finish" and name in self.received):
             return
         before = self.gate.books()
-        if message == "finish" and before.dropped.get(WORKER_LOST, 0) == 0:
-            self.gate.finish(name)
+        if message == "finish":
+            assert self.gate.finish(name) is None
         elif message == "drop":
-            if self.gate.lost(name) is not None:  # its reason replaces the loss, once
-                self.gate.drop(name, "rejected")
-                assert self.gate.books().submitted == before.submitted
-                before = self.gate.books()
-                assert self.gate.outcome(name) == "rejected"
-            self.gate.drop(name, "rejected")
-        elif message == "train" and self.trained_version:
-            self.gate.train(self.trained_version, [])
+            assert self.gate.drop(name, "rejected") is None
+        else:
+            self.gate.train(self.trained_version, [name])
         assert self.gate.books() == before
+
+    @property
+    def counted_and_running(self) -> set[str]:
+        return (self.running.keys() | self.arrived.keys()) - self.lost
 
     @invariant()
     def books_balance(self) -> None:
@@ -142,48 +143,24 @@ class TrainerAndWorkers(RuleBasedStateMachine):
         assert books.balanced
         assert books.submitted == self.submitted
         assert books.trained == self.trained_version * self.gate.batch_size
-        assert min(books.running, books.finished_untrained, books.abandoned, *books.dropped.values(), 0) >= 0
 
     @invariant()
-    def every_rollout_at_the_trainer_is_counted(self) -> None:
+    def what_counts_is_there_and_what_is_there_counts(self) -> None:
+        """No place is lost, and none is given twice."""
         books = self.gate.books()
-        lost = books.dropped.get(WORKER_LOST, 0)
-        assert books.running + books.finished_untrained + lost >= len(self.running) + len(self.delivered)
-
-    @invariant()
-    def no_place_is_lost(self) -> None:
-        """Finished rollouts of the gate's count are at the trainer."""
-        assert self.gate.books().finished_untrained <= len(self.delivered)
+        assert (books.running, books.finished_untrained) == (len(self.counted_and_running), len(self.received))
+        assert set(self.gate.live) == self.counted_and_running | self.received.keys()
+        assert books.dropped.get(WORKER_LOST, 0) == len(self.lost)
 
     @invariant()
     def never_deadlocks(self) -> None:
         """If nothing runs, the servers are at the trainer's version and it lacks a batch, a rollout may start."""
         books = self.gate.books()
         if books.running == 0 and self.gate.version == self.trained_version:
-            assert len(self.delivered) >= self.gate.batch_size or self.gate.capacity > 0
+            assert len(self.received) >= self.gate.batch_size or self.gate.capacity > 0
 
 
-class ReportsArrive(TrainerAndWorkers):
-    """The same, where the gate learns of each finish before its worker can die, so that no place is given twice."""
-
-    @precondition(lambda self: self.running)
-    @rule(pick=PICK, reported=st.just(True))
-    def finish(self, pick: int, reported: bool) -> None:
-        name = sorted(self.running)[pick % len(self.running)]
-        self.delivered[name] = self.running.pop(name)
-        self.gate.finish(name)
-        self.history.append(name)
-
-    @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.just(True))
-    def lease_runs_out(self, worker: str, dead: bool) -> None:
-        super().lease_runs_out(worker, dead)
-
-    @invariant()
-    def nothing_expires(self) -> None:
-        assert self.stale_drops == 0
-
-
-class WaitingTrainer(ReportsArrive):
+class WaitingTrainer(TrainerAndWorkers):
     """Under `on_stale=wait` nothing expires, and only running rollouts block."""
 
     def may_train(self, step: int) -> bool:
@@ -191,15 +168,23 @@ class WaitingTrainer(ReportsArrive):
 
     @invariant()
     def what_blocks_is_running(self) -> None:
-        assert set(self.gate.blocking(self.trained_version)) <= set(self.running)
+        assert set(self.gate.blocking(self.trained_version)) <= self.counted_and_running
+
+    @invariant()
+    def nothing_expires(self) -> None:
+        assert self.stale_drops == 0
 
 
-class FifoTrainer(ReportsArrive):
+class FifoTrainer(TrainerAndWorkers):
     """Consuming strictly in the order of admission nothing is ever too old, with no check at consumption."""
 
     def may_train(self, step: int) -> bool:
-        order = sorted([*self.running, *self.delivered], key=lambda name: int(name[1:]))
-        return all(name in self.delivered for name in order[: self.gate.batch_size])
+        order = sorted([*self.counted_and_running, *self.received], key=lambda name: int(name[1:]))
+        return all(name in self.received for name in order[: self.gate.batch_size])
+
+    @invariant()
+    def nothing_expires(self) -> None:
+        assert self.stale_drops == 0
 
 
 TrainerAndWorkers.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)

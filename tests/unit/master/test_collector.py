@@ -1,15 +1,18 @@
-"""The collector: polls that go on during training, repeats, copies, refreshes and failures."""
+"""The collector: polls that go on during training, repeats, copies, what does not count, refreshes and failures."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.comm.request_reply.client import RequestTimeout
+from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.collector import PACE_AWAITED_S, PACE_S, POLL_S, REPLY_LIMIT_S, Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
@@ -60,6 +63,23 @@ def record(order: int, worker: int = 0) -> RolloutRecord:
     )
 
 
+class Gate:
+    """The manager, which does not count the rollouts that it gave up."""
+
+    def __init__(self, *given_up: str) -> None:
+        self.given_up, self.told = given_up, list[str]()
+
+    async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
+        self.told += [each.rollout_id for each in rollouts]
+        await asyncio.sleep(0)
+        return [each.rollout_id for each in rollouts if each.rollout_id in self.given_up]
+
+
+def collector_of(workers: Workers | list[Worker], buffer: SampleBuffer, *given_up: str) -> tuple[Collector, Gate]:
+    gate = Gate(*given_up)
+    return Collector(cast(Any, list(workers)), buffer, cast(Any, gate)), gate
+
+
 class Silent(Worker):
     """Does not answer the first calls in time."""
 
@@ -86,7 +106,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("awaited", [False, True])
 async def test_a_burst_is_told_in_few_polls_and_in_more_while_a_step_waits(awaited: bool) -> None:
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     if awaited:
         collector._awaited.set()
     pace_s = PACE_AWAITED_S if awaited else PACE_S
@@ -104,7 +124,7 @@ async def test_a_burst_is_told_in_few_polls_and_in_more_while_a_step_waits(await
 
 async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     collector.start()
     waiting = asyncio.create_task(collector.changed(missing=1))
     await rounds()
@@ -120,7 +140,7 @@ async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
 
 async def test_who_waits_for_many_has_each_head_gather_its_share() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     collector.start()
     await rounds()
     assert workers.asked == [1, 1], "nobody waits"
@@ -138,7 +158,7 @@ async def test_who_waits_for_many_has_each_head_gather_its_share() -> None:
 
 async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     collector.start()
     await rounds()
     workers.received[0].append(record(0))
@@ -152,7 +172,8 @@ async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
 
 async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
+    await collector.confirm()
     workers.received[0].append(record(0))
     collector.start()
     await collector.refresh()
@@ -164,9 +185,44 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     await collector.close()
 
 
+async def test_what_a_given_up_worker_delivers_late_is_freed_and_neither_counted_nor_trained() -> None:
+    workers, buffer = Workers(2), SampleBuffer(1, 0, "drop")
+    collector, gate = collector_of(workers, buffer, "r0")
+    collector.start()
+    await collector.confirm()
+    waiting = asyncio.create_task(collector.changed(missing=1))
+    workers.received[1].append(record(0, worker=1))
+    await collector.refresh()
+    assert (gate.told, workers.discarded) == (["r0"], [(1, "r0")])
+    assert (len(buffer), buffer.received, collector.generated_tokens, collector.generated_samples) == (0, 0, 0, 0)
+    await rounds()
+    assert not waiting.done(), "nothing came that a step could train"
+    workers.received[0].append(structs.replace(record(0), rollout_id="again"))
+    await collector.refresh()
+    await waiting
+    assert [each.rollout_id for each in buffer.live()] == ["again"], "its prompt was played again"
+    assert (collector.generated_tokens, workers.discarded) == (4, [(1, "r0")])
+    await collector.close()
+
+
+async def test_until_the_manager_has_heard_of_the_run_all_waits_and_then_what_does_not_count_leaves() -> None:
+    workers, buffer = Workers(2), SampleBuffer(1, 0, "drop")
+    collector, gate = collector_of(workers, buffer, "r1")
+    workers.received[0].append(record(0))
+    workers.received[1] += [record(1, worker=1), record(2, worker=1)]
+    collector.start()
+    await collector.refresh()
+    assert (gate.told, len(buffer)) == ([], 3)
+    await collector.confirm()
+    assert sorted(gate.told) == ["r0", "r1", "r2"]
+    assert [each.rollout_id for each in buffer.live()] == ["r0", "r2"]
+    assert workers.discarded == [(1, "r1")]
+    await collector.close()
+
+
 async def test_each_wait_is_for_another_arrival_and_afterwards_a_poll_is_for_one_rollout() -> None:
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     collector.start()
     collector.start()
     await rounds()
@@ -188,7 +244,7 @@ async def test_each_wait_is_for_another_arrival_and_afterwards_a_poll_is_for_one
 
 async def test_a_poll_may_be_held_and_any_other_call_is_answered_within_a_limit() -> None:
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     collector.start()
     await rounds()
     await collector.refresh()
@@ -200,7 +256,7 @@ async def test_a_poll_may_be_held_and_any_other_call_is_answered_within_a_limit(
 
 async def test_rollouts_are_freed_with_one_call_to_each_head_that_holds_some() -> None:
     workers, buffer = Workers(3), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), buffer)
+    collector, _ = collector_of(workers, buffer)
     await collector.discard([record(0, worker=2), record(1), record(2, worker=2)], limit_s=3.0)
     assert workers.discarded == [(0, "r1"), (2, "r0"), (2, "r2")]
     assert workers.limits == [3.0, 3.0]
@@ -208,7 +264,7 @@ async def test_rollouts_are_freed_with_one_call_to_each_head_that_holds_some() -
 
 async def test_a_look_raises_the_error_that_ended_the_polls() -> None:
     workers = Workers(2)
-    collector = Collector(list(workers), SampleBuffer(4, 0, "drop"))
+    collector, _ = collector_of(workers, SampleBuffer(4, 0, "drop"))
     collector.start()
     await rounds()
     collector.check()
@@ -224,7 +280,7 @@ async def test_a_look_raises_the_error_that_ended_the_polls() -> None:
 async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
     workers = Workers(2)
     workers.failure = ConnectionError("model_worker/1 is gone")
-    collector = Collector(list(workers), SampleBuffer(4, 0, "drop"))
+    collector, _ = collector_of(workers, SampleBuffer(4, 0, "drop"))
     collector.start()
     await rounds()
     workers.wake[1].set()
@@ -237,7 +293,7 @@ async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
 async def test_a_worker_that_is_silent_for_a_while_is_asked_again() -> None:
     workers, buffer = Workers(1), SampleBuffer(1, 0, "drop")
     workers.received[0].append(record(0))
-    collector = Collector([Silent(workers, 0)], buffer)  # type: ignore[list-item]
+    collector, _ = collector_of([Silent(workers, 0)], buffer)
     collector.start()
     try:
         waiting = asyncio.create_task(collector.refresh())

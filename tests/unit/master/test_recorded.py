@@ -73,28 +73,26 @@ def test_rollouts_without_an_end_are_open() -> None:
     assert list(recorded.used) == ["e0-2"]
 
 
-def test_a_lost_rollout_comes_back_as_it_finishes_and_no_other_does() -> None:
-    lost = dropped(0, "worker_died", PromptGoes.returned, 0)
-    stale = dropped(1, "stale", PromptGoes.returned, 0)
-    recorded = fold(admitted(0), admitted(1), lost, stale)
-    assert recorded.books() == LedgerBooks(2, 0, {"worker_died": 1, "stale": 1}, 0, 0, 0)
-    for rollout in ("r0", "r1"):
-        recorded.take(Finished(rollout, 3, 1.0))
-    assert list(recorded.open) == ["r0"]
-    assert recorded.books() == LedgerBooks(2, 0, {"stale": 1}, 0, 0, 1)
-
-
-@pytest.mark.parametrize("loss", ["worker_died", "lost_with_manager"])
-def test_a_lost_rollout_that_the_trainer_dropped_has_that_end_and_does_not_come_back(loss: str) -> None:
-    lines = [begin(), admitted(0), dropped(0, loss, PromptGoes.returned, 0), dropped(0, "stale", PromptGoes.used)]
+@pytest.mark.parametrize("end", ["worker_died", "lost_with_manager", "stale", "abandoned"])
+def test_what_left_the_count_has_that_end_whatever_is_told_of_it_later(end: str) -> None:
+    """A given-up worker may deliver its rollout after all, and an earlier manager's line may come late."""
+    ended = Abandoned("r0", 1.0) if end == "abandoned" else dropped(0, end, PromptGoes.returned, 1)
+    lines = [begin(), admitted(0), ended]
     recorded = fold(*lines[1:])
-    for _ in range(2):
-        assert recorded.books() == LedgerBooks(1, 0, {"stale": 1}, 0, 0, 0)
-        recorded.take(Finished("r0", 3, 1.0))
-    assert not recorded.open
+    books = recorded.books()
+    assert (books.submitted, books.running, dict(recorded.ended.items())) == (1, 0, {"r0": end})
     assert audited(*lines) == []
-    assert audited(*lines[:3], dropped(0, "stale", PromptGoes.returned)) != []
-    assert audited(*lines, dropped(0, "stale", PromptGoes.used)) != []
+    for late in (
+        Finished("r0", 3, 1.0),
+        dropped(0, "failed", PromptGoes.given_up),
+        Abandoned("r0", 1.0),
+        Finished("r0", 3, 1.0),
+    ):
+        recorded.take(late)
+        assert recorded.books() == books
+        assert (recorded.open, recorded.finished, list(recorded.used)) == ({}, set(), [])
+    assert recorded.retries == ({} if end == "abandoned" else {"e0-0": Retry(0, 1, 0)}), "it is played again"
+    assert audited(*lines, dropped(0, "stale", PromptGoes.returned)) != []
 
 
 def audited(*lines: Line) -> list[str]:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, PromptGoes
+from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
 from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
+from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books import reports as reports_module
-from asyncrl.master.books.reports import Reports, ReportState, decide, received
+from asyncrl.master.books.reports import Reports, ReportState, given_up
 from asyncrl.master.books.run_files import BooksError
+from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.metrics import filtered as filtered_module
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
-from asyncrl.master.peers import connections
-from asyncrl.master.peers.connections import introduce_each
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.trainer.messages import RolloutRecord
@@ -36,16 +33,16 @@ class EveryStepIsWhole:
     def may_report(self, version: int) -> bool:
         return True
 
-    def kept_of(self, measured_seq: int) -> int:
-        return measured_seq
-
 
 class NothingAtTheRanks:
     def __init__(self) -> None:
-        self.refreshed, self.discarded = 0, list[str]()
+        self.told, self.discarded = list[str](), list[str]()
 
     async def refresh(self) -> None:
-        self.refreshed += 1
+        self.told.append("refresh")
+
+    async def confirm(self) -> None:
+        self.told.append("confirm")
 
     async def discard(self, records: list[RolloutRecord], limit_s: float) -> None:
         self.discarded += [record.rollout_id for record in records]
@@ -65,12 +62,10 @@ class LedgerInMemory:
 
 
 class Manager:
-    """Refuses the first `refused` reports as one that must first be told; is not rebuilt for `shut_s` seconds."""
+    """Is not rebuilt for `shut_s` seconds."""
 
-    def __init__(self, refused: float = 0, shut_s: float = 0.0) -> None:
-        self.refused, self.shut_s = refused, shut_s
-        self.calls = 0
-
+    def __init__(self, shut_s: float = 0.0) -> None:
+        self.shut_s = shut_s
         self.told = list[str]()
         self.reports = list[m.ConsumedReport]()
         self.replies = list[m.ConsumedReply]()
@@ -80,9 +75,6 @@ class Manager:
         return 7
 
     async def report_consumed(self, *report: Any) -> m.ConsumedReply:
-        self.calls += 1
-        if self.calls <= self.refused:
-            raise NotIntroduced("another manager is there")
         self.told.append("consumed")
         self.reports.append(m.ConsumedReport(*report))
         return self.replies.pop(0) if self.replies else m.ConsumedReply(GateBooks(0, 0, {}, 0), [], 0, [], 0, 0.0, [])
@@ -107,9 +99,9 @@ def state() -> ReportState:
     )
 
 
-def reports_to(manager: Manager, lease_s: float = 1.0) -> Reports:
+def reports_to(manager: Manager, limit_s: float = 60.0) -> Reports:
     ranks = cast(Any, NothingAtTheRanks())
-    return Reports(cast(Any, manager), ranks, state(), asyncio.Event(), limit_s=60.0, lease_s=lease_s)
+    return Reports(cast(Any, manager), ranks, state(), asyncio.Event(), limit_s=limit_s)
 
 
 def test_a_master_that_takes_over_has_the_books_that_the_ledgers_lines_add_up_to() -> None:
@@ -135,7 +127,6 @@ def test_at_the_start_of_a_run_nothing_is_counted_or_due() -> None:
     assert begun.next_report(0) == m.ConsumedReport(0, [], [])
     assert begun.run_report(0) == m.RunReport(
         used=SampleBuffer(2, 1, OnStale.drop).used.to_json(),
-        consumed=m.ConsumedReport(0, [], []),
         curriculum=Curriculum(0.0, 1.0, 1).state(),
     )
 
@@ -154,19 +145,22 @@ def test_a_rollout_of_which_nothing_was_generated_counts_as_of_the_first_version
     assert received(msgspec.structs.replace(empty, lengths=(1, 0))).tokens == 1
 
 
-def test_a_step_is_reported_once_with_what_the_ledger_does_not_know_of_it() -> None:
+def test_a_step_is_reported_once_and_until_then_to_a_new_manager_too() -> None:
     one = state()
     one.trained(TrainBatch(0, 0, (record("r0", 0), record("r1", 1))))
     cast(Any, one)._ledger.recorded = fold(admitted(0))
     assert one.due
     assert one.reported_books is None, "the books do not have it yet"
-    report = one.next_report(1)
-    assert (report.version, report.trained) == (1, ["r0", "r1"])
-    assert [each.rollout_id for each in report.unknown] == ["r1"]
+    assert one.next_report(1) == m.ConsumedReport(1, ["r0", "r1"], [], events_after=1)
+    run = one.run_report(1)
+    assert (run.version, run.trained_version) == (0, 1), "the ledger does not have the step yet"
+    assert run.trained == [received(record("r0", 0)), received(record("r1", 1))]
+    assert run.open == [admitted(0)]
     books = m.Books(2, 2, {}, 0, version=1, trained_version=1)
     one.take(m.ConsumedReply(books, [admitted(5)], 1, [("e0-0", 0.5)], 9, 2.0, [4]))
     assert cast(Any, one)._ledger.lines == [admitted(5)]
     assert not one.due
+    assert one.run_report(1).trained == []
     assert one.reported_books == books
     assert one.last_reply.status == GateStatus(2.0, frozenset({4}), {})
     assert one.next_report(1) == m.ConsumedReport(1, [], [], events_after=1, measured_after=9)
@@ -175,42 +169,46 @@ def test_a_step_is_reported_once_with_what_the_ledger_does_not_know_of_it() -> N
 
 def test_a_master_that_takes_over_reports_the_last_step_again_and_trains_none_of_its_rollouts_again() -> None:
     successor = state()
-    successor.take_up([received(record("r0", 0))], 6)
-    report = successor.next_report(1)
-    assert (report.trained, report.measured_after) == (["r0"], 6)
+    successor.take_up([received(record("r0", 0))])
+    assert successor.next_report(1) == m.ConsumedReport(1, ["r0"], [])
+    assert successor.run_report(1).trained == [received(record("r0", 0))]
     assert cast(Any, successor)._buffer.add([record("r0", 0)]), "a copy"
 
 
-async def test_what_the_buffer_drops_is_reported_and_freed_at_the_ranks_until_nothing_more_is_dropped() -> None:
+async def test_what_the_buffer_drops_is_reported_once_and_freed_at_the_ranks() -> None:
     manager = Manager()
     reports = reports_to(manager)
     ranks, buffer = cast(Any, reports)._collector, cast(Any, reports.state)._buffer
-    buffer.add([record("r0", 0), record("r1", 0)])
+    buffer.add([record("r0", 0, oldest=2), record("r1", 1)])
+    buffer.expire(2)
     await reports.report(0)
-    assert [(drop.rollout_id, drop.reason) for drop in manager.reports[0].dropped] == [("r1", "duplicate_prompt")]
+    assert manager.reports[0].dropped == [m.DroppedRollout("r1", "stale")]
     assert ranks.discarded == ["r1"]
     await reports.report(0)
-    assert manager.told == ["consumed"], "nothing is due"
-    buffer.add([record("r2", 0)])
-    assert [drop.rollout_id for drop in reports.state.run_report(0).consumed.dropped] == ["r2"]
-    buffer.add([record("r3", 0)])
+    assert manager.told == ["run", "consumed"], "nothing is due"
+    buffer.add([record("r2", 2)])
+    run = reports.state.run_report(0)
+    assert [each.rollout_id for each in run.received] == ["r0", "r2"], "a new manager must know it before it is dropped"
+    buffer.add([record("r3", 3)])
     await reports.last(0)
     assert [drop.rollout_id for drop in manager.reports[1].dropped] == ["r2", "r3"]
 
 
-def test_a_prompt_is_given_up_once_and_not_if_it_is_trained() -> None:
-    buffer, recorded = SampleBuffer(2, 1, OnStale.drop), fold(admitted(0), admitted(1))
-    buffer.used.add("e0-1")
+def test_a_prompt_that_the_manager_drops_for_good_is_used_and_no_other() -> None:
+    """Its admission is in the ledger, or comes with the same reply."""
+    one = state()
+    recorded = cast(Any, one)._ledger.recorded = fold(admitted(0), admitted(1), admitted(4))
     lines = [
-        *(dropped(order, "failed", PromptGoes.given_up) for order in (0, 1)),
+        dropped(0, "failed", PromptGoes.given_up),
+        dropped(1, "worker_died", PromptGoes.returned),
         admitted(2),
+        admitted(3),
         dropped(2, "failed", PromptGoes.given_up),
-        dropped(3, "stale", PromptGoes.returned),
+        dropped(4, "lost_with_manager", PromptGoes.used),
     ]
-    goes = [line.prompt for line in decide(buffer, recorded, lines) if isinstance(line, Dropped)]
-    assert goes == [PromptGoes.given_up, PromptGoes.used, PromptGoes.given_up, PromptGoes.returned]
-    assert decide(buffer, recorded, lines)[2] == admitted(2)
-    assert set(buffer.used) == {"e0-0", "e0-1", "e0-2"}
+    assert list(given_up(recorded, lines)) == ["e0-0", "e0-2"]
+    one.take(m.ConsumedReply(m.Books(5, 0, {}, 0, version=0, trained_version=0), lines, 6))
+    assert set(cast(Any, one)._buffer.used) == {"e0-0", "e0-2"}
 
 
 async def test_nothing_is_reported_of_a_step_whose_state_is_not_complete() -> None:
@@ -221,33 +219,51 @@ async def test_nothing_is_reported_of_a_step_whose_state_is_not_complete() -> No
     reports.state.trained(TrainBatch(0, 0, (record("r0", 0),)))
     await reports.report(1)
     await reports.last(1)
-    assert await reports._introduce(1) is False
     assert manager.told == []
     whole.may_report = lambda version: True
-    assert await reports._introduce(1) is True
+    await reports.report(1)
+    assert manager.told == ["run", "consumed"]
     assert cast(Any, reports.state)._ledger.managers == [7]
-    assert cast(Any, reports)._collector.refreshed == 2, "the ranks are asked first"
+    assert cast(Any, reports)._collector.told == ["refresh", "confirm"]
 
 
-async def test_a_manager_that_is_new_is_told_of_the_run_before_the_report() -> None:
-    manager = Manager(refused=1)
-    await reports_to(manager).last(0)
+async def test_the_manager_hears_of_the_run_once_before_any_report() -> None:
+    manager = Manager()
+    reports = reports_to(manager)
+    await reports.last(0)
+    await reports.introduce(0)
     assert manager.told == ["run", "consumed"]
 
 
-async def test_the_books_are_closed_in_order_and_a_later_manager_hears_that_they_are() -> None:
-    manager = Manager()
+async def test_a_manager_hears_what_the_ranks_have_before_it_says_what_counts() -> None:
+    manager = cast(Any, Manager())
     reports = reports_to(manager)
-    assert not reports.state.run_report(0).closed
-    await reports.close_gate()
-    assert (reports.state.run_report(0).closed, reports.state.run_report(0).abandoned_all) == (True, False)
-    await reports.close_books(0, complete=True)
-    assert manager.told == ["close", "close", "abandon", "consumed"]
-    assert reports.state.run_report(0).abandoned_all
+    cast(Any, reports)._collector.told = manager.told
+    answer = manager.report_run
+
+    async def refuse(report: m.RunReport) -> int:
+        manager.told.append("refused")
+        raise ConnectionError
+
+    manager.report_run = refuse
+    with pytest.raises(ConnectionError):
+        await reports.introduce(0)
+    assert manager.told == ["refresh", "refused"]
+    manager.report_run = answer
+    await reports.introduce(0)
+    assert manager.told[2:] == ["refresh", "run", "confirm"]
+
+
+async def test_the_books_are_closed_in_order_also_where_the_beginning_did_not_come_that_far() -> None:
+    manager = Manager()
+    await reports_to(manager).close_books(0, complete=True)
+    assert manager.told == ["run", "close", "abandon", "consumed"]
 
 
 @pytest.mark.parametrize(("complete", "limit_s"), [(False, 5), (True, 31)])
-async def test_a_complete_run_waits_for_a_lease_longer_for_its_last_books(complete: bool, limit_s: int) -> None:
+async def test_a_complete_run_waits_as_long_for_its_last_books_as_for_any_sign_of_life(
+    complete: bool, limit_s: int
+) -> None:
     manager = cast(Any, Manager())
 
     async def silent() -> None:
@@ -255,7 +271,7 @@ async def test_a_complete_run_waits_for_a_lease_longer_for_its_last_books(comple
 
     manager.close_gate = silent
     with pytest.raises(BooksError, match=f"within {limit_s} s"):
-        await reports_to(manager, lease_s=1.0).close_books(0, complete=complete)
+        await reports_to(manager, limit_s=31.0).close_books(0, complete=complete)
 
 
 async def test_a_status_is_asked_for_without_a_report() -> None:
@@ -266,83 +282,11 @@ async def test_a_status_is_asked_for_without_a_report() -> None:
     assert manager.told == []
 
 
-async def test_a_refusal_that_ends_the_following_of_managers_ends_the_next_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "MANAGER_LOOK_S", 0.0)
-    manager = cast(Any, Manager())
-
-    async def refuse(report: m.RunReport) -> int:
-        raise HttpRefused("http://manager/report_run", 413, b"more than 256 MB")
-
-    manager.report_run = refuse
-    reports = reports_to(manager)
-    reports.check()
-    reports.follow(lambda: "0/17", lambda: 0)
-    reports.check()
-    async with asyncio.timeout(300):
-        with pytest.raises(HttpRefused):
-            await cast(Any, reports)._following
-    with pytest.raises(HttpRefused):
-        await reports.report(0)
-    await reports.close()
-
-
-async def test_who_closes_follows_no_manager_any_more() -> None:
-    reports = reports_to(Manager())
-    await reports.close()
-    reports.follow(lambda: None, lambda: 0)
-    await reports.close()
-    assert cast(Any, reports)._following.cancelled()
-
-
-async def test_a_manager_that_is_another_each_time_is_not_called_without_pause() -> None:
-    manager = Manager(refused=float("inf"))
-    reports = reports_to(manager)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(2.5 * connections.MANAGER_LOOK_S):
-            await reports.close_books(0, complete=True)
-    assert 1 < manager.calls <= 4
-
-
-async def test_the_last_report_waits_for_a_manager_that_waits_for_a_silent_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A manager and a worker died as the run ended: the next manager's gate is shut for the worker's lease."""
-    monkeypatch.setattr(reports_module, "LAST_BOOKS_LIMIT_S", 0.05)
+async def test_the_last_report_waits_for_a_manager_that_waits_for_a_silent_worker() -> None:
+    """The brain and a worker died as the run ended: the next manager's gate is shut for the worker's lease."""
     with pytest.raises(BooksError, match=r"within 0\.05 s"):
-        await reports_to(Manager(shut_s=0.2), lease_s=0.0).close_books(0, complete=True)
-    await reports_to(Manager(shut_s=0.2), lease_s=60.0).close_books(0, complete=True)
-
-
-async def test_a_manager_that_refuses_to_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may have its port for a moment."""
-    monkeypatch.setattr(connections, "MANAGER_LOOK_S", 0.0)
-    tries, told = count(1), asyncio.Event()
-
-    async def introduce() -> bool:
-        if next(tries) == 1:
-            raise HttpRefused("http://manager/report_run", 404, b"")
-        told.set()
-        return True
-
-    following = asyncio.create_task(introduce_each(lambda: "0/17", introduce))
-    async with asyncio.timeout(300):
-        await told.wait()
-    following.cancel()
-
-
-async def test_a_manager_that_always_refuses_to_be_told_ends_the_run_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "MANAGER_LOOK_S", 0.0)
-
-    async def introduce() -> bool:
-        raise HttpRefused("http://manager/report_run", 413, b"more than 256 MB")
-
-    async with asyncio.timeout(300):
-        with pytest.raises(HttpRefused, match="413: more than 256 MB"):
-            await introduce_each(lambda: "0/17", introduce)
+        await reports_to(Manager(shut_s=0.2), limit_s=0.05).close_books(0, complete=True)
+    await reports_to(Manager(shut_s=0.2)).close_books(0, complete=True)
 
 
 async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_that_is_silent(

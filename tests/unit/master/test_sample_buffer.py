@@ -1,4 +1,4 @@
-"""The sample buffer: staleness at consumption, each prompt once, nothing unaccounted for."""
+"""The sample buffer: staleness at consumption, each rollout once, nothing unaccounted for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_example_of_the_docstring() -> None:
     buffer = SampleBuffer(2, 2, "drop")
     buffer.add([record(0, 3), record(1, 2), record(2, 0), record(3, 3)])
     assert ids(buffer, 3) == ["r0", "r1"]
-    assert [(drop.record.rollout_id, drop.reason, drop.used) for drop in buffer.pop_drops()] == [("r2", "stale", False)]
+    assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r2", "stale")]
     assert len(buffer) == 1
 
 
@@ -106,40 +106,17 @@ def test_a_second_copy_is_freed_where_it_lies_and_a_repeat_is_nothing() -> None:
     assert buffer.pop_drops() == []
 
 
-@pytest.mark.parametrize("state", ["live", "taken", "trained"])
-def test_a_second_attempt_at_a_prompt_is_dropped(state: str) -> None:
+def test_what_the_gate_does_not_count_leaves_without_a_drop_and_does_not_come_back() -> None:
     buffer = SampleBuffer(1, 1, "drop")
-    buffer.add([record(0)])
-    if state != "live":
-        batch = buffer.take(0)
-        assert batch is not None
-        if state == "trained":
-            buffer.mark_trained(batch)
-    buffer.add([record(0, tag="again")])
-    drops = buffer.pop_drops()
-    assert [drop.message for drop in drops] == [DroppedRollout("again0", "duplicate_prompt", used=state == "trained")]
-
-
-def test_a_prompt_that_is_dropped_for_good_takes_its_live_record_along() -> None:
-    buffer = SampleBuffer(1, 1, "drop")
-    buffer.add([record(0)])
-    assert buffer.drop_for_good("e0-0")
-    assert (len(buffer), buffer.take(9)) == (0, None)
-    assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r0", "duplicate_prompt", used=True)]
-    assert not buffer.drop_for_good("e0-0"), "it is used"
-    assert not buffer._prompts, "nothing is kept of what is neither live nor taken"
-
-
-@pytest.mark.parametrize("state", ["taken", "trained"])
-def test_a_prompt_that_a_step_trains_is_not_dropped_for_good(state: str) -> None:
-    buffer = SampleBuffer(1, 1, "drop")
-    buffer.add([record(0)])
+    buffer.add([record(0), record(1, worker=1), record(2)])
     batch = buffer.take(0)
     assert batch is not None
-    if state == "trained":
-        buffer.mark_trained(batch)
-    assert not buffer.drop_for_good("e0-0")
-    assert buffer.pop_drops() == []
+    refused = buffer.refuse(["r0", "r1", "unknown"])
+    assert [(each.rollout_id, each.head) for each in refused] == [("r1", 1)], "r0 is taken for a step"
+    assert (len(buffer), buffer.pop_drops(), dict(buffer.dropped)) == (1, [], {})
+    assert [each.rollout_id for each in buffer.add([record(1)])] == ["r1"], "another copy of it is to be freed too"
+    buffer.mark_trained(batch)
+    assert ids(buffer, 1) == ["r2"]
 
 
 def test_state_survives_json_and_live_records_are_forgotten() -> None:
@@ -153,7 +130,8 @@ def test_state_survives_json_and_live_records_are_forgotten() -> None:
     assert sorted(restored.used) == ["e0-0", "e0-1"]
     assert restored.trained == 2
     assert restored.dropped == buffer.dropped == {"stale": 1}
-    restored.add([record(2, tag="new"), record(1, tag="new")])
+    assert len(restored) == 0
+    restored.add([record(2)])
     assert len(restored) == 1
 
 
@@ -164,11 +142,12 @@ def test_a_step_that_is_taken_keeps_its_records_until_it_is_trained_and_trains_t
     batch = buffer.take(0)
     assert batch is not None
     assert (batch.version, batch.min_version) == (0, 0), "there is no version below 0"
-    assert [each.rollout_id for each in buffer.untrained()] == ["r2", "r0", "r1"]
+    assert [each.rollout_id for each in buffer.live()] == ["r2"]
+    assert "2 in training" in buffer.describe()
     assert not buffer.used
     buffer.mark_trained(batch)
-    assert [each.rollout_id for each in buffer.untrained()] == ["r2"]
-    assert buffer._prompts == {"e0-2": "r2"}
+    assert set(buffer.used) == {"e0-0", "e0-1"}
+    assert "0 in training" in buffer.describe()
     with pytest.raises(KeyError):
         buffer.mark_trained(batch)
     assert buffer.trained == 2
@@ -193,13 +172,13 @@ def test_it_describes_what_became_of_all_that_it_received() -> None:
     buffer = SampleBuffer(1, 0, "drop")
     assert buffer.describe() == "0 of 1 rollouts in the buffer (0 received, 0 trained, 0 in training, dropped: none)"
     buffer.expire(1)
-    buffer.add([record(1, 0), record(0, 1), record(0, 1, tag="again"), record(2, 1), record(3, 1)])
+    buffer.add([record(1, 0), record(0, 1), record(2, 1), record(3, 1)])
     batch = buffer.take(1)
     assert batch is not None
     buffer.mark_trained(batch)
     assert buffer.take(1) is not None
     assert buffer.describe() == (
-        "1 of 1 rollouts in the buffer (5 received, 1 trained, 1 in training, dropped: 1 duplicate_prompt, 1 stale)"
+        "1 of 1 rollouts in the buffer (4 received, 1 trained, 1 in training, dropped: 1 stale)"
     )
 
 
@@ -274,7 +253,7 @@ def test_finished_ids_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait"])
 class TestRandomHistories:
-    """Any order of arrivals, repeats, retries and steps."""
+    """Any order of arrivals, repeats, copies, refusals and steps."""
 
     def test_nothing_too_old_is_trained_and_the_counts_add_up(self, policy: str) -> None:
         class History(RuleBasedStateMachine):
@@ -282,8 +261,9 @@ class TestRandomHistories:
                 super().__init__()
                 self.buffer = SampleBuffer(2, 2, policy)
                 self.version = 0
-                self.trained: list[str] = []
+                self.trained: list[RolloutRecord] = []
                 self.told: list[str] = []
+                self.refused: list[str] = []
                 self.attempts = 0
 
             @rule(order=st.integers(0, 12), age=st.integers(0, 4), fresh=st.booleans(), worker=st.integers(0, 1))
@@ -306,9 +286,15 @@ class TestRandomHistories:
                     assert self.version - min(trainable) <= 2
                     if policy != "mask":
                         assert self.version - taken.oldest_version <= 2
-                self.trained += [taken.prompt_id for taken in batch.records]
+                self.trained += batch.records
                 self.buffer.mark_trained(batch)
                 self.version += 1
+
+            @rule(data=st.data())
+            def refuse(self, data: st.DataObject) -> None:
+                live = [each.rollout_id for each in self.buffer.live()]
+                refused = data.draw(st.lists(st.sampled_from(live), max_size=2)) if live else []
+                self.refused += [each.rollout_id for each in self.buffer.refuse([*refused, *refused])]
 
             @rule()
             def report(self) -> None:
@@ -316,10 +302,11 @@ class TestRandomHistories:
 
             @invariant()
             def balanced(self) -> None:
-                counted = self.buffer.trained + sum(self.buffer.dropped.values()) + len(self.buffer)
-                assert self.buffer.received == counted
-                assert len(self.trained) == len(set(self.trained)) == len(self.buffer.used)
-                assert len(self.told) == len(set(self.told))
+                left = self.buffer.trained + sum(self.buffer.dropped.values()) + len(self.refused)
+                assert self.buffer.received == left + len(self.buffer)
+                ends = [*(each.rollout_id for each in self.trained), *self.told, *self.refused]
+                assert len(ends) == len(set(ends)), "a rollout has one end"
+                assert set(self.buffer.used) == {each.prompt_id for each in self.trained}
 
         History.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
         History.TestCase("runTest").runTest()  # type: ignore[no-untyped-call]

@@ -75,21 +75,21 @@ async def standstill(*ranks: Rank) -> str:
 
 
 async def test_ranks_that_answer_and_do_nothing_are_believed_for_some_limits() -> None:
-    rank = Rank(lambda number: RankPulse(True, pieces=7, cpu_s=3.0))
+    rank = Rank(lambda number: RankPulse(pieces=7, cpu_s=3.0))
     assert "the step waits: the ranks answer, but none has computed" in await standstill(rank)
     assert rank.asked == 4 * IDLE_LIMITS
 
 
 async def test_cpu_time_alone_is_believed_for_longer() -> None:
-    rank = Rank(lambda number: RankPulse(True, pieces=7, cpu_s=3.0 + number))
+    rank = Rank(lambda number: RankPulse(pieces=7, cpu_s=3.0 + number))
     assert "the ranks use CPU time, but no micro-batch has begun" in await standstill(rank, rank)
     assert rank.asked == 2 * 4 * BUSY_LIMITS
 
 
 async def test_one_rank_that_begins_micro_batches_is_enough_while_the_others_wait_for_it() -> None:
     last = 8 * BUSY_LIMITS
-    works = Rank(lambda number: RankPulse(True, pieces=min(number, last)))
-    waits = Rank(lambda number: RankPulse(True))
+    works = Rank(lambda number: RankPulse(pieces=min(number, last)))
+    waits = Rank(lambda number: RankPulse())
     await standstill(works, waits)
     assert works.asked == last + 4 * IDLE_LIMITS
 
@@ -98,5 +98,5 @@ async def test_work_that_ends_is_returned_whatever_ranks_say() -> None:
     async def work() -> int:
         return 5
 
-    ranks: Any = [Rank(lambda number: RankPulse(True))]
+    ranks: Any = [Rank(lambda number: RankPulse())]
     assert await while_ranks_work(work(), ranks, LIMIT_S, lambda: "the step") == 5

@@ -29,7 +29,7 @@ class Rank:
             self.asked_often.set()
         if answer is not None:
             raise answer
-        return RankPulse(True)
+        return RankPulse()
 
 
 SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")

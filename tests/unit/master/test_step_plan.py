@@ -25,7 +25,7 @@ PLACEMENTS = [
 
 
 def plan(cuts: Sequence[Sequence[Assignment]], placement: Placement) -> list[BeginStep]:
-    return plan_step(cuts, placement, version=7, min_version=5, minibatches=2, master=3)
+    return plan_step(cuts, placement, version=7, min_version=5, minibatches=2)
 
 
 @given(data=st.data(), placement=st.sampled_from(PLACEMENTS), rollouts=st.integers(0, 12))
@@ -39,7 +39,7 @@ def test_each_rollout_leaves_where_it_was_received_and_comes_to_one_copy_of_each
     steps = plan(cuts, placement)
     assert len(steps) == placement.workers
     for worker, step in enumerate(steps):
-        assert (step.version, step.min_version, step.num_minibatches, step.master) == (7, 5, 2, 3)
+        assert (step.version, step.min_version, step.num_minibatches) == (7, 5, 2)
         held = [row for row in range(rollouts) if actor.data_heads[sources[row]] == worker]
         assert step.leaving == tuple(f"r{row}" for row in held)
         for index, grid in enumerate(grids):
@@ -74,8 +74,8 @@ def test_a_batch_is_dealt_to_the_copies_of_every_grid_as_the_settings_say() -> N
     placement = Placement({"actor": WorkerGrid(data=2), "critic": WorkerGrid(data=1, first=2)})
     batch = TrainBatch(7, 5, tuple(record(order, order % 2) for order in range(8)))
     cuts = [assign(batch.records, ranks, dealing, 7) for ranks in (2, 1)]
-    expected = plan_step(cuts, placement, version=7, min_version=5, minibatches=6, master=4)
-    assert plan_batch(batch, placement, dealing, master=4) == expected
+    expected = plan_step(cuts, placement, version=7, min_version=5, minibatches=6)
+    assert plan_batch(batch, placement, dealing) == expected
     assert Dealing(4) == Dealing(4, passes=1, seed=0)
 
 

@@ -38,6 +38,8 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     FinishRequest,
     GrantedRollout,
+    ReceivedReport,
+    ReceivedRollout,
     Route,
     RunReport,
 )
@@ -267,7 +269,9 @@ async def test_a_filter_rejects_a_group_with_its_reason_and_nothing_is_pushed() 
 
 
 class ServiceGate:
-    """The manager's own state machines, as the loop's gate. One RolloutWorker, one server at version 0."""
+    """The manager's own state machines, as the loop's gate. One RolloutWorker, one server at version 0, and a trainer
+    that receives and never trains.
+    """
 
     def __init__(self, batch_size: int, rows: int) -> None:
         self.service = ManagerService(
@@ -288,6 +292,11 @@ class ServiceGate:
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         self.ended += rollouts
+
+    async def push(self, trajectory: Trajectory) -> None:
+        tokens = sum(len(made.tokens) for made in trajectory.samples)
+        received = ReceivedRollout(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, 0, tokens)
+        assert (await self.service.received(ReceivedReport([received]))).refused == []
 
 
 class Judged(Agent):
@@ -312,12 +321,9 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Ca
         prompt_format = PromptFormat(cast(Tokenizer, tokenizer))
         return make_prompt(ref, cast(Dataset, dataset), prompt_format, GROUP, SamplingParams(), 1)
 
-    async def push(trajectory: Trajectory) -> None:
-        """Nobody trains it."""
-
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
     components, manager = cast(UserComponents, FakeComponents(agent, train_prompt)), cast(ManagerClient, gate)
-    loop = RolloutLoop(components, manager, cast(RolloutClient, None), push, config)
+    loop = RolloutLoop(components, manager, cast(RolloutClient, None), gate.push, config)
     working = asyncio.create_task(loop.run())
     try:
         async with asyncio.timeout(LIMIT_S):

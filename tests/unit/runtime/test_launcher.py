@@ -20,7 +20,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
-from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
+from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
@@ -31,7 +31,7 @@ from asyncrl.runtime.trials import memory_checkpoint as memory_checkpoint_module
 from asyncrl.runtime.trials import run_processes
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
+from asyncrl.runtime.trials.restart_log import BRAIN, WHOLE_RUN, count_restarts
 
 LIMIT_S = 10.0
 """Longest time, in s, until a played run has ended."""
@@ -421,20 +421,20 @@ def test_a_replaceable_process_that_the_run_can_do_without_never_ends_it(
 
 
 @pytest.fixture
-def trainer(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> None:
+def brain(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader and a rank, which begin again together."""
     kinds.pop("leader")
     monkeypatch.setitem(kinds, "rank", ProcessKind("nowhere:Rank", restart=Restart.together))
-    leader = ProcessKind("nowhere:Leader", leads=True, restart=Restart.alone_or_together)
+    leader = ProcessKind("nowhere:Leader", leads=True, restart=Restart.together)
     monkeypatch.setitem(kinds, "leader", leader)
 
 
 ONCE = ["server/0", "client/0", "rank/0", "leader/0"]
 
 
-@pytest.mark.usefixtures("trainer")
+@pytest.mark.usefixtures("brain")
 @pytest.mark.parametrize("follows", [False, True])
-def test_the_trainers_side_begins_again_together_and_the_others_stay(play: Play, tmp_path: Path, follows: bool) -> None:
+def test_the_brain_begins_again_together_and_the_others_stay(play: Play, tmp_path: Path, follows: bool) -> None:
     """Also where the leader gives up, as the rank is gone, and is heard of first."""
     ranks: list[Played] = []
 
@@ -451,44 +451,38 @@ def test_the_trainers_side_begins_again_together_and_the_others_stay(play: Play,
     assert stage.started == [*ONCE, "rank/0", "leader/0"]
     assert stage.incarnations[-2:] == [1, 1]
     assert stage.stopped == ["client/0", "rank/0", "server/0"]
-    assert "SIGKILL; it is started again with the whole trainer, which resumes from the last step" in notes
+    assert "SIGKILL; it is started again with the whole brain, which resumes from the last step" in notes
     assert "FAILED" not in notes
-    assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {TRAINER: 1}
+    assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {BRAIN: 1}
 
 
-@pytest.mark.usefixtures("trainer")
-@pytest.mark.parametrize("in_step", [False, True])
-def test_a_leader_is_followed_by_one_alone_and_by_all_where_that_one_asks_for_it(
-    play: Play, tmp_path: Path, in_step: bool
-) -> None:
+@pytest.mark.usefixtures("brain")
+def test_a_leaders_death_takes_the_rank_along(play: Play, tmp_path: Path) -> None:
     leaders: list[Played] = []
 
     def lead(worker: Played) -> None:
         leaders.append(worker)
-        worker.end([-signal.SIGKILL, EXIT_RESTART_TRAINER if in_step else 0, 0][len(leaders) - 1])
+        worker.end(-signal.SIGKILL if len(leaders) == 1 else 0)
 
     code, stage, notes = play(leader=lead)
     assert code == EXIT_OK
-    assert stage.started == [*ONCE, "leader/0", *(["rank/0", "leader/0"] if in_step else [])]
+    assert stage.started == [*ONCE, "rank/0", "leader/0"]
     assert stage.stopped == ["client/0", "rank/0", "server/0"]
-    assert "leader/0 (played) was killed by signal SIGKILL; it is started again; its log" in notes
-    assert (
-        "leader/0 (played) found the ranks in a step; it is started again with the whole trainer" in notes
-    ) == in_step
+    assert "leader/0 (played) was killed by signal SIGKILL; it is started again with the whole brain" in notes
     assert "FAILED" not in notes
-    counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
-    assert counts == {"leader/0": 1} | ({TRAINER: 1} if in_step else {})
+    assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {BRAIN: 1}
 
 
-@pytest.mark.usefixtures("trainer")
-def test_a_leader_that_asks_for_all_each_time_uses_the_budget_up(play: Play) -> None:
-    code, stage, notes = play(restarts=1, leader=ends(EXIT_RESTART_TRAINER))
+@pytest.mark.usefixtures("brain")
+def test_a_leader_that_finds_the_last_step_lost_takes_the_whole_run_back_once(play: Play) -> None:
+    code, stage, notes = play(restarts=1, leader=ends(EXIT_STATE_LOST))
     assert code == EXIT_FAILED
-    assert stage.started == [*ONCE, "rank/0", "leader/0"] * 2
-    assert "FAILED: leader/0 (played) found the ranks in a step" in notes
+    assert stage.started == [*ONCE, *ONCE]
+    assert "leader/0 (played) found that the last step is lost, and cannot be restarted alone" in notes
+    assert "FAILED: leader/0 (played) found that the last step is lost" in notes
 
 
-@pytest.mark.usefixtures("trainer")
+@pytest.mark.usefixtures("brain")
 @pytest.mark.parametrize("setting", ["checkpoint.in_memory=false", "samples.replay=/kept"])
 def test_where_no_step_is_kept_a_leaders_death_takes_the_whole_run_back(play: Play, setting: str) -> None:
     leaders: list[Played] = []
@@ -503,7 +497,7 @@ def test_where_no_step_is_kept_a_leaders_death_takes_the_whole_run_back(play: Pl
     assert "the whole run is started again" in notes
 
 
-@pytest.mark.usefixtures("trainer")
+@pytest.mark.usefixtures("brain")
 @pytest.mark.parametrize("missing", ["the folder", "the version"])
 def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
     play: Play, tmp_path: Path, missing: str
@@ -529,7 +523,7 @@ def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
     assert count_restarts(run_dir_of(config)) == {WHOLE_RUN: 1}
 
 
-@pytest.mark.usefixtures("trainer")
+@pytest.mark.usefixtures("brain")
 def test_a_rank_that_gives_up_by_itself_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_processes, "CAUSE_LIMIT_S", 0.05)
     code, stage, notes = play(rank=ends(1))

@@ -51,7 +51,7 @@ def test_what_killed_ranks_left_of_their_meeting_is_removed_with_the_trial(tmp_p
     config = ExperimentConfig(fileroot=str(tmp_path))
     trial = Trial(config, print)
     trial.prepare()
-    for which in (trial.forget_trainer, trial.release):
+    for which in (trial.forget_brain, trial.release):
         meeting = trial.run_dir / "training_world-4711-1"
         meeting.touch()
         which()

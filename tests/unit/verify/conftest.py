@@ -99,7 +99,7 @@ class Launch:
         self.queue.leave(NextTry(ticket.order, ticket.attempt + again))
 
     def step(self, *, reported: bool = True, evaluated: bool = True) -> None:
-        """Fill the gate's room, drop one for a filter, and train the oldest; a row waits for its evaluation."""
+        """Fill the gate's room, have some dropped at first, and train the oldest; a row waits for its evaluation."""
         running = []
         for worker in range(100):
             if (ticket := self.admit(worker % WORKERS)) is None:
@@ -108,11 +108,8 @@ class Launch:
         if self.version == 0 and self.ledger.lineage == 0:
             self.drop(running.pop(), "zero_variance", PromptGoes.returned, again=1)
             self.drop(running.pop(), "invalid_prompt", PromptGoes.given_up)
-            lost = running.pop()
-            self.gate.lose(lost.rollout_id)
-            self.events.dropped(lost.rollout_id, WORKER_LOST, PromptGoes.returned)
-            self.finish_after(lost)
-            running += [ticket for worker in (0, 1) if (ticket := self.admit(worker))]
+            self.drop(running.pop(), WORKER_LOST, PromptGoes.returned)
+            running += [ticket for worker in (0, 1, 0) if (ticket := self.admit(worker))]
         for ticket in running:
             self.finish(ticket)
         chosen = sorted(self.finished, key=lambda one: (one[1], one[0].order))[:BATCH]
@@ -149,11 +146,6 @@ class Launch:
         row = {"step": self.version} | row | measured
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-    def finish_after(self, ticket: RolloutTicket) -> None:
-        assert self.gate.finish(ticket.rollout_id)
-        self.events.finished(ticket.rollout_id, 10)
-        self.finished.append((ticket, 0))
 
     def save(self) -> dict[str, Any]:
         """A checkpoint; what the next launch goes on from."""

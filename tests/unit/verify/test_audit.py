@@ -91,7 +91,8 @@ def test_what_a_run_leaves_is_found_in_order(recorded_run: Path, capsys: pytest.
     assert main([str(recorded_run)], "asyncrl") == 0
     summary = capsys.readouterr().out
     assert re.fullmatch(
-        r"nothing found: 2 launches, 5 steps, 20 rollouts trained, dropped: 1 invalid_prompt, 1 zero_variance, "
+        r"nothing found: 2 launches, 5 steps, 20 rollouts trained, "
+        r"dropped: 1 invalid_prompt, 1 worker_died, 1 zero_variance, "
         r"abandoned: \d+ \(rollouts lost with launches that did not end by themselves: \d+\)\n",
         summary,
     ), summary

@@ -40,6 +40,7 @@ UNKNOWABLE = {
     "config: samples",
     *(f"ledger: swap 2 {kind}" for kind in ("admitted", "finished", "dropped", "abandoned")),
     *(f"ledger: swap {pair}" for pair in ("admitted and finished", "finished and admitted", "finished and trained")),
+    "ledger: swap dropped and admitted",
     "checkpoints/v2/state.json: master_state.metrics_log",
     "checkpoints/v5/state.json: master_state.metrics_log",
     "samples: episode",

@@ -343,6 +343,10 @@ def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready(run: P
     write(worker, line | {"answers_total": 0})
     begins = f"step 31 of {total}: 0 of {batch} rollouts are ready, "
     assert outlook(History(run)) == f"{begins}0 answers of at least {batch * group} are complete"
+    none_runs = line | gate | {"at": begun + 10, "rollouts_running": 0}
+    write(run / "observed" / "gserver_manager-0.jsonl", line | gate, none_runs)
+    assert outlook(History(run)) == f"{begins}0 answers of at least {batch * group} are complete", "nothing runs"
+    write(run / "observed" / "gserver_manager-0.jsonl", line | gate)
     write(worker, line | {"at": begun + 30, "answers_total": 1})
     assert outlook(History(run)) == f"{begins}1 answers of at least {batch * group} are complete", "many end together"
     server = {"at": begun + 40, "running": 2, "tokens_per_s": 1234.4}

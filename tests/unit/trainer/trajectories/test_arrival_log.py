@@ -20,16 +20,3 @@ def test_each_poll_returns_all_records_after_its_cursor(make_trajectories: Calla
     assert log.poll(0).rollouts == (second,)  # the first was acknowledged for good
     log.add(third)
     assert (log.poll(2).rollouts, log.poll(3).rollouts) == ((third,), ())
-
-
-def test_a_restart_reports_under_numbers_that_the_reader_before_has_not_seen(
-    make_trajectories: Callable[..., list[Trajectory]],
-) -> None:
-    first, second = (record_of(each, 0) for each in make_trajectories(groups=2))
-    log = ArrivalLog()
-    log.add(first)
-    log.add(second)
-    seen = log.poll(0).cursor
-    log.restart([second])
-    assert log.poll(seen).rollouts == (second,)
-    assert log.poll(seen).cursor > seen

@@ -116,22 +116,6 @@ def test_a_record_is_the_metadata_of_its_trajectory(make_trajectories: MakeTraje
     assert record.truncated == tuple(sample.truncated for sample in trajectory.samples)
 
 
-def test_whoever_polls_next_is_told_of_all_that_is_held_and_the_one_before_cannot_acknowledge_it(
-    make_trajectories: MakeTrajectories,
-) -> None:
-    inbox = Inbox(0, 10)
-    first, second, third = make_trajectories(groups=3)
-    for trajectory in (first, second, third):
-        inbox.put(trajectory, 0)
-    inbox.poll(inbox.poll(0).cursor)
-    inbox.remove([second.rollout_id])
-    inbox.report_again()
-    late = inbox.poll(3)  # of the one before, which had acknowledged three
-    told = inbox.poll(0)
-    assert late == told
-    assert [record.rollout_id for record in told.rollouts] == [first.rollout_id, third.rollout_id]
-
-
 def test_numbers_of_the_user_by_token_count_as_memory(make_trajectories: MakeTrajectories) -> None:
     (plain,) = make_trajectories(groups=1)
     own = [replace(each, token_columns={"weight": each.loss_mask.astype(np.float32)}) for each in plain.samples]

@@ -64,9 +64,9 @@ def test_a_killed_worker_is_ready_then_at_work_and_the_next_step_may_come_before
 
 @pytest.mark.parametrize(
     ("target", "restarted"),
-    [("model_worker/1", "the trainer"), ("master_worker/0", "the trainer"), ("master_worker/0", "master_worker/0")],
+    [("model_worker/1", "the brain"), ("master_worker/0", "the brain"), ("gserver_manager/0", "the whole run")],
 )
-def test_the_trainers_side_is_at_work_with_the_first_step_after_it_was_ready(target: str, restarted: str) -> None:
+def test_the_brain_is_at_work_with_the_first_step_after_it_was_ready(target: str, restarted: str) -> None:
     done = kill(1, target, 100.0)
     complete([done], [(100.5, 4), (109.0, 5)], [went_on(restarted, 105.0)])
     find_work([done], [])
@@ -80,19 +80,12 @@ def test_a_killed_launcher_is_made_good_by_the_next_step() -> None:
     assert (done.at_work_s, done.next_step_s) == (20.0, 20.0)
 
 
-def test_a_manager_is_at_work_with_the_first_rollout_that_it_hears_of() -> None:
-    done = kill(1, "gserver_manager/0", 100.0)
-    complete([done], [(110.0, 2)], [went_on("gserver_manager/0", 102.0)])
-    find_work([done], entries(admitted("a", 100.1), Finished("a", 7, 102.5)))
-    assert done.at_work_s == 2.5
-
-
 def test_a_process_killed_again_before_it_was_ready_is_made_good_by_the_later_successor() -> None:
     first, second = kill(1, "model_worker/0", 100.0), kill(2, "master_worker/0", 102.0)
-    complete([first, second], [(110.0, 2)], [went_on("the trainer", 108.0)])
+    complete([first, second], [(110.0, 2)], [went_on("the brain", 108.0)])
     assert (first.overtaken_by, first.ready_s, second.overtaken_by, second.ready_s) == (2, 8.0, None, 6.0)
     other = kill(3, "rollout_worker/0", 101.0)
-    complete([first, other, second], [(110.0, 2)], [went_on("rollout_worker/0", 103.0), went_on("the trainer", 108.0)])
+    complete([first, other, second], [(110.0, 2)], [went_on("rollout_worker/0", 103.0), went_on("the brain", 108.0)])
     assert (other.overtaken_by, other.ready_s) == (None, 2.0)
 
 

@@ -42,7 +42,7 @@ def columns_of(batch: StepBatch) -> dict[str, Tensor]:
 
 def shares_of(cuts: list[list[Assignment]], world: World) -> Shares:
     """Return this rank's shares of a step with the assignments `cuts`."""
-    told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=2, master=0)[world.worker]
+    told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=2)[world.worker]
     shares = zip(world.placement.distinct, told.shares, strict=True)
     return {grid: share for grid, share in shares if share is not None}
 
@@ -154,7 +154,7 @@ def test_trajectories_come_to_the_heads_of_each_grid_in_data_order_and_to_no_oth
     def exchange(world: World) -> list[list[str]]:
         """Return the columns that arrive here for the actor, and for the critic."""
         cuts = [[Assignment(name, row % 2, row % data, (0,)) for row, name in enumerate(names)] for data in (2, 3)]
-        told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=1, master=0)[world.worker]
+        told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=1)[world.worker]
         held = {name: rollouts[name] for name in told.leaving}
         arrived = []
         for grid, targets, share in zip(world.placement.distinct, told.targets, told.shares, strict=True):
