@@ -67,16 +67,13 @@ class RolloutEvents(NumberedLog[RolloutLine]):
         self.add(Admitted(*head, self._at(), ticket.failures, adopted))
 
     def finished(self, rollout_id: str, tokens: int) -> None:
-        """Add that the trainer has the rollout, even if it was dropped before."""
+        """Add that the trainer has the rollout."""
         self.add(Finished(rollout_id, tokens, self._at()))
 
     def dropped(
         self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
     ) -> None:
-        """Add that the rollout left the count for `reason`, or that a lost one does not come back for this reason.
-
-        A returned prompt is tried again with this `attempt`.
-        """
+        """Add that the rollout left the count for `reason`. A returned prompt is tried again with this `attempt`."""
         again = (attempt, failures) if prompt is PromptGoes.returned else ()
         self.add(Dropped(rollout_id, reason, prompt, self._at(), *again))
 

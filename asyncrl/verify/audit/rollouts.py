@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from asyncrl.comm.ended_rollouts.ledger_lines import Begin, LedgerBooks
 
 RUNNING, FINISHED, TRAINED, ABANDONED, DROPPED = "running", "finished", "trained", "abandoned", "dropped"
-LOST_WORKER, LOST_WITH_MANAGER = "worker_died", "lost_with_manager"
-LOST = (LOST_WORKER, LOST_WITH_MANAGER)
-"""Reasons after which the trainer may still receive the rollout, and train or drop it."""
 
 
 @dataclass(slots=True)
@@ -37,11 +34,6 @@ class AuditedRollout:
     step: int = -1
     tokens: int | None = None
     late: bool = False
-
-    @property
-    def recallable(self) -> bool:
-        """True if it was dropped, and the trainer may still receive it."""
-        return self.fate == DROPPED and self.reason in LOST
 
 
 class Rollouts:

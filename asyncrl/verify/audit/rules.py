@@ -37,16 +37,14 @@ from asyncrl.verify.audit.rollouts import (
     ABANDONED,
     DROPPED,
     FINISHED,
-    LOST,
-    LOST_WITH_MANAGER,
-    LOST_WORKER,
     RUNNING,
     TRAINED,
     AuditedRollout,
     Rollouts,
 )
 
-_STALE, _DUPLICATE = "stale", "duplicate_prompt"
+_PROMPT_STAYS = ("worker_died", "lost_with_manager", "stale")
+"""Reasons of drops after which the prompt is tried again, unless it is used."""
 
 
 class Replay:
@@ -163,7 +161,7 @@ class Replay:
             return
         if known.late:
             return
-        if known.fate != RUNNING and not known.recallable:
+        if known.fate != RUNNING:
             self._report(f"rollout {line.rollout} finished and was {known.fate} before")
             return
         if line.tokens <= 0:
@@ -175,15 +173,7 @@ class Replay:
         known = self._ending(line.rollout, DROPPED)
         if known is None:
             return
-        if known.reason in LOST and (line.prompt is not PromptGoes.used or line.reason in LOST):
-            self._report(f"rollout {line.rollout} was lost, and then dropped for {line.reason!r} with its prompt")
-        allowed: dict[str, tuple[PromptGoes, ...]] = {
-            LOST_WORKER: (PromptGoes.returned, PromptGoes.used),
-            LOST_WITH_MANAGER: (PromptGoes.returned, PromptGoes.used),
-            _STALE: (PromptGoes.returned, PromptGoes.used),
-            _DUPLICATE: (PromptGoes.returned, PromptGoes.used),
-        }
-        if line.prompt not in allowed.get(line.reason, tuple(PromptGoes)) or not line.reason:
+        if not line.reason or (line.reason in _PROMPT_STAYS and line.prompt is PromptGoes.given_up):
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: both cannot be"
             )
@@ -205,8 +195,7 @@ class Replay:
         known = self._known(rollout_id)
         if known is None or known.late:
             return None
-        received = how == DROPPED and known.recallable
-        if known.fate not in (RUNNING, FINISHED) and not received:
+        if known.fate not in (RUNNING, FINISHED):
             self._report(f"rollout {rollout_id} was {how} and {known.fate} before: it has two ends")
             return None
         return known
@@ -226,6 +215,8 @@ class Replay:
         elif known.fate == TRAINED:
             self._report(f"rollout {line.rollout} was trained before")
             return
+        elif known.fate in (DROPPED, ABANDONED):
+            self._report(f"rollout {line.rollout} was trained and {known.fate} before: it does not count any more")
         if (line.prompt, line.order) != (known.prompt, known.order):
             self._report(
                 f"rollout {line.rollout} is of prompt {line.prompt} (order {line.order}), and was admitted "

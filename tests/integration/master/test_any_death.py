@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped
 from asyncrl.comm.request_reply import Request
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus
@@ -114,8 +115,9 @@ class Manager(FakeManager):
     held: dict[str, m.HeldRollout] = field(default_factory=dict)
     late: list[RolloutRecord] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """A manager that knows nothing registers."""
+    async def begin(self) -> None:
+        """A manager that knows nothing registers. All that is late has come by now."""
+        await self._deliver_late(lambda order: True)
         self.number += 1
         order = DataOrder(ROWS, 0, shuffle=False)
         self.service = ManagerService(
@@ -127,14 +129,13 @@ class Manager(FakeManager):
         """Play all that the gate admits while `served` is served.
 
         Of each five prompts the first is played by a worker that falls silent, then by another; what the silent one has
-        comes late. The trainer receives the fourth, but its worker does not hear that. The fifth is dropped for good.
-        In every other five, first tries end with the next call. Every other end is reported with the next call.
+        comes late: with this call, the next, or between two brains. The trainer receives the fourth, but its worker
+        does not hear that. The fifth is dropped for good. In every other five, first tries end with the next call.
+        Every other end is reported with the next call.
         """
         self.service.routes_changed(served)
         self.service.worker_died(SILENT)
-        for record in self.late:
-            await self.ranks.deliver(record)
-        self.late.clear()
+        await self._deliver_late(lambda order: order % 20 == 0)
         await self.report_ends()
         for held in list(self.held.values()):
             await self._end(held.granted)
@@ -154,14 +155,17 @@ class Manager(FakeManager):
             self.held[granted.rollout_id] = m.HeldRollout(granted)
             if not is_slow:
                 await self._end(granted)
-        for record in [each for each in self.late if each.order % 20 == 0]:
-            await self.ranks.deliver(record)
-            self.late.remove(record)
+        await self._deliver_late(lambda order: order % 20 == 10)
 
     async def report_ends(self) -> None:
         """The worker that is alive reports all ends that it has not reported."""
         for held in [each for each in self.held.values() if each.end is not None]:
             await self._report(held.end)
+
+    async def _deliver_late(self, comes: Callable[[int], bool]) -> None:
+        for record in [each for each in self.late if comes(each.order)]:
+            await self.ranks.deliver(record)
+            self.late.remove(record)
 
     async def _admit(self, worker: str) -> m.GrantedRollout | None:
         self.played += 1
@@ -233,12 +237,12 @@ class Board(FakeBoard):
         super().announce_version(version, path, win_rates)
 
 
-def first_run(folder: Path, memory_checkpoint: MemoryCheckpoint) -> Run:
+async def first_run(folder: Path, memory_checkpoint: MemoryCheckpoint) -> Run:
     config = make_config(total_train_steps=STEPS, checkpoint__interval=2, dataset__shuffle=False)
     run = Run(folder, config, Ranks(2), memory_checkpoint=memory_checkpoint)
     run.manager = Manager(memory_checkpoint=memory_checkpoint, ranks=run.workers)
     run.board = Board(memory_checkpoint=memory_checkpoint)
-    run.manager.begin()
+    await run.manager.begin()
     return Run(folder, run.config, follows=run)
 
 
@@ -296,7 +300,7 @@ async def bury(run: Run) -> None:
 
 async def succeed(run: Run) -> Run:
     await bury(run)
-    run.manager.begin()
+    await run.manager.begin()
     return Run(run.run_dir, run.config, follows=run)
 
 
@@ -335,7 +339,7 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
     """The master died before it recorded a step; its successor is asked to stop before it has begun."""
     memory_checkpoint = MemoryCheckpoint(tmp_path)
     memory_checkpoint.begin()
-    run = first_run(tmp_path, memory_checkpoint)
+    run = await first_run(tmp_path, memory_checkpoint)
     await run.loop._beginning.run()
     await deliver(run)
     await run.loop.step()
@@ -374,7 +378,7 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
 
 
 async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, then: Point | None, *, step: int) -> None:
-    run = first_run(folder, memory_checkpoint)
+    run = await first_run(folder, memory_checkpoint)
     await run.loop._beginning.run()
     for _ in range(step - 1):
         await deliver(run)
@@ -388,16 +392,26 @@ async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, the
     run = await begin(run, then)
     if not run.begun:
         run = await begin(run, None)
+    check_that_each_prompt_is_at_one_place(run)
     while run.loop.parts.run.version < STEPS:
         await deliver(run)
         await run.loop.step()
     await deliver(run)
     await run.manager.report_ends()
     await run.loop.parts.collector.refresh()
+    check_that_each_prompt_is_at_one_place(run)
     check_that_none_is_lost(run)
     await run.loop._run_end.finish()
     await run.loop._run_end.close()
     check(run, folder)
+
+
+def check_that_each_prompt_is_at_one_place(run: Run) -> None:
+    """It is used, or has one live rollout, or waits."""
+    live = run.manager.service.gate.live
+    prompts = [live.ticket(rollout_id).prompt_id for rollout_id in live]
+    assert len(prompts) == len(set(prompts))
+    assert not set(prompts).intersection(run.loop.parts.run.buffer.used)
 
 
 def check_that_none_is_lost(run: Run) -> None:
@@ -416,9 +430,14 @@ def check(run: Run, folder: Path) -> None:
     def find(place: str, what: str) -> None:
         findings.append(f"{place}: {what}")
 
-    outcome = Replay(ROWS, find).run(surviving(read_ledger(folder / "ledger", find), find))
+    entries = list(surviving(read_ledger(folder / "ledger", find), find))
+    outcome = Replay(ROWS, find).run(entries)
     assert findings == []
     assert outcome.trained == STEPS * BATCH
+    assert outcome.tokens.keys() >= outcome.rollouts.keys(), "each of them arrived"
+    orders = {entry.line.rollout: entry.line.order for entry in entries if isinstance(entry.line, Admitted)}
+    dropped = [orders[entry.line.rollout] for entry in entries if isinstance(entry.line, Dropped)]
+    assert not [order for order in dropped if order % PLACES in (1, 2)], "what arrives in time is not played again"
     assert set(outcome.used) == set(run.loop.parts.run.buffer.used)
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert run.board.versions == sorted(run.board.versions)

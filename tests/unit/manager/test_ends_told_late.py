@@ -124,3 +124,20 @@ def test_nobody_is_waited_for_where_what_arrives_late_does_not_count(ended: str)
     assert call(service, "/received", rollouts=report).refused == ["0/0"]
     assert not service.rollouts.awaits_ends
     assert len(ask(service, "again", incarnation=0)) == 1
+
+
+async def test_a_step_that_waits_for_a_rollout_goes_on_once_the_trainer_has_it_and_not_before() -> None:
+    service = ManagerService(batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, order=ORDER)
+    service.begin(m.RunReport())
+    await service.allocate_rollout(m.AllocateRequest(worker=WORKER, rollouts=["0", "1"]))
+    waiting = asyncio.create_task(service.wait_expiring(m.WaitExpiringRequest(0, 60.0)))
+    for name in ("0", "1"):
+        ended = [m.FinishedRollout(name, accepted=True)]
+        await service.finish_rollout(m.FinishRequest(worker=WORKER, finished=ended))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+    for order, name in enumerate(("0", "1")):
+        assert not waiting.done()
+        await service.received(m.ReceivedReport([m.ReceivedRollout(name, "", order, 0, 1)]))
+    reply = await asyncio.wait_for(waiting, 5.0)
+    assert (reply.clear, reply.running) == (True, [])
