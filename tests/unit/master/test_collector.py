@@ -187,7 +187,7 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
 
 async def test_what_a_given_up_worker_delivers_late_is_freed_and_neither_counted_nor_trained() -> None:
     workers, buffer = Workers(2), SampleBuffer(1, 0, "drop")
-    collector, gate = collector_of(workers, buffer, "r0")
+    collector, gate = collector_of(workers, buffer, "r0", "r5")
     collector.start()
     await collector.confirm()
     waiting = asyncio.create_task(collector.changed(missing=1))
@@ -197,11 +197,12 @@ async def test_what_a_given_up_worker_delivers_late_is_freed_and_neither_counted
     assert (len(buffer), buffer.received, collector.generated_tokens, collector.generated_samples) == (0, 0, 0, 0)
     await rounds()
     assert not waiting.done(), "nothing came that a step could train"
-    workers.received[0].append(structs.replace(record(0), rollout_id="again"))
+    workers.received[0] += [structs.replace(record(0), rollout_id="again"), record(5)]
     await collector.refresh()
     await waiting
     assert [each.rollout_id for each in buffer.live()] == ["again"], "its prompt was played again"
-    assert (collector.generated_tokens, workers.discarded) == (4, [(1, "r0")])
+    assert (collector.generated_tokens, collector.generated_samples) == (4, 2)
+    assert workers.discarded == [(1, "r0"), (0, "r5")]
     await collector.close()
 
 
