@@ -96,8 +96,6 @@ def rebuild(
         books.adopt(report)
     for received in run.received:
         books.enter_received(received)
-
-    for received in run.received:
         books.receive(received.rollout_id, received.tokens)
     held = {each.granted.rollout_id: each for report in reports for each in report.held}
     for each in held.values():

@@ -190,11 +190,8 @@ class Collector:
         Raises:
             RequestTimeout: one does not answer within `limit_s`.
         """
-        of_head: dict[int, list[str]] = {}
-        for record in records:
-            of_head.setdefault(record.head, []).append(record.rollout_id)
-        for head, rollouts in sorted(of_head.items()):
-            await self._heads[head].client.call(Discard(tuple(rollouts)), timeout_s=limit_s)
+        for head, rollouts in _by_head(records):
+            await self._heads[head].client.call(Discard(rollouts), timeout_s=limit_s)
 
     async def _follow(self, head: _Head) -> None:
         cursor = 0
@@ -232,8 +229,8 @@ class Collector:
         return await self._manager.received(list(map(received, records))) if records else []
 
     async def _free(self, records: Iterable[RolloutRecord]) -> None:
-        for record in records:
-            await self._heads[record.head].call(Discard((record.rollout_id,)))
+        for head, rollouts in _by_head(records):
+            await self._heads[head].call(Discard(rollouts))
 
     async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
         """Await `waiting`, or raise the error of a polling task."""
@@ -244,6 +241,14 @@ class Collector:
                 ended.result()
         finally:
             await cancel(task)
+
+
+def _by_head(records: Iterable[RolloutRecord]) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the rollouts of `records` by the head that holds them."""
+    of_head: dict[int, list[str]] = {}
+    for record in records:
+        of_head.setdefault(record.head, []).append(record.rollout_id)
+    return [(head, tuple(rollouts)) for head, rollouts in sorted(of_head.items())]
 
 
 def received(record: RolloutRecord) -> ReceivedRollout:
