@@ -58,13 +58,15 @@ class Sentences(ComputedRows):
 def one_short_sentence(data: Mapping[str, Any], completion: str) -> float:
     """1 for one ended sentence of five to twelve words that has the row's `word`, else 0.
 
-    A sentence about the word ('The moon uses the word "narrow".') earns nothing: else it is what the model learns.
+    Two ways round the task earn nothing, since a model learns them otherwise: a sentence about the word ('The moon uses
+    the word "narrow".') and one that says a word of four letters or more twice ("A white train has a white train.").
     """
     text = completion.strip()
     words = re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text.lower())
     ended = len(re.findall(r"[.!?]", text)) == 1 and text[-1] in ".!?"
-    of_the_word = "word" in words or '"' in text
-    return float(ended and "\n" not in text and 5 <= len(words) <= 12 and data["word"] in words and not of_the_word)
+    telling = [word for word in words if len(word) >= 4]
+    ways_round = "word" in words or '"' in text or len(set(telling)) < len(telling)
+    return float(ended and "\n" not in text and 5 <= len(words) <= 12 and data["word"] in words and not ways_round)
 
 
 _PEOPLE = (("Mia", "She"), ("Tom", "He"), ("Ana", "She"), ("Sam", "He"), ("Lea", "She"), ("Max", "He"), ("Zoe", "She"))

@@ -39,8 +39,9 @@ def smollm2(row: dict[str, Any], completion: str) -> float:
     text = completion.strip()
     words = re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text.lower())
     ended = len(re.findall(r"[.!?]", text)) == 1 and text[-1] in ".!?"
-    of_the_word = "word" in words or '"' in text
-    return float(ended and "\n" not in text and 5 <= len(words) <= 12 and row["word"] in words and not of_the_word)
+    telling = [word for word in words if len(word) >= 4]
+    ways_round = "word" in words or '"' in text or len(set(telling)) < len(telling)
+    return float(ended and "\n" not in text and 5 <= len(words) <= 12 and row["word"] in words and not ways_round)
 
 
 verdict = {"demo": demo, "smollm2": smollm2}[job["job"]]

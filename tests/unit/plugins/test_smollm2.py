@@ -30,6 +30,8 @@ def of(name: str) -> Any:
         ("Quiet.", 0.0),
         ("The sea uses the word quiet often.", 0.0),
         ('The sea is "quiet" at night.', 0.0),
+        ("A quiet train is a quiet train.", 0.0),
+        ("The sea is quiet and the sky is too.", 1.0),
         ("The sea is quiet at night, and the boats and the birds sleep until the sun.", 0.0),
         ("Here is one:\nThe sea is quiet at night.", 0.0),
         ("", 0.0),
