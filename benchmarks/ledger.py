@@ -2,15 +2,16 @@
 
     python benchmarks/ledger.py [--steps 200] [--step-s S] [--folder DIR] [--json PATH]
 
-The lines are those of the demo (32 rollouts a step: admitted, finished, trained; the step's books; a seal), written by
-the ledger as the MasterWorker does, one step after the other; a thread syncs them to the disk of `--folder` meanwhile.
-The step beside which that stands is the median of a run of the demo, as `overlap.py` measures it; `--step-s` gives one
-that is known. The target is below 2 %.
+The lines are those of the demo (32 rollouts a step: admitted, finished, trained; the step's counters; a seal), written
+by the ledger as the GserverManager does before it answers the step's report, one step after the other; a thread syncs
+them to the disk of `--folder` meanwhile. The step beside which that stands is the median of a run of the demo, as
+`overlap.py` measures it; `--step-s` gives one that is known. The target is below 2 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -22,12 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import overlap
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutLine, RunSettings
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutCounts, RolloutLine, RunSettings
 from asyncrl.config.load import load_supervised
-from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 ROLLOUTS, SAMPLES = 32, 8
@@ -36,35 +35,35 @@ PAUSE_S = 0.02
 """Between two steps, so that each finds the disk as the end of a step does: idle."""
 
 
-def step_costs(folder: Path, steps: int) -> list[float]:
-    """Seconds that the ledger takes in each of `steps` steps."""
+async def step_costs(folder: Path, steps: int) -> list[float]:
+    """Seconds that a step's report waits for the ledger, in each of `steps` steps."""
     ledger = Ledger(folder / "ledger", RunSettings(ROLLOUTS, 4, "drop", 1, 1))
-    ledger.begin(0, None, GateBooks(0, 0, {}, 0))
+    ledger.begin(0, GateCheckpoint())
     costs = []
     for version in range(steps):
-        lines, batch = _step(version)
-        books = GateBooks((version + 1) * ROLLOUTS, (version + 1) * ROLLOUTS, {}, 0)
+        lines, trained = _step(version)
+        counts = RolloutCounts((version + 1) * ROLLOUTS, (version + 1) * ROLLOUTS)
         begun = time.perf_counter()
-        ledger.take(lines)
-        ledger.step(batch, books)
+        for line in lines:
+            ledger.add(line)
+        ledger.step(version + 1, trained, counts)
+        await ledger.written()
         costs.append(time.perf_counter() - begun)
-        time.sleep(PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
     ledger.close()
     return costs
 
 
-def _step(version: int) -> tuple[list[RolloutLine], TrainBatch]:
-    """The lines of one step's rollouts and its batch."""
+def _step(version: int) -> tuple[list[RolloutLine], list[TrainedRollout]]:
+    """The lines of one step's rollouts, and what it trained."""
     lines: list[RolloutLine] = []
-    records = []
+    trained = []
     for order in range(version * ROLLOUTS, (version + 1) * ROLLOUTS):
         rollout, prompt = uuid.uuid4().hex, f"e0-{order}"
         lines.append(Admitted(rollout, prompt, order, 0, "rollout_worker/0", version, time.time()))
         lines.append(Finished(rollout, SAMPLES * 100, time.time()))
-        head = (rollout, prompt, order, 0, version, {version: SAMPLES * 60})
-        each = ((100,) * SAMPLES, (60,) * SAMPLES, (0.5,) * SAMPLES, (False,) * SAMPLES, tuple(range(SAMPLES)))
-        records.append(RolloutRecord(*head, *each))
-    return lines, TrainBatch(version, 0, tuple(records))
+        trained.append(TrainedRollout(rollout, prompt, order, {version: SAMPLES * 60}, SAMPLES, SAMPLES, 0.5))
+    return lines, trained
 
 
 def main() -> None:
@@ -76,7 +75,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as root:
-        costs = step_costs(Path(root), args.steps)
+        costs = asyncio.run(step_costs(Path(root), args.steps))
         step_s = args.step_s
         if step_s is None:
             model = ensure_base_model(load_supervised("arithmetic_base"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from router import Load
+from router import Load, trained_as
 
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
@@ -28,7 +28,7 @@ from asyncrl.manager.messages import (
     Message,
     ReceivedRollout,
     RequestSize,
-    RunReport,
+    RunBegin,
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -54,13 +54,13 @@ class Worker(Load):
 
     def _call(self) -> tuple[str, Message]:
         worker, rollouts = f"rollout_worker/{self._number}", self._rollouts()
-        finished = [FinishedRollout(name, accepted=True, tokens=320) for name in self._ending]
+        finished = [FinishedRollout(name, accepted=True) for name in self._ending]
         return "/allocate_rollout", AllocateRequest(worker=worker, rollouts=rollouts, finished=finished, timeout_s=5.0)
 
 
 async def _train(loads: list[Worker], master: ManagerClient) -> None:
     """Report what ended as received, and then as trained, as the master does."""
-    version = events_after = 0
+    version = 0
     while True:
         await asyncio.sleep(REPORT_S)
         trained = [name for load in loads for name in load.ended]
@@ -69,9 +69,9 @@ async def _train(loads: list[Worker], master: ManagerClient) -> None:
         received = [ReceivedRollout(name, f"e0-{name}", 0, 0, 320) for name in trained]
         refused = await master.received(received)
         assert not refused, f"{len(refused)} rollouts do not count"
-        version += 1
-        reply = await master.report_consumed(min(version, 8), trained, [], events_after=events_after)
-        events_after = reply.events_seq
+        if trained:
+            version += 1
+            await master.consumed(version, list(map(trained_as, trained)))
 
 
 def serve(servers: int, security: HttpSecurity, report: Connection) -> None:
@@ -91,7 +91,7 @@ async def _serve(servers: int, security: HttpSecurity, report: Connection) -> No
     )
     for index in range(servers):
         service.router.update(index, f"http://server{index}", 0, True)
-    service.begin(RunReport())
+    service.begin(RunBegin())
     registry = manager_registry(service, FleetDecisions(UpdateMode.interrupt, 60.0), None)
     http = ManagerHttp(service.verbs(), security=security, registry=registry)
     report.send(int((await http.start("127.0.0.1")).rpartition(":")[2]))
@@ -99,7 +99,7 @@ async def _serve(servers: int, security: HttpSecurity, report: Connection) -> No
     used = await asyncio.to_thread(_mark, report)
     report.send(used - began)
     await http.close()
-    books = service.gate.books()
+    books = service.gate.counts()
     assert books.balanced, books
     assert books.trained, books
 

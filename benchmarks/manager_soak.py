@@ -2,8 +2,8 @@
 
     python benchmarks/manager_soak.py [--rollouts 100000] [--minutes 10] [--mean 40] [--json PATH]
 
-The manager is `ManagerService` behind its HTTP server in a process of its own, with TLS, the token, the log of its
-inputs and the allocator's settings as in a run, and with its gate in force: η = 7, a step trains an eighth of what may
+The manager is `ManagerService` behind its HTTP server in a process of its own, with TLS, the token, the ledger and the
+allocator's settings as in a run, and with its gate in force: η = 7, a step trains an eighth of what may
 be under way, and then the servers have the next version. RolloutWorkers are simulated, in real time: a rollout lasts as
 long as a log-normal number says, `--mean` seconds on average; each worker calls once eight have ended, or after half a
 second, tells which ended, and asks for as many new ones. Ten times a second the trainer tells what it has received. The
@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
 from asyncrl.comm.ended_rollouts.recent_ids import GENERATIONS, ids_remembered
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
@@ -44,12 +45,16 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     ReceivedRollout,
     RequestSize,
-    RunReport,
+    RunBegin,
+    TrainedRollout,
 )
+from asyncrl.manager.process import DISCOVERY_INTERVAL_S
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.planning.worker_plan import MALLOC
+from asyncrl.runtime.process.waiting import cancel
 
 ETA, SERVERS = 7, 512
 AT_A_TIME, PATIENCE_S = 8, 0.5
@@ -60,12 +65,13 @@ CALL_LIMIT_S = 300.0
 MAY_GROW = 0.05
 
 
-def serve(batch: int, security: HttpSecurity, report: Connection) -> None:
+def serve(batch: int, folder: Path, security: HttpSecurity, report: Connection) -> None:
     """The manager's process: sends its port, ends when told."""
-    uvloop.run(_serve(batch, security, report))
+    uvloop.run(_serve(batch, folder, security, report))
 
 
-async def _serve(batch: int, security: HttpSecurity, report: Connection) -> None:
+async def _serve(batch: int, folder: Path, security: HttpSecurity, report: Connection) -> None:
+    ledger = Ledger(folder / "ledger", RunSettings(batch, ETA, "drop", 1, 0))
     service = ManagerService(
         batch_size=batch,
         max_staleness=ETA,
@@ -73,9 +79,12 @@ async def _serve(batch: int, security: HttpSecurity, report: Connection) -> None
         lease_s=60.0,
         order=DataOrder(1_000_000, 0),
         first=RequestSize(200, 4000, 1),
+        ledger=ledger,
     )
     _serve_version(service, 0)
-    service.begin(RunReport())
+    service.await_workers({})
+    await service.begin_run(RunBegin())
+    writing = asyncio.create_task(_write(ledger))
     registry = manager_registry(service, FleetDecisions(UpdateMode.in_place, 60.0), None)
     http = ManagerHttp(service.verbs(), security=security, registry=registry)
     report.send(int((await http.start("127.0.0.1")).rpartition(":")[2]))
@@ -83,10 +92,19 @@ async def _serve(batch: int, security: HttpSecurity, report: Connection) -> None
         _serve_version(service, version)
         service.routes_changed(version)
     await http.close()
-    books = service.gate.books()
+    await cancel(writing)
+    ledger.close()
+    counts = service.gate.counts()
     report.send(
-        f"{books.submitted} = {books.trained} trained + {books.running} running + {service.gate.finished} ended"
+        f"{counts.submitted} = {counts.trained} trained + {counts.running} running + {service.gate.finished} ended"
     )
+
+
+async def _write(ledger: Ledger) -> None:
+    """As the GserverManager does."""
+    while True:
+        await asyncio.sleep(DISCOVERY_INTERVAL_S)
+        await ledger.written()
 
 
 def _serve_version(service: ManagerService, version: int) -> None:
@@ -137,13 +155,13 @@ class Load:
                 await asyncio.sleep(min(max(0.0, due - now), PATIENCE_S))
             now = time.monotonic()
             while under_way and under_way[0][0] <= now:
-                finished.append(FinishedRollout(heapq.heappop(under_way)[1], accepted=True, tokens=4000))
+                finished.append(FinishedRollout(heapq.heappop(under_way)[1], accepted=True))
             self.running -= len(finished)
 
     async def train(self, batch: int, security: HttpSecurity, manager: Connection) -> None:
         """Trains the batches that are there, as the master does; the servers then have the next version."""
         master = ManagerClient(self.url, "master_worker/0", security)
-        version = events_after = 0
+        version = 0
         waiting: list[str] = []
         try:
             while True:
@@ -156,9 +174,9 @@ class Load:
                     continue
                 trained, waiting = waiting[:batch], waiting[batch:]
                 version += 1
-                events_after = (
-                    await master.report_consumed(version, trained, [], events_after=events_after)
-                ).events_seq
+                await master.consumed(
+                    version, [TrainedRollout(name, f"e0-{name}", 0, {0: 3200}, 8, 8, 0.5) for name in trained]
+                )
                 manager.send(version)
         finally:
             await master.close()
@@ -222,14 +240,14 @@ def main() -> None:
         security = RunSecret.create(Path(folder) / "secret").http()
         # (eta + 1) batches may be under way: what runs, and one batch that has ended and is about to be trained.
         batch = args.rollouts // ETA
-        server = context.Process(target=serve, args=(batch, security, theirs))
+        server = context.Process(target=serve, args=(batch, Path(folder), security, theirs))
         server.start()
         try:
             url = f"https://127.0.0.1:{ours.recv()}"
             sizes = args.rollouts, args.workers, args.mean, url
             found = uvloop.run(_soak(sizes, args.minutes, batch, security, server, ours))
             ours.send(None)
-            print(f"books: {ours.recv()}")
+            print(f"rollouts: {ours.recv()}")
         finally:
             server.join(30)
             if server.is_alive():

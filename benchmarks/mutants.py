@@ -63,8 +63,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "step plan": ("master/data/step_plan.py", "master/data/score_ahead.py"),
     "router": ("manager/router.py",),
     "fleet": ("manager/fleet/decisions.py", "manager/fleet/fan_out.py", "manager/fleet/targets.py"),
-    "rebuild": ("manager/rollouts/rebuild.py", "manager/rollouts/rollout_events.py"),
-    "ledger": ("master/books/ledger.py", "master/books/reports.py"),
+    "rebuild": ("manager/rollouts/rebuild.py",),
+    "ledger": ("manager/rollouts/ledger.py", "manager/rollouts/ledger_files.py", "master/peers/reports.py"),
     "objective": ("algorithms/objective/objective.py", "algorithms/objective/kl.py", "algorithms/policy_losses/*.py"),
     "advantages": ("algorithms/advantages/*.py",),
     "corrections": ("algorithms/objective/corrections.py", "algorithms/objective/selections.py"),
@@ -283,11 +283,13 @@ def files_of(room: str) -> list[str]:
     """Return the modules of a room, below `asyncrl/`.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: one of its patterns names none.
     """
-    files = [path for pattern in ROOMS[room] for path in sorted((ROOT / "asyncrl").glob(pattern))]
-    if not files:
-        raise SystemExit(f"room {room!r}: no file {' or '.join(ROOMS[room])}; its files have moved: change ROOMS")
+    files: list[Path] = []
+    for pattern in ROOMS[room]:
+        if not (found := sorted((ROOT / "asyncrl").glob(pattern))):
+            raise SystemExit(f"room {room!r}: no file {pattern}; it has moved: change ROOMS")
+        files += found
     return [path.relative_to(ROOT / "asyncrl").as_posix() for path in files]
 
 

@@ -42,8 +42,9 @@ from asyncrl.manager.messages import (
     ReceivedReport,
     ReceivedRollout,
     RouteRequest,
-    RunReport,
+    RunBegin,
     ScheduleRequest,
+    TrainedRollout,
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -146,12 +147,17 @@ class Load(asyncio.Protocol):
             requests = [RouteRequest(20, 112, 8, request_id=name, rollout_id=name) for name in ids]
             return "/schedule_request", ScheduleRequest(worker=worker, requests=requests, timeout_s=5.0)
         if self._step == 2:
-            finished = [FinishedRollout(name, accepted=True, tokens=320) for name in ids]
+            finished = [FinishedRollout(name, accepted=True) for name in ids]
             return "/finish_rollout", FinishRequest(worker=worker, finished=finished)
         if self._step == 3:
             received = [ReceivedRollout(name, f"e0-{name}", 0, 0, 320) for name in self._to_train]
             return "/received", ReceivedReport(received)
-        return "/report_consumed", ConsumedReport(self._version, self._to_train, [])
+        return "/consumed", ConsumedReport(self._version, list(map(trained_as, self._to_train)))
+
+
+def trained_as(name: str) -> TrainedRollout:
+    """What the trainer says of a rollout that a step trained."""
+    return TrainedRollout(name, f"e0-{name}", 0, {0: 320}, 8, 8, 0.5)
 
 
 def serve(core: int, plain: bool, security: HttpSecurity | None, report: Connection) -> None:
@@ -175,7 +181,7 @@ async def _serve(plain: bool, security: HttpSecurity | None, report: Connection)
         )
         for index in range(SERVERS):
             service.router.update(index, f"http://server{index}", 0, True)
-        service.begin(RunReport())
+        service.begin(RunBegin())
         registry = manager_registry(service, FleetDecisions(UpdateMode.interrupt, 60.0))
         http = ManagerHttp(service.verbs(), security=security, registry=registry)
         port, close = int((await http.start("127.0.0.1")).rpartition(":")[2]), http.close
@@ -185,7 +191,7 @@ async def _serve(plain: bool, security: HttpSecurity | None, report: Connection)
     report.send(used - began)
     await close()
     if not plain:
-        books = service.gate.books()
+        books = service.gate.counts()
         assert books.balanced, books
         assert service.router.placed <= CONNECTIONS * 64
 

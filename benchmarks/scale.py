@@ -82,7 +82,7 @@ async def _admission(quick: bool) -> float:
     batch = WORKERS
     service = _service(batch_size=batch, max_staleness=0)
     _servers(service, SERVERS)
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
 
     async def ask(worker: int, turn: int) -> m.AllocateReply:
         rollouts = [f"{worker}-{turn}-{index}" for index in range(ASKED)]
@@ -107,7 +107,7 @@ async def _admission(quick: bool) -> float:
             turn += 1
             held.add(asyncio.ensure_future(ask(int(call.result().granted[0].rollout_id.partition("-")[0]), turn)))
     took = time.process_time() - began
-    assert service.gate.books().running == batch
+    assert service.gate.counts().running == batch
     for call in held:
         call.cancel()
     await asyncio.gather(*held, return_exceptions=True)
@@ -168,11 +168,11 @@ async def _blocking(quick: bool) -> float:
 
     versions = 7
     service = _service(batch_size=ROLLOUTS // versions, max_staleness=versions - 1)
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     for worker in range(WORKERS):
         wanted = [f"{worker}-{index}" for index in range(ROLLOUTS // WORKERS)]
         await service.allocate_rollout(m.AllocateRequest(worker=f"rollout_worker/{worker}", rollouts=wanted))
-    assert service.gate.books().running == ROLLOUTS
+    assert service.gate.counts().running == ROLLOUTS
     waiting = asyncio.create_task(service.wait_expiring(m.WaitExpiringRequest(1, 60.0)))
     await _quiet()
     ended = 50 if quick else 500
@@ -321,7 +321,7 @@ def ended_known(quick: bool) -> float:
     from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 
     gate = StalenessGate(BATCH, ETA)
-    gate.resume(0)
+    gate.resume(0, {})
     for number in range(LIVE):
         gate.start(RolloutTicket(f"r{number}", "rollout_worker/0", f"p{number}", number))
     for number in range(LIVE):
@@ -332,13 +332,14 @@ def ended_known(quick: bool) -> float:
 def homes_known(quick: bool) -> float:
     """Return how many of `LIVE` conversations come back to the server with their cache."""
     from asyncrl.manager import messages as m
+    from asyncrl.manager.router import Caller
 
     service, servers = _service(batch_size=BATCH, max_staleness=ETA, routing="prefix_affine"), 16
     _servers(service, servers)
 
     def place(number: int) -> int:
         request = m.RouteRequest(100, 100, 1, request_id=f"q{number}", rollout_id=None, affinity=f"c{number}")
-        index: int = service.router.schedule(request, "rollout_worker/0").index
+        index: int = service.router.schedule(request, Caller("rollout_worker/0")).index
         service.router.release(f"q{number}")
         return index
 
@@ -346,7 +347,7 @@ def homes_known(quick: bool) -> float:
     for server in range(servers):  # a new conversation would now go elsewhere
         for more in range(server % 7):
             request = m.RouteRequest(100, 100, 1, request_id=f"busy{server}-{more}", rollout_id=None)
-            service.router.schedule(request, "rollout_worker/1")
+            service.router.schedule(request, Caller("rollout_worker/1"))
     return sum(place(number) == first[number] for number in range(LIVE))
 
 
@@ -355,7 +356,7 @@ async def _losses(quick: bool) -> float:
 
     service = _service(batch_size=BATCH, max_staleness=ETA)
     _servers(service, SERVERS)
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     before = (await service.lost_servers(m.LostServersRequest(worker="rollout_worker/0", after=-1))).seq
     for server in range(SERVERS):
         service.routes.server_lost(f"http://server{server}")

@@ -85,7 +85,9 @@ def smollm2() -> Job:
     assert isinstance(config, ExperimentConfig)
     problems = load_dataset(config.dataset.path, {"num_rows": 256}, "held_out", 0)
     held_out = kept_policies.HeldOut(problems, load_plugin(config.reward.path), config.rollout.sampling.max_new_tokens)
-    return Job("smollm2", config, Path(config.model.path or ""), held_out, config.total_train_steps, (0.5, 0.8))
+    return Job(
+        "smollm2", config, Path(config.model.path or "").expanduser(), held_out, config.total_train_steps, (0.5, 0.8)
+    )
 
 
 JOBS = {"demo": demo, "smollm2": smollm2}

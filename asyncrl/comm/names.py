@@ -20,7 +20,6 @@ All keys are relative to the resolver's root, which contains experiment and tria
     trainer_turn                    owner of the devices that trainer and guests share: `TrainerTurn`
     loading_guests/<index>          a guest that loads its model, or is about to
     guest_memory/<index>            a guest whose memory is released, or may be: `GuestMemory`
-    ledger_begun                    the launch's number in the ledger, once its first line is there
     training_world                  the file in which the training ranks meet
 
 If a type is named, the value is its fields as a JSON object, made with `encode` and read with `decode`.
@@ -77,8 +76,6 @@ MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
 """`TrialHolder`: the launch that holds the trial and its names."""
-LEDGER_BEGUN_KEY = "ledger_begun"
-"""Present once the ledger has this launch's first line: a new MasterWorker continues after it."""
 TRAINING_WORLD_KEY = "training_world"
 """Name under which the first training rank publishes the meeting place of all ranks."""
 WORKERS = "workers"

@@ -24,12 +24,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "from disk only; use weight_transport=disk or backend=sglang"
         )
     yield from transport.check(config)
-    lease_s, limit_s = config.manager.rollout_lease_s, config.system.stall_timeout_s
-    if lease_s >= limit_s:
+    system = config.system
+    if system.silence_s >= system.stall_timeout_s:
         yield (
-            f"manager.rollout_lease_s={lease_s:g}: a new GserverManager waits this long for silent "
-            f"workers, but the run ends after system.stall_timeout_s={limit_s:g} without a sign of life; use a shorter "
-            f"lease"
+            f"system.lease_s={system.lease_s:g}: a new GserverManager waits {system.silence_s:g} s for silent workers, "
+            f"but the run ends after system.stall_timeout_s={system.stall_timeout_s:g} without a sign of life; use a "
+            f"shorter lease"
         )
     yield from _policies(config)
 

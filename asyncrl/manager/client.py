@@ -19,6 +19,7 @@ from typing import Any
 
 from msgspec import structs
 
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.manager import messages as m
@@ -84,6 +85,7 @@ class ManagerClient:
         find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
             manager.
         launch: launch that the caller belongs to.
+        host: address of the caller's host.
     """
 
     def __init__(
@@ -96,9 +98,10 @@ class ManagerClient:
         retry_s: float = RETRY_S,
         find: Callable[[], str] | None = None,
         launch: str = "",
+        host: str = "",
     ) -> None:
         self._connection = ManagerConnection(JsonHttp(security), url, retry_s=retry_s, find=find)
-        self._session = WorkerSession(self._connection, worker, incarnation, launch)
+        self._session = WorkerSession(self._connection, worker, incarnation, launch, host)
         self._manager = 0
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._flush_timer: asyncio.Handle | None = None
@@ -165,38 +168,31 @@ class ManagerClient:
         request = m.LostServersRequest(worker=self._session.worker, after=after, timeout_s=timeout_s)
         return await self._session.call("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
-    async def report_run(self, report: m.RunReport) -> int:
-        """Report all that the trainer's side knows to the manager; return its number, which the next reports name."""
-        self._manager = (await self._connection.call("/report_run", report, m.Session)).manager
-        return self._manager
+    async def begin_run(self, begin: m.RunBegin) -> None:
+        """Bring the checkpoint from which the run continues, before the calls that follow here."""
+        self._manager = (await self._connection.call("/begin_run", begin, m.Session)).manager
 
     async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
         """Report what the trainer has received; return the ids of those that do not count, and must not be trained."""
-        report = m.ReceivedReport(list(rollouts), self._manager)
+        report = m.ReceivedReport(list(rollouts), manager=self._manager)
         return (await self._connection.call("/received", report, m.ReceivedReply)).refused
 
-    async def report_consumed(
-        self,
-        version: int,
-        trained: Sequence[str],
-        dropped: Sequence[m.DroppedRollout],
-        events_after: int = 0,
-        measured_after: int = 0,
+    async def consumed(
+        self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
     ) -> m.ConsumedReply:
         """Report what the trainer consumed.
 
         Args:
             version: version of the policy after it.
-            trained: rollouts that the optimizer consumed.
+            trained: rollouts that the step to this version consumed.
             dropped: rollouts that were received and will not be trained.
-            events_after: number of the last line of the manager's events that is recorded.
-            measured_after: number of the last measured success that is recorded.
-
-        Returns:
-            Counters, events and success rates after these numbers, and the state of gate and servers (as `status`).
         """
-        report = m.ConsumedReport(version, list(trained), list(dropped), self._manager, events_after, measured_after)
-        return await self._connection.call("/report_consumed", report, m.ConsumedReply)
+        report = m.ConsumedReport(version, list(trained), list(dropped), manager=self._manager)
+        return await self._connection.call("/consumed", report, m.ConsumedReply)
+
+    async def saved(self, version: int) -> m.ConsumedReply:
+        """Report that a checkpoint of `version` is about to be written; the reply has the gate's part of it."""
+        return await self._connection.call("/saved", m.SavedReport(version, manager=self._manager), m.ConsumedReply)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.
@@ -218,33 +214,33 @@ class ManagerClient:
 
     async def close_gate(self) -> None:
         """Close the gate: no rollout starts from now on."""
-        await self._connection.call("/close_gate", m.Empty(), m.Done)
+        await self._connection.call("/close_gate", m.TrainerRequest(manager=self._manager), m.Done)
 
-    async def abandon(self) -> m.GateBooks:
+    async def end_run(self, version: int) -> RolloutCounts:
         """Abandon all rollouts that run or wait to be trained; return the final counters."""
-        return await self._connection.call("/abandon", m.Empty(), m.Books)
+        return await self._connection.call("/end_run", m.EndReport(version, manager=self._manager), RolloutCounts)
 
     async def status(self) -> GateStatus:
-        """Return the manager's state. The reply to `report_consumed` has it too."""
+        """Return the manager's state."""
         reply = await self._connection.call("/status", None, m.StatusReply)
         servers = (*reply.servers, *reply.opponents)
         in_use = {version for server in servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
         loading = any(server.state == m.ServerState.UPDATING and not server.failures for server in servers)
         able = any(server.state != m.ServerState.QUARANTINED for server in reply.servers)
-        moves = (gate.running, gate.version, loading, able, gate.used_up)
-        return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt, *moves)
+        moves = (gate.counts.running, gate.version, loading, able, gate.used_up)
+        return GateStatus(gate.idle_s, known, gate.counts.dropped, reply.rebuilt, *moves)
 
     async def describe(self) -> str:
         """Return the manager's state as one readable line."""
         reply = await self._connection.call("/status", None, m.StatusReply)
-        gate = reply.gate
+        gate, counts = reply.gate, reply.gate.counts
         servers = (*reply.servers, *reply.opponents)
         shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
         if not reply.rebuilt:
             return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
         return (
-            f"gate: trained {gate.trained} + finished {gate.finished_untrained} + running {gate.running} of "
+            f"gate: trained {counts.trained} + finished {counts.finished_untrained} + running {counts.running} of "
             f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
         )
 

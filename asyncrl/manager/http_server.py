@@ -19,7 +19,7 @@ from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.typed import json_decoder
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
-from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunReport, ServerState, Verb
+from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunBegin, ServerState, Verb
 from asyncrl.manager.service import ManagerService
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -49,7 +49,7 @@ class ManagerHttp(HttpServer):
             return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         routes = {
-            path: HttpRoute(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is RunReport else MAX_BODY_BYTES)
+            path: HttpRoute(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is RunBegin else MAX_BODY_BYTES)
             for path, verb in verbs.items()
         }
         routes |= {"/health": HttpRoute(health, open=True), "/metrics": HttpRoute(metrics, open=True)}
@@ -105,13 +105,13 @@ class _ManagerCollector(Collector):
 
     def _rows(self) -> Iterator[tuple[type[Counter | Gauge], str, str, str, Values]]:
         """Yield kind, name, documentation and label of each metric (no label: one value), with its values."""
-        service, books, servers = self._service, self._service.gate.books(), self._service.router.servers
+        service, counts, servers = self._service, self._service.gate.counts(), self._service.router.servers
         states = Tally(life.state for life in self._decisions.servers)
-        yield Counter, "rollouts_submitted", "Rollouts admitted.", "", books.submitted
-        yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", books.trained
-        yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", books.dropped
-        yield Gauge, "rollouts_running", "Rollouts that run.", "", books.running
-        yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", books.finished_untrained
+        yield Counter, "rollouts_submitted", "Rollouts admitted.", "", counts.submitted
+        yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", counts.trained
+        yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", counts.dropped
+        yield Gauge, "rollouts_running", "Rollouts that run.", "", counts.running
+        yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", counts.finished_untrained
         yield Gauge, "gate_limit", "(η + version + 1) · B.", "", service.gate.limit
         yield (
             Counter,
@@ -120,8 +120,8 @@ class _ManagerCollector(Collector):
             "",
             service.admission.idle_s,
         )
-        yield Gauge, "served_version", "Least version that requests are sent to.", "", books.version
-        yield Gauge, "trained_version", "Version of the trainer.", "", books.trained_version
+        yield Gauge, "served_version", "Least version that requests are sent to.", "", service.gate.version
+        yield Gauge, "trained_version", "Version of the trainer.", "", service.gate.trained_version
         yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.rollouts.tokens_finished
         yield Gauge, "workers_alive", "Workers with a lease.", "", len(service.leases.workers)
         by_state = {state.value: states[state] for state in ServerState}

@@ -1,17 +1,17 @@
 """The messages of the GserverManager's HTTP interface: one request and one reply type a verb, JSON on the wire.
 
+    POST /begin_run          RunBegin              Session
     POST /open_session       HeldReport            Session
-    POST /report_run         RunReport             Session
     POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room
     POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
     POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
     POST /finish_rollout     FinishRequest         Done
     POST /received           ReceivedReport        ReceivedReply
-    POST /report_consumed    ConsumedReport        ConsumedReply
-    POST /close_gate         Empty                 Done
-    POST /abandon            Empty                 Books
-    GET  /books              Empty                 Books
+    POST /consumed           ConsumedReport        ConsumedReply
+    POST /saved              SavedReport           ConsumedReply
+    POST /close_gate         TrainerRequest        Done
+    POST /end_run            EndReport             RolloutCounts
     GET  /status             Empty                 StatusReply
 
 Both ends use these types. A message of another type is refused with 400. The reply names the field's path and the
@@ -21,9 +21,8 @@ A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` also
 which of its requests and rollouts ended.
 
 Calls about rollouts name the manager that they are meant for. Another manager refuses them with 409: it first needs
-`open_session` from a worker, `report_run` from the master (`asyncrl.manager.rollouts.rebuild`). A manager that is not
-rebuilt yet answers `received`, `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a few
-seconds.
+`open_session` from a worker, `begin_run` from the master (`asyncrl.manager.rollouts.rebuild`). A manager whose gate is
+not open yet answers `wait_expiring` and the calls of a `TrainerRequest` with 503, after a few seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, RolloutLine
+from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -58,7 +57,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
-Verb = tuple[type[Message], Callable[[Any], Awaitable[Message]]]
+Verb = tuple[type[Message], Callable[[Any], Awaitable[Struct]]]
 """A request's type and its handler."""
 
 
@@ -131,7 +130,6 @@ class FinishedRollout(Message, frozen=True):
     accepted: bool
     reason: str = ""
     return_prompt: bool = False
-    tokens: Count = 0
     as_next_attempt: bool = False
     success: float | None = None
 
@@ -216,12 +214,14 @@ class HeldReport(Message, frozen=True):
 
     Attributes:
         launch: the launch that the process belongs to, as in name resolution; "" if it was started by hand.
+        host: address of its host; "" if that is not known.
     """
 
     worker: Name
     incarnation: Count = 0
     held: list[HeldRollout] = []
     launch: str = ""
+    host: str = ""
 
 
 class Session(Message, frozen=True):
@@ -317,11 +317,16 @@ class ReceivedRollout(Message, frozen=True):
     tokens: Count
 
 
-class ReceivedReport(Message, frozen=True):
-    """The trainer has received these rollouts. `manager`: number of the manager that the call is meant for."""
+class TrainerRequest(Message, frozen=True, kw_only=True):
+    """A call of the master or recorder. `manager`: number of the manager that it is meant for."""
+
+    manager: Count = 0
+
+
+class ReceivedReport(TrainerRequest, frozen=True):
+    """The trainer has received these rollouts."""
 
     rollouts: list[ReceivedRollout]
-    manager: Count = 0
 
 
 class ReceivedReply(Message, frozen=True):
@@ -330,103 +335,109 @@ class ReceivedReply(Message, frozen=True):
     refused: list[str] = []
 
 
-class ConsumedReport(Message, frozen=True):
-    """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
+class TrainedRollout(Message, frozen=True):
+    """A rollout that a step trained, with what its line in the ledger says (`ledger_lines.Trained`)."""
 
-    Attributes:
-        manager: number of the manager that the call is meant for.
-        events_after: number of lines about rollouts that the ledger has from this manager.
-        measured_after: highest number of a measured success rate that the caller has kept.
+    rollout_id: Name
+    prompt_id: str
+    order: Count
+    versions: dict[int, Count]
+    episodes: Count
+    samples: Count
+    reward: float
+    opponents: dict[str, tuple[int, int]] = {}
+    policies: dict[str, PolicyTokens] = {}
+
+
+class ConsumedReport(TrainerRequest, frozen=True):
+    """The trainer is at `version`, whose step trained `trained` if that was not reported yet; `dropped` will never be
+    trained.
     """
 
     version: Count
-    trained: list[str]
-    dropped: list[DroppedRollout]
-    manager: Count = 0
-    events_after: Count = 0
-    measured_after: Count = 0
+    trained: list[TrainedRollout] = []
+    dropped: list[DroppedRollout] = []
 
 
-class RunReport(Message, frozen=True, kw_only=True):
-    """All that the trainer knows of the run, for a new manager. The defaults describe the start of a run.
+class SavedReport(TrainerRequest, frozen=True):
+    """A checkpoint of `version` is about to be written."""
+
+    version: Count
+
+
+class EndReport(TrainerRequest, frozen=True):
+    """The run ends at `version`: no rollout starts any more, and live ones are abandoned."""
+
+    version: Count
+
+
+class GateCheckpoint(Message, frozen=True, kw_only=True):
+    """The gate's part of a checkpoint. Live rollouts are not in it: their workers and the trainer have them.
 
     Attributes:
-        version: complete steps, by the ledger.
-        dropped: number of rollouts by reason, by the ledger.
-        abandoned: number of rollouts, by the ledger.
-        open: rollouts that the ledger has admitted and not ended.
-        finished: those of `open` that the trainer has.
-        ended: other rollouts by outcome; consecutive ones with the same outcome form one entry.
-        retries: order, attempt and failures of waiting prompts whose next try is not the first.
         used: prompts that are trained or dropped for good (`UsedPrompts.to_json`).
-        received: rollouts that the ranks had when they were polled after this manager registered.
-        trained: rollouts of the last step, to `trained_version`, that are not reported yet.
-        curriculum: its state.
+        dropped: number of rollouts by reason.
+        retries: order, attempt and failures of prompts that were tried before and are not used.
+        curriculum: its state; None if there is none.
+        line: number of the ledger's lines, which lead to this state.
     """
 
-    version: Count = 0
-    dropped: dict[str, Count] = {}
-    abandoned: Count = 0
-    open: list[Admitted] = []
-    finished: list[str] = []
-    ended: list[tuple[str, list[str]]] = []
-    retries: list[tuple[Count, Count, Count]] = []
     used: dict[str, Any] | None = None
-    received: list[ReceivedRollout] = []
-    trained: list[ReceivedRollout] = []
-    trained_version: Count = 0
+    dropped: dict[str, Count] = {}
+    retries: list[tuple[Count, Count, Count]] = []
     curriculum: Any = None
-
-
-class GateBooks(Message, frozen=True):
-    """The gate's counters: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
-
-    submitted: int
-    trained: int
-    dropped: dict[str, int]
-    abandoned: int
-    running: int = 0
-    finished_untrained: int = 0
+    line: Count = 0
 
     @property
-    def balanced(self) -> bool:
-        """True if every submitted rollout is accounted for."""
-        left = self.trained + sum(self.dropped.values()) + self.abandoned
-        return self.submitted == left + self.running + self.finished_untrained
+    def prompts_used(self) -> int:
+        """Number of used prompts."""
+        return 0 if self.used is None else int(self.used["count"])
+
+    def counts(self, trained: int) -> RolloutCounts:
+        """Return the counters of a gate that continues from here with `trained` rollouts."""
+        dropped = {reason: count for reason, count in self.dropped.items() if count}
+        return RolloutCounts(trained + sum(dropped.values()), trained, dropped)
 
 
-class Books(GateBooks, frozen=True, kw_only=True):
-    """The counters with the served version and the trainer's."""
+class RunBegin(Message, frozen=True):
+    """The run begins or continues at `version`, from `checkpoint`; the trainer has `received` these rollouts."""
 
-    version: int
-    trained_version: int
+    version: Count = 0
+    checkpoint: GateCheckpoint = GateCheckpoint()
+    received: list[ReceivedRollout] = []
 
 
 class ConsumedReply(Message, frozen=True):
-    """The counters, which include the report, and the lines about rollouts that lead to them.
+    """The gate's state, which includes the report.
 
     Attributes:
-        events: lines since `events_after`; the last has number `events_seq`.
-        measured: prompts with their success, if there is a curriculum; the last has number `measured_seq`.
+        checkpoint: as of the line of the step or of the checkpoint that was reported; None if it was neither.
+        prompts_used: number of prompts that are trained or dropped for good.
         idle_s: seconds so far in which no rollout ran because the gate was full.
         versions_in_use: versions that servers serve or load.
     """
 
-    books: Books
-    events: list[RolloutLine] = []
-    events_seq: Count = 0
-    measured: list[tuple[str, float]] = []
-    measured_seq: Count = 0
+    counts: RolloutCounts
+    checkpoint: GateCheckpoint | None
+    prompts_used: Count
     idle_s: float = 0.0
     versions_in_use: list[Count] = []
 
 
-class GateState(Books, frozen=True, kw_only=True):
-    """The gate: its counters, its limit, and the seconds so far in which no rollout ran because it was full.
+class GateState(Message, frozen=True, kw_only=True):
+    """The gate.
 
-    `used_up`: no rollout runs, and no prompt of the last epoch is left to begin one of.
+    Attributes:
+        version: version that is served.
+        trained_version: version of the trainer.
+        limit: number of rollouts that may be trained or live.
+        idle_s: seconds so far in which no rollout ran because the gate was full.
+        used_up: no rollout runs, and no prompt of the last epoch is left to begin one of.
     """
 
+    counts: RolloutCounts
+    version: int
+    trained_version: int
     limit: int
     closed: bool
     idle_s: float

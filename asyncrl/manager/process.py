@@ -37,6 +37,7 @@ from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, ServerState, StatusReply, WaitRestingRequest
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_workers import RolloutWorkers
 from asyncrl.manager.service import ManagerService
@@ -77,13 +78,15 @@ class GserverManager(AsyncWorker):
             guests=GuestTurns(guests_of(config.generation)),
         )
         curriculum = config.dataset.curriculum
+        self._ledger = None if config.samples.only else Ledger.of_run(self.run_dir, config)
+        """How every rollout ended; a run that only keeps samples trains none."""
         bound = (config.train_batch_size, config.max_head_offpolicyness)
         self._service = ManagerService(
             batch_size=bound[0],
             max_staleness=bound[1],
             routing=config.manager.routing,
-            lease_s=config.manager.rollout_lease_s,
-            order=DataOrder(self._rows, config.seed, shuffle=config.dataset.shuffle, epochs=config.total_epochs),
+            lease_s=config.system.silence_s,
+            order=self._order(),
             number=spec.incarnation,
             first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
@@ -93,6 +96,7 @@ class GserverManager(AsyncWorker):
             trained=config.trained_policies,
             launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
+            ledger=self._ledger,
         )
         tolerance = logprob_check_tolerance(config)
         self._logprob_check = LogprobCheck(tolerance, self.log) if tolerance else None
@@ -145,6 +149,7 @@ class GserverManager(AsyncWorker):
                     self._watch_registrations(),
                     self._policies.run(),
                     self._say_begun(),
+                    self._write_ledger(),
                 ]
                 if self._decisions.guests:
                     await self._guests.take_up()
@@ -159,6 +164,8 @@ class GserverManager(AsyncWorker):
             await http.close()
             await servers_http.close()
             publisher.close()
+            if self._ledger is not None:
+                self._ledger.close()
 
     def _make_fleet_runner(self, http: JsonHttp, publisher: PublisherClient) -> FleetRunner:
         updates = self.config.manager
@@ -185,18 +192,18 @@ class GserverManager(AsyncWorker):
 
     def _figures(self) -> dict[str, float]:
         """Return figures for `observed/`; another thread calls it."""
-        service, books = self._service, self._service.gate.books()
-        lives = list(self._decisions.servers)
+        service, gate = self._service, self._service.gate
+        counts, lives = gate.counts(), list(self._decisions.servers)
         return {
-            "rollouts_running": books.running,
-            "finished_untrained": books.finished_untrained,
-            "submitted_total": books.submitted,
-            "trained_total": books.trained,
-            "dropped_total": sum(books.dropped.values()),
-            "gate_limit": service.gate.limit,
+            "rollouts_running": counts.running,
+            "finished_untrained": counts.finished_untrained,
+            "submitted_total": counts.submitted,
+            "trained_total": counts.trained,
+            "dropped_total": sum(counts.dropped.values()),
+            "gate_limit": gate.limit,
             "idle_s": round(service.admission.idle_s, 3),
-            "served_version": books.version,
-            "trained_version": books.trained_version,
+            "served_version": gate.version,
+            "trained_version": gate.trained_version,
             "workers": len(service.leases.workers),
             **{f"servers_{state.value}": sum(life.state is state for life in lives) for state in ServerState},
         }
@@ -211,11 +218,13 @@ class GserverManager(AsyncWorker):
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
 
-    @property
-    def _rows(self) -> int:
-        """Number of rows of the training data; 1 for a launch that only evaluates, which has none."""
-        file = self.run_dir / DATA_RECORD_FILE
-        return DataRecord.read(file).rows if file.is_file() else 1
+    def _order(self) -> DataOrder:
+        """Return the data order; a launch that only evaluates has no training data, and 1 row."""
+        config, file = self.config, self.run_dir / DATA_RECORD_FILE
+        if config.samples.replay:  # kept rollouts take the place of rows, in the order in which they were trained
+            return DataOrder(config.total_train_steps * config.train_batch_size, config.seed, shuffle=False, epochs=1)
+        rows = DataRecord.read(file).rows if file.is_file() else 1
+        return DataOrder(rows, config.seed, shuffle=config.dataset.shuffle, epochs=config.total_epochs)
 
     async def _watch_versions(self) -> None:
         """Pass each published version to the servers, once it has been checked."""
@@ -258,6 +267,8 @@ class GserverManager(AsyncWorker):
         if self._staging is not None:
             self._staging.publish(target)
         await self._policies.published(target, win_rates)
+        if self.config.samples.replay:  # no server says that it serves the version
+            self._service.routes_changed(target.version)
 
     def _announced(self, target: Target) -> None:
         """Record that guests that wake need not wait for this version, even if it was refused."""
@@ -290,7 +301,14 @@ class GserverManager(AsyncWorker):
     async def _say_begun(self) -> None:
         while not self._service.begun:
             await self._service.progress.wait(DISCOVERY_INTERVAL_S)
-        self.log.info("the gate is open; counters rebuilt from reports: %s", self._service.gate.books())
+        self.log.info("the gate is open: %s", self._service.gate.counts())
+
+    async def _write_ledger(self) -> None:
+        """Hand the ledger's lines to the kernel several times a second, so that others may read them."""
+        while self._ledger is not None:
+            if self._service.begun:  # before that, a thread may write the lineage's first line
+                await self._ledger.written()
+            await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

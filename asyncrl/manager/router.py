@@ -26,8 +26,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
 from asyncrl.manager.messages import RouteRequest
@@ -40,11 +41,19 @@ _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
 
+class Caller(NamedTuple):
+    """The worker that sends a request, and the address of its host; "" if that is not known."""
+
+    worker: str
+    host: str = ""
+
+
 @dataclass(slots=True)
 class ServerView:
     """A server as the router sees it.
 
     Attributes:
+        host: address of its host.
         version: policy version that it serves.
         routable: it takes requests.
         sequences: number of placed sequences.
@@ -57,6 +66,10 @@ class ServerView:
     routable: bool
     sequences: int = 0
     tokens: int = 0
+    host: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host = urlsplit(self.url).hostname or ""
 
     def may_have(self, min_version: int) -> bool:
         """True if the server accepts a request that needs this version or a newer one."""
@@ -85,8 +98,10 @@ class Policy(Protocol):
     def changed(self, view: ServerView) -> None:
         """Record that the server's version, load or availability changed, or that it is gone from the servers."""
 
-    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
-        """Return a server for `request` that takes requests and has `min_version` or newer, if there is one."""
+    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
+        """Return a server for the caller's `request` that takes requests and has `min_version` or newer, if there is
+        one.
+        """
 
     def declined(self, request: RouteRequest) -> None:
         """Record that the server chosen for `request` does not get it now."""
@@ -109,7 +124,7 @@ class RoundRobin(Policy):
         elif view.index not in self._servers:
             del self._indices[place - 1]
 
-    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
         begin, count = bisect_right(self._indices, self._last), len(self._indices)
         for turn in range(count):
             view = self._servers[self._indices[(begin + turn) % count]]
@@ -137,7 +152,7 @@ class _LeastLoaded(Policy):
             self._heap = [(self._load(view), view.index) for view in self._servers.values() if view.routable]
             heapq.heapify(self._heap)
 
-    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
         too_old, chosen = [], None
         while self._heap and chosen is None:
             load, index = self._heap[0]
@@ -183,11 +198,11 @@ class PrefixAffine(Policy):
     def changed(self, view: ServerView) -> None:
         self._new.changed(view)
 
-    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
         home = self._home.get(request.affinity)
         chosen = None if home is None else self._servers.get(home)
         if chosen is None or not chosen.may_have(min_version):
-            chosen = self._new.choose(request, min_version)
+            chosen = self._new.choose(request, caller, min_version)
         if chosen is not None and request.affinity:
             self._home.put(request.affinity, chosen.index)
         return chosen
@@ -265,12 +280,12 @@ class Router:
             self._routable -= view.routable
             self._policy.changed(view)
 
-    def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
-        """Place `request` of `worker` on a server with `min_version` or newer, and move it if it is placed already.
+    def schedule(self, request: RouteRequest, caller: Caller, min_version: int = 0) -> ServerView | None:
+        """Place the caller's `request` on a server with `min_version` or newer, and move it if it is placed already.
         Return None if no server may have it now.
         """
         self.release(request.request_id)
-        if (view := self._policy.choose(request, min_version)) is None:
+        if (view := self._policy.choose(request, caller, min_version)) is None:
             return None
         if self._is_beyond_its_share(view, request):
             self._policy.declined(request)
@@ -279,8 +294,8 @@ class Router:
         self._sequences += request.n
         view.tokens += request.tokens
         self._policy.changed(view)
-        self._placements[request.request_id] = _Placement(request, worker, view.index)
-        self._of_worker.setdefault(worker, set()).add(request.request_id)
+        self._placements[request.request_id] = _Placement(request, caller.worker, view.index)
+        self._of_worker.setdefault(caller.worker, set()).add(request.request_id)
         self._of_server.setdefault(view.index, set()).add(request.request_id)
         if request.rollout_id is not None:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)

@@ -8,8 +8,7 @@ from collections.abc import Collection
 
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.rollout_events import first_number
-from asyncrl.manager.router import Router, ServerView
+from asyncrl.manager.router import Caller, Router, ServerView
 
 LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
 """Number of lost servers that are remembered, at least and per server. Several processes of each server may end while a
@@ -57,7 +56,7 @@ class Routes:
             raise m.BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
         return self._routers[policy]
 
-    def place(self, request: m.RouteRequest, worker: str, admitted_at: int) -> ServerView | None:
+    def place(self, request: m.RouteRequest, caller: Caller, admitted_at: int) -> ServerView | None:
         """Place the request of a rollout that was admitted at this version; None if no server may have it now.
 
         Raises:
@@ -65,7 +64,7 @@ class Routes:
         """
         # servers of a policy that is not trained may have any version
         min_version = 0 if request.policy in self._ageless else max(request.min_version or 0, admitted_at)
-        return self.router_of(request.policy).schedule(request, worker, min_version)
+        return self.router_of(request.policy).schedule(request, caller, min_version)
 
     def release(self, request_id: str) -> None:
         """Remove a request that no longer runs."""
@@ -99,7 +98,7 @@ class LostServers:
     """
 
     def __init__(self, manager: int) -> None:
-        self.seq = first_number(manager)
+        self.seq = manager << 40
         """Number of the last loss."""
         self.changed = Notifier()
         self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending

@@ -1,14 +1,14 @@
 """The GserverManager's verbs over rollout state, admission, router and leases, without HTTP.
 
-The state that must not be lost is in `rollouts/`. A service begins with a roll call (`rollouts/rebuild.py`): its gate
-is shut until the master and the workers have reported. Its router begins empty: requests that run on the servers
-continue there, and count again from the rollout's next request on.
+The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with a
+roll call (`rollouts/rebuild.py`): its gate is shut until the master and the workers have reported. Its router begins
+empty: requests that run on the servers continue there, and count again from the rollout's next request on.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Verbs that may have to wait check again
 whenever something that they depend on has changed:
 
+    begin_run          the master brings the checkpoint from which the run continues, before its other calls
     open_session       a worker reports what it holds, before any other call
-    report_run         the master reports what it knows, before `received` and `report_consumed`
     allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/admission.py`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
@@ -22,21 +22,24 @@ rollouts of a worker belong to one incarnation.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.admission import Admission
 from asyncrl.manager.rollouts.leases import WorkerLeases
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
-from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
+from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild, still_there
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
-from asyncrl.manager.router import Router, ServerView
+from asyncrl.manager.router import Caller, Router, ServerView
 from asyncrl.manager.routes import Routes
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -64,6 +67,7 @@ class ManagerService:
         versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
         launch: launch that this process belongs to; "" accepts workers of any launch.
         curriculum: builds the curriculum from its state; None if there is no curriculum.
+        ledger: records how every rollout ends; None: nothing does.
         policies: names of the policies besides the run's own that agents may ask.
         trained: names of those of them that are trained.
     """
@@ -83,6 +87,7 @@ class ManagerService:
         versions_in_use: Callable[[], Collection[int]] = tuple,
         launch: str = "",
         curriculum: Callable[[object], Curriculum] | None = None,
+        ledger: Ledger | None = None,
         policies: Collection[str] = (),
         trained: Collection[str] = (),
     ) -> None:
@@ -90,10 +95,14 @@ class ManagerService:
         self.begun = False
         """The state is rebuilt, and the gate open."""
         self.roll_call = RollCall(clock() + lease_s)
-        self.rollouts = RolloutState(batch_size, max_staleness, order, manager=number)
+        self.rollouts = RolloutState(batch_size, max_staleness, order)
         self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained, manager=number)
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
+        self._ledger, self._beginning, self._run_ended = ledger, asyncio.Lock(), False
+        self._ended: RecentIds[str] | None = None
+        self._hosts: dict[str, str] = {}  # of the workers, for the routing policy
+        self._last_step: m.ConsumedReply | None = None
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
         self.progress = Notifier()
 
@@ -111,17 +120,17 @@ class ManagerService:
         """Return the verbs that the manager answers: by path, the request's type and its handler."""
         return {
             "/open_session": (m.HeldReport, self.open_session),
-            "/report_run": (m.RunReport, self.report_run),
+            "/begin_run": (m.RunBegin, self.begin_run),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
             "/wait_expiring": (m.WaitExpiringRequest, self.wait_expiring),
             "/finish_rollout": (m.FinishRequest, self.finish_rollout),
             "/received": (m.ReceivedReport, self.received),
-            "/report_consumed": (m.ConsumedReport, self.report_consumed),
-            "/close_gate": (m.Empty, self.close_gate),
-            "/abandon": (m.Empty, self.abandon),
-            "/books": (m.Empty, self.books),
+            "/consumed": (m.ConsumedReport, self.consumed),
+            "/saved": (m.SavedReport, self.saved),
+            "/close_gate": (m.TrainerRequest, self.close_gate),
+            "/end_run": (m.EndReport, self.end_run),
         }
 
     async def open_session(self, request: m.HeldReport) -> m.Session:
@@ -136,26 +145,32 @@ class ManagerService:
         self.incarnation_seen(request.worker, request.incarnation)
         self._check_current(request.worker, request.incarnation)
         self.leases.renew(request.worker, self._clock())
+        self._hosts[request.worker] = request.host
         if not self.begun:
             self.roll_call.take(request)
             self._begin_if_complete()
             return m.Session(self.number)
-        self.rollouts.adopt(request)
+        self.rollouts.adopt(structs.replace(request, held=still_there(request)))
         for held in request.held:
             if held.end is not None:
                 self._finish(held.end)
         self._changed()
         return m.Session(self.number)
 
-    async def report_run(self, request: m.RunReport) -> m.Session:
-        """Record the master's report. The newest report before the state is rebuilt counts; later ones are ignored."""
-        if not self.begun:
-            self.roll_call.run = request
-            self._begin_if_complete()
+    async def begin_run(self, request: m.RunBegin) -> m.Session:
+        """Take the checkpoint from which the run continues, and begin a lineage of the ledger after it. A repeated call
+        changes nothing.
+        """
+        async with self._beginning:
+            if not self.begun and self.roll_call.run is None:
+                if self._ledger is not None:
+                    self._ended = await asyncio.to_thread(self._ledger.begin, request.version, request.checkpoint)
+                self.roll_call.run = request
+                self._begin_if_complete()
         return m.Session(self.number)
 
-    def begin(self, run: m.RunReport) -> None:
-        """Begin with the master's report alone, as at the beginning of a run: no worker holds anything."""
+    def begin(self, run: m.RunBegin) -> None:
+        """Begin without a ledger and without workers that hold anything."""
         self.roll_call.run, self.roll_call.awaited = run, {}
         self._begin_if_complete()
 
@@ -170,15 +185,23 @@ class ManagerService:
         call, gate = self.roll_call, self.gate
         if self.begun or not call.is_complete or call.run is None:
             return
-        rollouts = rebuild(self.rollouts, call.run, call.reports)
-        curriculum = None if self._make_curriculum is None else self._make_curriculum(call.run.curriculum or ())
-        if curriculum is not None:  # before the state changes: a user's own may fail
-            for prompt_id, success in rollouts.measured.unrecorded:
-                curriculum.measured(prompt_id, success)
+        run = call.run
+        curriculum = None if self._make_curriculum is None else self._make_curriculum(run.checkpoint.curriculum or ())
+        rollouts = RolloutState(
+            gate.batch_size,
+            gate.max_staleness,
+            self.rollouts.order,
+            (lambda line: None) if self._ledger is None else self._ledger.add,
+            version=run.version,
+            checkpoint=run.checkpoint,
+            ended=self._ended,
+            curriculum=curriculum,
+        )
+        rebuild(rollouts, run.received, call.reports)
         self.rollouts = rollouts
         self.gate.advance(gate.version)  # servers may have registered by now
         self.begun, self.roll_call = True, RollCall()
-        self.admission.begin(self.rollouts, curriculum)
+        self.admission.begin(self.rollouts)
         for ended in call.ended:
             if ended not in self.leases.workers:  # a worker with a lease was only silent for a while
                 self._end(ended)
@@ -243,38 +266,72 @@ class ManagerService:
         self._changed()
         return m.ReceivedReply(refused)
 
-    async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
-        """Record the trained and dropped rollouts; return the counters and lines to record.
+    async def consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
+        """Record the rollouts that a step trained, with its line in the ledger, and those that the trainer dropped.
+
+        Returns:
+            The gate's state as of the step's line, if a step was reported; a repeated report gets the same.
 
         Raises:
             NotIntroduced: the report is meant for another manager.
             NotRebuilt: the state is not rebuilt yet.
-            BadRequest: the report is of a version that cannot have been trained: rollouts admitted while version v is
-                served suffice for v + η + 1 steps.
+            BadRequest: a trained rollout does not count, or the version cannot have been trained: rollouts admitted
+                while version v is served suffice for v + η + 1 steps.
         """
         self._check_meant(request.manager)
         await self._until_begun()
         newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
-        self.rollouts.consume(request.version, request.trained, request.dropped)
+        trained = request.trained if request.version > self.gate.trained_version else []
+        if strays := [each.rollout_id for each in trained if each.rollout_id not in self.gate.live]:
+            raise m.BadRequest(f"$.trained: {strays[:3]} do not count, {len(strays)} in all")
+        self.rollouts.drop(request.dropped)
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
-        self.rollouts.measured.forget(request.measured_after)
-        self.rollouts.events.forget(request.events_after)
-        if request.trained:
-            self.admission.batch_taken()
+        if trained:
+            self._train(request)
         self._changed()
-        events, measured = self.rollouts.events, self.rollouts.measured
+        return await self._written(self._last_step if request.trained and self._last_step else self._reply())
+
+    def _train(self, request: m.ConsumedReport) -> None:
+        self.rollouts.train(request.version, request.trained)
+        self.admission.batch_taken()
+        if self._ledger is not None:
+            self._ledger.step(request.version, request.trained, self.gate.counts())
+        self._last_step = self._reply(self._checkpoint())
+
+    async def saved(self, request: m.SavedReport) -> m.ConsumedReply:
+        """Record in the ledger that a checkpoint is about to be written; return the gate's part of it. The disk has the
+        lines that lead to it.
+
+        Raises:
+            NotIntroduced, NotRebuilt: see `consumed`.
+        """
+        self._check_meant(request.manager)
+        await self._until_begun()
+        if self._ledger is not None:
+            self._ledger.saved(request.version, self.gate.counts())
+        return await self._written(self._reply(self._checkpoint()))
+
+    def _checkpoint(self) -> m.GateCheckpoint:
+        return self.rollouts.checkpoint(0 if self._ledger is None else self._ledger.lines)
+
+    def _reply(self, checkpoint: m.GateCheckpoint | None = None) -> m.ConsumedReply:
+        """Return the gate's state as of now."""
         return m.ConsumedReply(
-            self.gate.books(),
-            events.unrecorded,
-            events.last_seq,
-            measured.unrecorded,
-            measured.last_seq,
+            self.gate.counts(),
+            checkpoint,
+            len(self.rollouts.used),
             self.admission.idle_s,
             sorted(self._versions_in_use()),
         )
+
+    async def _written(self, reply: m.ConsumedReply) -> m.ConsumedReply:
+        """Return `reply` once the ledger's lines that lead to it are written."""
+        if self._ledger is not None:
+            await self._ledger.written()
+        return reply
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Wait until the step can be taken without making a running rollout expire."""
@@ -295,31 +352,41 @@ class ManagerService:
                 return m.LostServersReply(self.routes.losses.seq, urls)
         return m.LostServersReply(self.routes.losses.seq, [])
 
-    async def close_gate(self, request: m.Empty) -> m.Done:
+    async def close_gate(self, request: m.TrainerRequest) -> m.Done:
         """Start no rollout from now on."""
+        self._check_meant(request.manager)
         await self._until_begun()
         self.gate.close()
         self.admission.tell_of_the_end()
         return m.Done()
 
-    async def abandon(self, request: m.Empty) -> m.Books:
-        """Abandon every live rollout; return the final counters."""
+    async def end_run(self, request: m.EndReport) -> RolloutCounts:
+        """Abandon every live rollout, and write the ledger's last line; return the final counters."""
+        self._check_meant(request.manager)
         await self._until_begun()
         self.rollouts.abandon()
         self.admission.tell_of_the_end()
         self.progress.notify()
-        return self.gate.books()
-
-    async def books(self, request: m.Empty) -> m.Books:
-        """Return the gate's counters."""
-        return self.gate.books()
+        counts = self.gate.counts()
+        if self._ledger is not None:
+            if not self._run_ended:
+                self._run_ended = True
+                self._ledger.end(request.version, counts)
+            await self._ledger.written()
+        return counts
 
     def gate_state(self) -> m.GateState:
-        """Return the gate's counters, and the seconds in which it let no rollout run."""
-        books = structs.asdict(self.gate.books())
-        gate, used_up = self.gate, self.rollouts.used_up
-        idle_s = self.admission.idle_s
-        return m.GateState(**books, limit=gate.limit, closed=gate.closed, idle_s=idle_s, used_up=used_up)
+        """Return the gate's state, and the seconds in which it let no rollout run."""
+        gate = self.gate
+        return m.GateState(
+            counts=gate.counts(),
+            version=gate.version,
+            trained_version=gate.trained_version,
+            limit=gate.limit,
+            closed=gate.closed,
+            idle_s=self.admission.idle_s,
+            used_up=self.rollouts.used_up,
+        )
 
     def routes_changed(self, served_version: int | None) -> None:
         """Record that the router's servers changed.
@@ -363,6 +430,7 @@ class ManagerService:
         if isinstance(ended, Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
             return  # this incarnation reported before the state was rebuilt
         self.leases.end(worker)
+        self._hosts.pop(worker, None)
         self.routes.release_worker(worker)
         if not self.begun:
             self.roll_call.end(ended)
@@ -390,7 +458,7 @@ class ManagerService:
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
-        return self.routes.place(request, worker, admitted_at or 0)
+        return self.routes.place(request, Caller(worker, self._hosts.get(worker, "")), admitted_at or 0)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
         """Renew the caller's lease, and record the ends that its call reports.
@@ -442,12 +510,9 @@ class ManagerService:
         if not self.begun:
             self.roll_call.finish(finished)
             return
-        before = self.rollouts.measured.last_seq
         self.rollouts.finish(finished)
         if not finished.accepted:
             self.admission.rollout_ended(finished.rollout_id, kept=False)
-        if self.admission.curriculum is not None and self.rollouts.measured.last_seq > before:
-            self.admission.curriculum.measured(*self.rollouts.measured.unrecorded[-1])
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

@@ -187,9 +187,6 @@ class ManagerConfig:
         minimum=0.1,
     )
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
-    rollout_lease_s: float = setting(
-        30.0, "silence of a worker after which its rollouts are dropped", unit="s", minimum=1.0
-    )
     logprob_check_tolerance: Optional[float] = setting(
         None,
         "largest mean difference per token between a server's and the trainer's log-probabilities of a fixed prompt "

@@ -26,7 +26,7 @@ CALL_TIMEOUT_S = 10.0
 NOT_INTRODUCED = 409
 """Status of a call that was meant for another manager."""
 NOT_REBUILT = 503
-"""Status of a call to a manager that waits for workers to report, `manager.rollout_lease_s` at most."""
+"""Status of a call to a manager that waits for workers to report, `SystemConfig.silence_s` at most."""
 _BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
@@ -146,11 +146,12 @@ class WorkerSession:
         worker: `<kind>/<index>` of the caller.
         incarnation: number of the caller's process, see `WorkerRequest`.
         launch: launch that the caller belongs to.
+        host: address of its host.
     """
 
-    def __init__(self, connection: ManagerConnection, worker: str, incarnation: int, launch: str) -> None:
+    def __init__(self, connection: ManagerConnection, worker: str, incarnation: int, launch: str, host: str) -> None:
         self._connection = connection
-        self.worker, self._incarnation, self._launch = worker, incarnation, launch
+        self.worker, self._incarnation, self._launch, self._host = worker, incarnation, launch, host
         self._unreported = _Ended()
         self._held = HeldRollouts()
         self._manager: int | None = None  # number of the manager that the session is with
@@ -212,6 +213,6 @@ class WorkerSession:
         """Return the number of the manager that the session is with; open a session first if there is none."""
         async with self._opening:
             if self._manager is None:
-                report = m.HeldReport(self.worker, self._incarnation, self._held.all(), self._launch)
+                report = m.HeldReport(self.worker, self._incarnation, self._held.all(), self._launch, self._host)
                 self._manager = (await self._connection.call("/open_session", report, m.Session)).manager
             return self._manager

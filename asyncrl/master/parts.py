@@ -14,8 +14,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.books.reports import Reports, ReportState
 from asyncrl.master.data.batches import Batches
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
@@ -26,15 +24,14 @@ from asyncrl.master.graph.call_graph import Graph
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.metrics.win_rates import WinRates
-from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
 from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.rank_clients import RankClients
+from asyncrl.master.peers.reports import Reports
 from asyncrl.master.recovery.checkpoints import Checkpoints
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.recovery.run_state import RunState
-from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
@@ -53,7 +50,7 @@ class Peers:
 
     workers: Sequence[RequestClient]
     placement: Placement
-    manager: ManagerClient | OfflineGate
+    manager: ManagerClient
     rollouts: Sequence[Evaluates]
     board: NameBoard
 
@@ -77,7 +74,6 @@ class Parts:
     collector: Collector
     batches: Batches
     metrics_log: MetricsLog
-    ledger: Ledger
     announcer: VersionAnnouncer
     stall: StallWatch
     checkpoints: Checkpoints
@@ -112,7 +108,6 @@ def assemble(
     buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
     collector = Collector(heads, buffer, peers.manager)
     metrics_log = MetricsLog(config, collector, buffer)
-    ledger = Ledger.of_run(run_dir, config)
     memory_checkpointer = MemoryCheckpointer(memory_checkpoint, ranks)
     win_rates = WinRates.of_run(config)
     announcer = _announcer(config, peers, metrics_log, clock, win_rates)
@@ -129,16 +124,15 @@ def assemble(
         peers.board.producers_start,
         most_ahead,
     )
-    reported = ReportState(buffer, ledger, make_curriculum(config.dataset.curriculum), memory_checkpointer)
     guests = guests_of(config.generation)
     turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests), guests.start)
     calls = frozen_calls(config, graph, peers.placement)
     ahead = AheadScorer(calls, buffer, ranks, actors[ACTOR], heads=len(heads))
-    reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s)
+    reports = Reports(peers.manager, collector, buffer, stop, limit_s=limit_s)
     order = ConfiguredOrder(config.buffer.order)
     record = run_dir / DATA_RECORD_FILE
     data_record = DataRecord.read(record).checksum if record.is_file() else None
-    run = RunState(config, buffer, order, reported, metrics_log, win_rates, data_record)
+    run = RunState(config, buffer, order, reports, metrics_log, win_rates, data_record)
     return Parts(
         config=config,
         run_dir=run_dir,
@@ -148,9 +142,8 @@ def assemble(
         executor=_executor(config, graph, peers),
         run=run,
         collector=collector,
-        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, turns, order, ahead),
+        batches=Batches(config, buffer, collector, peers.manager, stall, reports.dropped, turns, order, ahead),
         metrics_log=metrics_log,
-        ledger=ledger,
         announcer=announcer,
         stall=stall,
         checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, run, metrics_log.evaluations, check=collector.check),

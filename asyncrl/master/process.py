@@ -12,14 +12,12 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.offline.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.peers.rank_clients import Pulses
@@ -34,9 +32,6 @@ class MasterWorker(AsyncWorker):
     """Finds the other processes, then runs the loop (`TrainLoop`) to its end."""
 
     stop_limit_s = None
-
-    _feeding: asyncio.Task[None] | None = None
-    """The task that sends kept samples to the ranks; None in a run with rollouts."""
 
     def configure(self) -> None:
         self._graph = load_graph(self.config)
@@ -55,38 +50,9 @@ class MasterWorker(AsyncWorker):
             await await_while_responsive(
                 TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s
             )
-            if self._feeding is not None and self._feeding.done():
-                self._feeding.result()  # the stop request came from its error
-
-    async def _replaying(self, closing: AsyncExitStack) -> Peers:
-        """Return the peers of a run that trains kept samples instead of new rollouts."""
-        gate = OfflineGate(self.config.train_batch_size)
-        board = ReplayBoard(self.resolver)
-        router = router_of_peers(self, self._placement.workers)
-        closing.callback(router.close)
-        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, router)
-        for client in trainers:
-            closing.callback(client.close)
-        folder, total = Path(self.config.samples.replay), self.config.total_train_steps
-        self._feeding = feeding = asyncio.create_task(
-            feed(self, board, gate, folder, self.config.train_batch_size, total)
-        )
-        feeding.add_done_callback(self._fed)
-        closing.push_async_callback(cancel, feeding)
-        return Peers(trainers, self._placement, gate, (), board)
-
-    def _fed(self, feeding: asyncio.Task[None]) -> None:
-        """Stop the run if feeding failed: the loop would wait for the remaining samples in vain. `main` raises the
-        error.
-        """
-        if not feeding.cancelled() and (error := feeding.exception()) is not None:
-            self.log.error("replay: %s", error)
-            self.stop.set()
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
-        if self.config.samples.replay:
-            return await self._replaying(closing)
-        workers = range(self.config.rollout.workers)
+        workers = range(0 if self.config.samples.replay else self.config.rollout.workers)  # of evaluations
         router = router_of_peers(self, self._placement.workers + len(workers))
         closing.callback(router.close)
         url = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER)

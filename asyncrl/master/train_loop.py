@@ -7,10 +7,9 @@ The collector (which brings metadata of rollouts while a step trains) and an eva
 it. It ends with the last step, a stop request (between steps, or while it waits for data), a peer's failure, or a stall
 (`asyncrl.master.data.stall`).
 
-Exactly once. A prompt is used from the moment its step is complete, or when the master learns that it was dropped for
-good (`SampleBuffer`). A checkpoint has the model, the used prompts and the drop counts of one version, in one folder
-that appears at once. So after a restart all parts go back to the same step. `asyncrl.master.recovery` describes what
-happens when a process dies.
+Exactly once. A checkpoint has the model, the used prompts and the counts of one version, in one folder that appears at
+once. So after a restart all parts go back to the same step. `asyncrl.master.recovery` describes what happens when a
+process dies.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class TrainLoop:
     def _end_early(self) -> None:
         """End the run with its last complete step: the prompts of its epochs are used up."""
         parts, run = self.parts, self.parts.run
-        dropped = {reason: n for reason, n in parts.reports.state.last_reply.books.dropped.items() if n}
+        dropped = {reason: n for reason, n in parts.reports.counts.dropped.items() if n}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "none"
         remark(
             parts.run_dir,

@@ -37,7 +37,7 @@ from typing import NoReturn
 from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
+from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason, failed_in, filtered
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
@@ -266,15 +266,14 @@ class RolloutLoop:
             return self._rejection(granted, decision, success)
         shaped = self._rules.shape(samples)
         await self._sender.send(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
-        tokens = sum(len(sample.tokens) for sample in samples)
-        return FinishedRollout(rollout_id, accepted=True, tokens=tokens, success=success)
+        return FinishedRollout(rollout_id, accepted=True, success=success)
 
     def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
         """Return the end of a rollout whose group a filter rejected. Its prompt is tried again if the filter returns it
         and it has tries left.
         """
         again = decision.return_prompt and granted.attempt + 1 < self._config.filter_tries
-        reason = exhausted(decision.reason) if decision.return_prompt and not again else decision.reason
+        reason = filtered(decision.reason, exhausted=decision.return_prompt and not again)
         return FinishedRollout(
             granted.rollout_id,
             accepted=False,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
@@ -42,7 +44,7 @@ class RolloutWorker(AsyncWorker):
     async def main(self) -> None:
         """Wait for the other processes, then run rollouts until a stop is requested."""
         try:
-            await self._main_until_stopped()
+            await (self._replay() if self.config.samples.replay else self._main_until_stopped())
         except StopRequested:
             self.log.info("stopped before the others were there")
 
@@ -58,11 +60,7 @@ class RolloutWorker(AsyncWorker):
                 self.log.info("chat template: %s", line)
         rollout = self.config.rollout
         can = capabilities_of(self.config, self._components.vocab_size, self._components.tokenizer.decode_all)
-        url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
-        find = partial(self.resolver.get, names.MANAGER_KEY)
-        manager = ManagerClient(
-            url, self.name, self.http_security, incarnation=incarnation, find=find, launch=self.launch
-        )
+        manager = await self._find_manager()
         try:
             async with (
                 self._components.runner,
@@ -81,6 +79,35 @@ class RolloutWorker(AsyncWorker):
                 await self._run(manager, client)
         finally:
             await self._components.conversations.endpoint.close()
+            await manager.close()
+
+    async def _find_manager(self) -> ManagerClient:
+        url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
+        find = partial(self.resolver.get, names.MANAGER_KEY)
+        return ManagerClient(
+            url,
+            self.name,
+            self.http_security,
+            incarnation=incarnation,
+            find=find,
+            launch=self.launch,
+            host=self.config.system.host,
+        )
+
+    async def _replay(self) -> None:
+        """Send kept rollouts in place of new ones."""
+        from asyncrl.rollout.replay import KeptRollouts, ReplayLoop
+
+        manager, batch_size = await self._find_manager(), self.config.train_batch_size
+        pusher = TrajectoryPusher((), self.security, identity=self.name)
+        try:
+            kept = KeptRollouts(Path(self.config.samples.replay), batch_size)
+            loop = ReplayLoop(manager, pusher.push, self.resolver, kept, batch_size)
+            self.ready()
+            observer.stage("replays", Activity.serves)
+            await self._until_stopped(loop.run(), pusher)
+        finally:
+            await pusher.close(CLOSE_LIMIT_S)
             await manager.close()
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:
@@ -127,19 +154,20 @@ class RolloutWorker(AsyncWorker):
             observer.stage("plays", Activity.serves)
             observer.gauges(loop.slots.figures)
             observer.gauges(client.figures)
-            await self._until_stopped(loop, pusher)
+            await self._until_stopped(loop.run(), pusher)
         finally:
+            self._evaluator.cancel()
             server.close()
             unacknowledged = await pusher.close(CLOSE_LIMIT_S)
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
-    async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher) -> None:
+    async def _until_stopped(self, loop: Coroutine[Any, Any, Any], pusher: TrajectoryPusher) -> None:
         """Run the loop until a stop is requested; its failure fails the worker.
 
         Raises:
             CannotContinue: all rollouts fail in users' code, whose tracebacks the log has.
         """
-        working = [asyncio.create_task(work) for work in (loop.run(), self._follow_pullers(pusher))]
+        working = [asyncio.create_task(work) for work in (loop, self._follow_pullers(pusher))]
         stopping = asyncio.create_task(self.stop.wait())
         try:
             done, _ = await asyncio.wait({*working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +178,6 @@ class RolloutWorker(AsyncWorker):
                 raise
             raise CannotContinue(f"all rollouts fail, the last one as {failed}") from error
         finally:
-            self._evaluator.cancel()
             await cancel(*working, stopping)
 
     @property

@@ -168,7 +168,7 @@ class RolloutConfig:
     filter_tries: int = setting(
         3,
         "attempts at a prompt that a filter returns (`return_prompt`), each with other random numbers and after the "
-        "rest of the epoch. After the last one it is dropped for good, counted as `<the filter's reason>_exhausted`",
+        "rest of the epoch. After the last one it is dropped for good, counted as `filter: <its reason>_exhausted`",
         minimum=1,
     )
     shaping: list[ChoiceConfig] = setting(

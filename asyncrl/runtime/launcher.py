@@ -41,7 +41,7 @@ from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Restart
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.supervisor import STOP_SIGNAL
-from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
+from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 from asyncrl.runtime.trials.open_resolver import describe_outage
 from asyncrl.runtime.trials.process_exit import (
     cannot_continue,
@@ -182,9 +182,11 @@ class Launcher:
     async def _guard_claim(self) -> None:
         """Stop everything once another launch has the trial's names: the two would answer each other's calls."""
         while not self._claim_lost:
-            await asyncio.sleep(LEASE_S / 3)
+            await asyncio.sleep(self.config.system.claim_s / 3)
             await self._has_lost_claim()
-        self._display.note(f"FAILED: this launcher was silent for {LEASE_S:g} s, and another took the trial over")
+        self._display.note(
+            f"FAILED: this launcher was silent for {self.config.system.claim_s:g} s, and another took the trial over"
+        )
         self._processes.end_now()
 
     async def _has_lost_claim(self) -> bool:

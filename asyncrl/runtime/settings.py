@@ -177,7 +177,8 @@ class SystemConfig:
     lease_s: float = setting(
         10.0,
         "lease of a process's entries in name resolution, renewed three times per lease. With a longer one a death is "
-        "noticed later; with a shorter one a pause is taken for a death",
+        "noticed later; with a shorter one a pause is taken for a death. A worker whose event loop stands still, while "
+        "its names are renewed, is given up after three leases; the trial of a silent launcher is free after six",
         unit="s",
         minimum=0.5,
     )
@@ -205,6 +206,18 @@ class SystemConfig:
         minimum=0,
     )
     restart_window_s: float = setting(600.0, "time after which a restart no longer counts", unit="s", minimum=1.0)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a call after which a worker's rollouts are dropped, although its names are renewed: its event
+        loop stands still, as a user's code may hold it up for some seconds.
+        """
+        return 3 * self.lease_s
+
+    @property
+    def claim_s(self) -> float:
+        """Lease of the launcher's claim on the trial, in seconds: it may be paused that long without losing the run."""
+        return 6 * self.lease_s
 
 
 def etcd_access(system: SystemConfig) -> EtcdAccess:

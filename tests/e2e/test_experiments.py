@@ -132,7 +132,7 @@ def test_async_dapo_trains_no_group_whose_rewards_agree(start_run: Any, tmp_path
     often = {"reward__path": f"{tmp_path / 'coin.py'}:even", "group_size": 4}  # of two, most groups would agree
     run = finished(start_run, "async_dapo", **often)
     assert {row["reward/frac_zero_std"] for row in run.rows()} == {0.0}
-    dropped = run.summary()["books"]["dropped"]["zero_variance"]
+    dropped = run.summary()["books"]["dropped"]["filter: zero_variance"]
     assert 0 < sum(row["filter/dropped_groups"] for row in run.rows()) <= dropped, "the rest after the last step"
 
 
@@ -322,7 +322,7 @@ def test_an_experiment_of_ones_own_has_algorithms_of_ones_package_and_rewards_fo
     )
     rows = run.rows()
     assert {row["grad_norm"] for row in rows} == {0.0}
-    assert run.summary()["books"]["dropped"]["mine"] > 0
+    assert run.summary()["books"]["dropped"]["filter: mine"] > 0
     assert all(row.get("reward/short", 0) <= 1 < 2 <= row.get("reward/long", 2) for row in rows), "own rows alone"
     kept = list(read_samples(sample_files(run.run_dir / "samples")))
     rewards = {row["reward"] for row in kept}

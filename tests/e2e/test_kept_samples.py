@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("pyarrow")
 
@@ -20,6 +22,21 @@ from tests.unit.test_documented_snippets import commands_that_read
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH = 4, 4
+HELD_LOSS = """
+from pathlib import Path
+from threading import Event
+from asyncrl.algorithms.policy_losses.decoupled_ppo import decoupled_ppo
+from asyncrl.algorithms.registry import policy_loss
+
+@policy_loss("held")
+def held(inputs):
+    "The default; in the run with these metrics it waits in step 3 until there is a file."
+    pause, rows = Event(), Path("{metrics}")
+    while rows.exists() and len(rows.read_text().splitlines()) == 2 and not Path("{free}").exists():
+        Path("{held}").touch()
+        pause.wait(0.05)
+    return decoupled_ppo(inputs)
+"""
 
 
 def read_as_documented(
@@ -88,11 +105,50 @@ def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained
 
     second = start_run(f"replay async_ppo samples={first.run_dir}", trial_name="again", **settings)
     assert second.wait() == 0, second.output + second.logs()
-    assert "started 3 processes" in second.output, "no server, no manager, no RolloutWorker"
-    assert audit(second.run_dir).findings == ()
+    assert "started 5 processes" in second.output, "no server, and one RolloutWorker, which reads"
+    check_it_repeats(first, second)
+
+
+def test_a_replay_whose_brain_is_killed_goes_on_after_the_last_step_and_trains_what_was_recorded(
+    start_run: Any, tmp_path: Path
+) -> None:
+    held, free, killed = tmp_path / "held", tmp_path / "free", tmp_path / "tiny" / "killed"
+    loss = HELD_LOSS.format(metrics=killed / "metrics.jsonl", held=held, free=free)
+    (tmp_path / "loss.py").write_text(loss)
+    settings: dict[str, Any] = {"total_train_steps": STEPS, "eval__interval": 0, "checkpoint__interval": 0}
+    settings |= {"algorithm__policy_loss__name": f"{tmp_path / 'loss.py'}:held", "algorithm__policy_loss__params": "{}"}
+    first = start_run(samples__every=1, **settings)
+    assert first.wait() == 0, first.output + first.logs()
+
+    second = start_run(f"replay async_ppo samples={first.run_dir}", trial_name=killed.name, **settings)
+    assert second.run_dir == killed
+    second.wait_for_file(str(held))
+    reader = second.worker("rollout_worker/0").pid
+    second.worker("gserver_manager/0").kill()
+    second.wait_for_line("the brain went on after")
+    assert second.worker("rollout_worker/0").pid == reader
+    free.touch()
+    assert second.wait() == 0, second.output + second.logs()
+    check_it_repeats(first, second)
+    assert second.summary()["restarts"] == {"the brain": 1}
+    assert "going on after step 2," in (second.run_dir / "logs" / "master_worker-0.log").read_text()
+
+
+def check_it_repeats(first: Any, second: Any) -> None:
+    """The second run has trained what the first has kept, and has become the same policy."""
     for recorded, repeated in zip(first.rows(), second.rows(), strict=True):
         for name in ("reward/mean", "staleness/mean", "tokens/batch", "loss", "grad_norm"):
             assert math.isclose(recorded[name], repeated[name], rel_tol=1e-3, abs_tol=1e-5), name
+    weights = Path("weights", "actor", f"v{STEPS}", "model.safetensors")
+    before, again = (load_file(run.run_dir / weights) for run in (first, second))
+    assert before.keys() == again.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-3, atol=1e-4)
+    books = second.summary()["books"]
+    assert (books["submitted"], books["trained"], books["dropped"]) == (STEPS * BATCH, STEPS * BATCH, {})
+    assert audit(second.run_dir).findings == ()
+    assert second.survivors() == []
+    assert "Traceback" not in second.logs()
 
 
 def test_rollouts_are_generated_without_training_and_a_killed_launch_goes_on(start_run: Any) -> None:

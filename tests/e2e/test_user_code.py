@@ -98,7 +98,7 @@ def test_an_environment_and_a_reward_that_sleep_cost_no_lease_and_are_named(star
         env__path=f"{file}:SleepyEnv",
         reward__path=f"{file}:score",
         rollout__user_code__slow_call_s=1.0,
-        manager__rollout_lease_s=20.0,  # less than all of it takes one after another, and more than a machine may pause
+        system__lease_s=7.0,  # thrice this is less than all of it takes in a row, and more than a machine may pause
         total_train_steps=3,
         eval__interval=0,
     )

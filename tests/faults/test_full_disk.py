@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -17,13 +18,19 @@ from typing import Any
 
 import pytest
 
+from asyncrl.comm import names
+from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.config.run_dir import SECRET_FILE, read_run_config
+from asyncrl.manager.messages import StatusReply
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.open_resolver import open_resolver
 
-from ..conftest import LIMIT_S, Gate
+from ..conftest import LIMIT_S, SETTINGS, Gate
 
 pytestmark = pytest.mark.slow
 
+BATCH = SETTINGS["train_batch_size"]
 UNWRITABLE_S = 12.0
 WAITED = re.compile(r"wrote .+ after [\d.]+ s|calls are retried")
 """What of it is told: that it waits cannot be told as long as the logs are full, too."""
@@ -68,9 +75,21 @@ def read_only(disk: Path) -> Iterator[Callable[[], None]]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def is_kept(run: Any, version: int) -> bool:
-    """True if this step is trained: its state is in memory, and its weights are about to be written to disk."""
-    return any(f"v{version}" in folder.name for folder in MemoryCheckpoint(run.run_dir).state_root.iterdir())
+def counter(run: Any) -> Callable[[], int]:
+    """Return a call for the number of trained rollouts, by the run's manager, which needs no disk to answer."""
+    with open_resolver(read_run_config(run.run_dir), run.run_dir) as resolver:
+        url = resolver.wait(names.MANAGER_KEY, LIMIT_S)
+    security = RunSecret.load(run.run_dir / SECRET_FILE).http()
+
+    async def ask() -> int:
+        http = JsonHttp(security)
+        try:
+            reply = await http.call("POST", f"{url}/status", timeout_s=LIMIT_S, reply=StatusReply)
+        finally:
+            await http.close()
+        return reply.gate.counts.trained
+
+    return lambda: asyncio.run(ask())
 
 
 @pytest.mark.parametrize("unwritable", [full, read_only])
@@ -84,6 +103,7 @@ def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
     steps, held = 10, gate(3)
     run = start_run(total_train_steps=steps, checkpoint__interval=1, **held.settings)
     run.wait_for_step(3)
+    trained = counter(run)
     with unwritable(small_disk) as keep_so:
         held.open()
         limit, until = time.monotonic() + LIMIT_S, math.inf
@@ -91,7 +111,7 @@ def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
             assert now < limit, run.output + run.logs()
             assert run.process.poll() is None, run.output
             keep_so()
-            if until == math.inf and is_kept(run, 4):
+            if until == math.inf and trained() >= 4 * BATCH:
                 until = now + UNWRITABLE_S
             threading.Event().wait(0.02)
         held_at = max(row["step"] for row in run.rows())
@@ -101,6 +121,6 @@ def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
     assert "FAILED" not in run.output
     assert run.summary()["restarts"] == {}
     state = json.loads((run.run_dir / "checkpoints" / f"v{steps}" / "state.json").read_text())
-    assert len(UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])) == steps * 4
+    assert len(UsedPrompts.from_json(state["master_state"]["gate"]["used"])) == steps * BATCH
     waited = [log.name for log in (run.run_dir / "logs").glob("*.log") if WAITED.search(log.read_text())]
     assert waited, run.logs()

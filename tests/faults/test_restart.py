@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.launch.commands.audit import audit
-from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
+from asyncrl.verify.audit.rules import Replay
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
@@ -75,18 +75,16 @@ def used_orders(run: Any) -> list[int]:
     """Positions in the data order of the prompts that the last checkpoint of a run that has ended has as used."""
     folder = max((run.run_dir / "checkpoints").glob("v*[0-9]"), key=lambda folder: int(folder.name[1:]))
     state = json.loads((folder / "state.json").read_text())
-    return sorted(orders_of(run, UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])))
+    return sorted(orders_of(run, UsedPrompts.from_json(state["master_state"]["gate"]["used"])))
 
 
 def orders_used_so_far(run: Any) -> set[int]:
     """The same of a run that goes on, by its ledger."""
-    recorded = Recorded()
-    for entry in surviving(read_ledger(run.run_dir / "ledger", print), print):
-        recorded.take(entry.line)
-    return orders_of(run, recorded.used)
+    outcome = Replay(None, print).run(surviving(read_ledger(run.run_dir / "ledger", print), print))
+    return orders_of(run, outcome.used)
 
 
-def orders_of(run: Any, used: UsedPrompts) -> set[int]:
+def orders_of(run: Any, used: Iterable[str]) -> set[int]:
     stream = DataOrder(json.loads((run.run_dir / "data_record.json").read_text())["rows"], seed=1)
     return {stream.order_of(prompt_id) for prompt_id in used}
 

@@ -36,7 +36,7 @@ def newest_state(run: Any) -> dict[str, Any]:
 
 
 def used_prompts(state: dict[str, Any]) -> UsedPrompts:
-    return UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
+    return UsedPrompts.from_json(state["master_state"]["gate"]["used"])
 
 
 FAILING = """
@@ -113,7 +113,7 @@ def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, 
     first.kill_tree()
     begun = newest_state(first)
     used = used_prompts(begun)
-    dropped = _failed(begun["master_state"]["dropped"])
+    dropped = _failed(begun["master_state"]["gate"]["dropped"])
     given_up = {prompt for prompt in used if int(prompt.partition("-")[2]) in rows}
     assert json.loads((first.run_dir / "data_record.json").read_text())["rows"] == 16_384
     assert len(used) == begun["version"] * BATCH + len(given_up)
@@ -239,7 +239,7 @@ def test_a_curriculum_of_ones_own_over_a_mixture_goes_on_after_a_kill_as_if_ther
     assert {row for row, (epoch, _) in measured.items() if epoch == 0} == easy, "they rested in epoch 1"
     assert len({success for row, (_, success) in measured.items() if row not in easy}) > 2, "success does differ"
     ahead = set(epoch_order(16, seed, 2)[:4].tolist())  # what was under way at the end may be measured or not
-    told = newest_state(resumed)["master_state"]["curriculum"]
+    told = newest_state(resumed)["master_state"]["gate"]["curriculum"]
     kept = {row: tuple(by_epoch[-1]) for row, by_epoch in told["state"]}
     assert {row: kept[row] for row in measured.keys() - ahead} == {
         row: measured[row] for row in measured.keys() - ahead

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import DroppedRollout, FinishedRollout, ReceivedRollout, RunReport
+from asyncrl.manager.messages import DroppedRollout, FinishedRollout, ReceivedRollout, RunBegin, TrainedRollout
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
 ORDER = DataOrder(9, 0)
@@ -115,7 +116,7 @@ def entry(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-FORGED = {
+FORGED: dict[str, Callable[[], list[bytes]]] = {
     "NaN log-probability": lambda: forged_array("behave_logprobs", 1, math.nan),
     "infinite reward": lambda: forged_array("rewards", 0, math.inf),
     "negative token": lambda: forged_array("tokens", 2, -7),
@@ -130,8 +131,8 @@ FORGED = {
     "NaN reward of a turn": lambda: forged_array("token_rewards", 1, math.nan),
     "infinite reward of a turn": lambda: forged_array("token_rewards", 1, -math.inf),
     "rewarded prompt": lambda: forged_array("token_rewards", 0, 1.0),
-    "rewards of turns that are not there": lambda: forged_array("rewarded", 0, 0),
-    "a flag of 2": lambda: forged_array("rewarded", 0, 2),
+    "rewards of turns that are not there": lambda: forged_array("token_rewards_sizes", 0, 0),
+    "rewards of turns of half of the tokens": lambda: forged_array("token_rewards_sizes", 0, 1),
     "NaN reward part": lambda: forged_header(lambda content: entry(content)["reward_parts"].update(x=[math.nan])),
     "infinite metric": lambda: forged_header(lambda content: entry(content)["sample_metrics"].update(x=[math.inf])),
     "a reward part too many": lambda: forged_header(
@@ -215,32 +216,40 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
     service = ManagerService(
         batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=DataOrder(9, 0)
     )
-    service.begin(RunReport())
+    service.begin(RunBegin())
     http = ManagerHttp(
         service.verbs(),
         security=http_security,
-        registry=manager_registry(service, FleetDecisions("interrupt", 1.0)),
+        registry=manager_registry(service, FleetDecisions(UpdateMode.interrupt, 1.0)),
     )
     client = ManagerClient(await http.start(HOST), "rollout_worker/0", http_security, retry_s=LIMIT_S)
     await client.allocate(["a", "b"], timeout_s=LIMIT_S)
     client.finish([FinishedRollout("a", True)])
     await client.flush()
     assert await client.received([ReceivedRollout("a", "e0-0", 0, 0, 4)]) == []
-    await client.report_consumed(1, ["a"], [])
-    before = service.gate.books()
+    stepped = await client.consumed(1, [trained("a", 0)])
+    before = service.gate.counts()
     assert (before.submitted, before.trained, before.running) == (2, 1, 1)
     with pytest.raises(HttpRefused, match="cannot be trained yet"):
-        await client.report_consumed(1_000_000, ["b"], [])
+        await client.consumed(1_000_000, [trained("b", 1)])
     again, unknown = ReceivedRollout("a", "e0-0", 0, 0, 4), ReceivedRollout("x", "e0-2", 2, 0, 4)
     assert await client.received([again, unknown]) == ["a", "x"]
-    await client.report_consumed(1, ["a", "x"], [DroppedRollout("a", "stale"), DroppedRollout("y", "stale")])
+    with pytest.raises(HttpRefused, match=r"\['a', 'x'\] do not count, 2 in all"):
+        await client.consumed(2, [trained("a", 0), trained("x", 2)])
+    assert await client.consumed(1, [trained("b", 1)]) == stepped, "the step is known: nothing is trained again"
+    await client.consumed(1, [], [DroppedRollout("a", "stale"), DroppedRollout("y", "stale")])
     client.finish([FinishedRollout("b", True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
         await client.allocate(["a"], timeout_s=0.0)
-    assert service.gate.books() == before
-    assert http.refused == {"malformed": 2}
+    await client.begin_run(RunBegin(7, received=[unknown]))
+    assert service.gate.counts() == before
+    assert http.refused == {"malformed": 3}
     await client.close()
     await http.close()
+
+
+def trained(rollout: str, order: int) -> TrainedRollout:
+    return TrainedRollout(rollout, f"e0-{order}", order, {0: 4}, 1, 1, 1.0)
 
 
 class Stranger:

@@ -50,7 +50,7 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
         prepare(config)
         with open_resolver(config, run_dir_of(config)) as resolver:
             resolver.add(names.model_version_key("actor"), VERSION.encode())
-            resolver.add(names.LEDGER_BEGUN_KEY, "0")
+            resolver.add(names.MANAGER_KEY, "http://gone")
             resolver.add(names.status_key("master_worker", 0), names.WorkerStatus("failed", 1).encode())
     mine, others = configs
     prepare(mine)

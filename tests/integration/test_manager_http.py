@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, PromptGoes
+from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, Line, PromptGoes, RolloutCounts, RunSettings
 from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.waits.running_time import RunningClock
@@ -19,18 +21,20 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
-    ConsumedReply,
     DroppedRollout,
     Empty,
     FinishedRollout,
-    GateBooks,
     ReceivedRollout,
     RequestSize,
     RouteRequest,
-    RunReport,
+    RunBegin,
     StatusReply,
+    TrainedRollout,
 )
+from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.ledger_files import lines_in
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue
@@ -51,8 +55,9 @@ ORDER = DataOrder(1000, 0)
 class Manager:
     """A manager in this loop: B = 2, η = 1, one server at version 0 unless the test changes it."""
 
-    def __init__(self, security: HttpSecurity) -> None:
-        self.security = security
+    def __init__(self, security: HttpSecurity, ledger: Path, number: int = 0) -> None:
+        self.security, self.folder = security, ledger
+        self.ledger = Ledger(ledger, RunSettings(2, 1, "drop", 1, 0))
         self.clock = Clock()
         self.service = ManagerService(
             batch_size=2,
@@ -62,8 +67,10 @@ class Manager:
             order=ORDER,
             clock=self.clock,
             versions_in_use=lambda: {4, 3},
+            ledger=self.ledger,
+            number=number,
         )
-        registry = manager_registry(self.service, FleetDecisions("interrupt", 1.0))
+        registry = manager_registry(self.service, FleetDecisions(UpdateMode.interrupt, 1.0))
         self.http = ManagerHttp(
             self.service.verbs() | {"/status": (Empty, self.status)}, security=security, registry=registry
         )
@@ -78,8 +85,25 @@ class Manager:
     async def status(self, request: Empty) -> StatusReply:
         return StatusReply(self.service.gate_state(), [], None, [])
 
-    def books(self) -> GateBooks:
-        return self.service.gate.books()
+    def counts(self) -> RolloutCounts:
+        return self.service.gate.counts()
+
+    def given_up(self) -> list[str]:
+        """The rollouts with which a prompt was dropped for good, by the lines in the ledger's files."""
+        lines = [msgspec.json.decode(line, type=Line) for line in lines_in(self.folder)]
+        drops = [line for line in lines if isinstance(line, Dropped)]
+        return [line.rollout for line in drops if line.prompt is PromptGoes.given_up]
+
+    async def begin(self, run: RunBegin) -> None:
+        """Begin the run, as the master does, without workers that hold anything."""
+        self.service.await_workers({})
+        await self.client("master_worker/0").begin_run(run)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        await self.http.close()
+        self.ledger.close()
 
     def serve(self, version: int, index: int = 0) -> None:
         self.service.router.update(index, f"http://server{index}", version, True)
@@ -87,16 +111,16 @@ class Manager:
 
 
 @pytest.fixture
-async def manager(http_security: HttpSecurity, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Manager]:
+async def manager(
+    http_security: HttpSecurity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Manager]:
     monkeypatch.setattr("asyncrl.manager.client.CLOSE_LIMIT_S", 60.0)
-    manager = Manager(http_security)
+    manager = Manager(http_security, tmp_path / "ledger")
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
-    manager.service.begin(RunReport())
+    await manager.begin(RunBegin())
     yield manager
-    for client in manager.clients:
-        await client.close()
-    await manager.http.close()
+    await manager.close()
 
 
 def trusting(manager: Manager) -> aiohttp.TCPConnector:
@@ -109,9 +133,13 @@ def request_of(name: str, rollout: str | None = None, min_version: int | None = 
 
 async def accept(client: ManagerClient, *names: str) -> None:
     """A worker reports that it delivered these rollouts, and the master that they arrived."""
-    client.finish([FinishedRollout(name, True, tokens=7) for name in names])
+    client.finish([FinishedRollout(name, True) for name in names])
     await client.flush()
     assert await client.received([arrived(name) for name in names]) == []
+
+
+def trained(name: str) -> TrainedRollout:
+    return TrainedRollout(name, "a prompt", 0, {0: 4}, 1, 1, 1.0)
 
 
 def arrived(name: str) -> ReceivedRollout:
@@ -133,7 +161,7 @@ async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager)
     second = asyncio.create_task(client.allocate(["e"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     await accept(client, "a", "b")
-    await client.report_consumed(1, ["a", "b"], [])
+    await client.consumed(1, [trained("a"), trained("b")])
     assert not second.done()
     manager.serve(1)
     assert [grant.version for grant in (await second).granted] == [1]
@@ -144,7 +172,7 @@ async def test_a_repeated_allocation_is_answered_as_before_even_without_room(man
     await client.allocate([*"abcd"], timeout_s=30)
     again = await client.allocate([*"abcde"], timeout_s=30)
     assert [grant.rollout_id for grant in again.granted] == list("abcd")
-    assert manager.books().submitted == 4
+    assert manager.counts().submitted == 4
 
 
 async def test_workers_that_wait_get_a_rollout_each_in_turn(manager: Manager) -> None:
@@ -163,11 +191,11 @@ async def test_workers_that_wait_get_a_rollout_each_in_turn(manager: Manager) ->
 async def test_a_prompt_that_the_trainer_dropped_is_the_next_for_any_worker(manager: Manager) -> None:
     client, other = manager.client(), manager.client("rollout_worker/1")
     (first, _) = (await client.allocate(["a", "b"], timeout_s=30)).granted
-    await other.report_consumed(0, [], [DroppedRollout("a", "stale")])
+    await other.consumed(0, [], [DroppedRollout("a", "stale")])
     (again, later) = (await other.allocate(["c", "d"], timeout_s=30)).granted
     assert (again.prompt_id, again.order, again.row, again.attempt) == (first.prompt_id, 0, first.row, 0)
     assert later.order == 2
-    assert manager.books().dropped == {"stale": 1}
+    assert manager.counts().dropped == {"stale": 1}
 
 
 async def test_a_prompt_that_failed_comes_at_once_and_one_that_was_filtered_after_its_epoch(manager: Manager) -> None:
@@ -179,26 +207,93 @@ async def test_a_prompt_that_failed_comes_at_once_and_one_that_was_filtered_afte
     assert [(grant.order, grant.attempt, grant.failures) for grant in granted] == [(0, 0, 1), (2, 0, 0)]
 
 
-async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manager: Manager) -> None:
+async def test_a_prompt_that_a_worker_drops_for_good_is_used_and_in_the_ledger_before_the_master_hears_of_it(
+    manager: Manager,
+) -> None:
     worker, master = manager.client(), manager.client("master_worker/0")
     await worker.allocate(["a", "b", "c", "d"], timeout_s=30)
     ends = [("a", "failed", False), ("b", "failed", True), ("c", "zero_variance", False)]
     worker.finish([FinishedRollout(name, False, reason, return_prompt=back) for name, reason, back in ends])
     worker.finish([FinishedRollout("d", True)])
     await worker.flush()
+    assert manager.given_up() == []
     dropped_by_trainer = [DroppedRollout("d", "stale")]
-    first = await master.report_consumed(0, [], dropped_by_trainer)
-    assert given_up(first) == ["a", "c"]
-    assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "stale": 1})
-    again = await master.report_consumed(0, [], dropped_by_trainer)
-    assert again.events == first.events, "the first reply may have been lost"
-    assert (await master.report_consumed(0, [], [], events_after=first.events_seq)).events == []
+    first = await master.consumed(0, [], dropped_by_trainer)
+    assert manager.given_up() == ["a", "c"]
+    assert (first.prompts_used, first.checkpoint) == (2, None)
+    assert (first.counts.submitted, first.counts.dropped) == (4, {"failed": 2, "zero_variance": 1, "stale": 1})
+    lines = manager.ledger.lines
+    again = await master.consumed(0, [], dropped_by_trainer)
+    assert (again, manager.ledger.lines) == (first, lines), "the first reply may have been lost"
 
 
-def given_up(reply: ConsumedReply) -> list[str]:
-    """The rollouts with which a prompt was dropped for good."""
-    lines = [line for line in reply.events if isinstance(line, Dropped)]
-    return [line.rollout for line in lines if line.prompt is PromptGoes.given_up]
+async def test_a_step_is_in_the_ledger_before_the_master_hears_of_it_and_counts_once(manager: Manager) -> None:
+    worker, master = manager.client(), manager.client("master_worker/0")
+    await worker.allocate([*"abcd"], timeout_s=30)
+    await accept(worker, *"abc")
+    first = await master.consumed(1, [trained("a"), trained("b")])
+    lines = list(lines_in(manager.folder))
+    assert (len(lines), b'"kind":"step"' in lines[-1]) == (manager.ledger.lines, True)
+    assert first.checkpoint is not None
+    assert (first.checkpoint.line, first.checkpoint.prompts_used, first.counts.trained) == (len(lines), 2, 2)
+    worker.finish([FinishedRollout("d", False, "failed")])
+    await worker.flush()
+    again = await master.consumed(1, [trained("a"), trained("b")])
+    later = list(lines_in(manager.folder))[len(lines) :]
+    assert again == first, "the first reply may have been lost; the drop is not in the step's state"
+    assert [b'"kind":"dropped"' in line for line in later] == [True]
+    saved = await master.saved(1)
+    assert saved.checkpoint is not None
+    assert (saved.checkpoint.line, saved.checkpoint.prompts_used) == (len(lines) + 2, 3)
+    assert b'"kind":"saved"' in list(lines_in(manager.folder))[-1]
+
+
+async def test_the_end_of_the_run_is_the_ledgers_last_line_however_often_it_is_reported(manager: Manager) -> None:
+    worker, master = manager.client(), manager.client("master_worker/0")
+    await worker.allocate(["a", "b"], timeout_s=30)
+    counts = await master.end_run(0)
+    lines = list(lines_in(manager.folder))
+    assert (counts.abandoned, b'"kind":"end"' in lines[-1]) == (2, True)
+    assert (await master.end_run(0), list(lines_in(manager.folder))) == (counts, lines)
+
+
+async def test_calls_of_the_trainer_that_are_meant_for_another_manager_are_refused(
+    http_security: HttpSecurity, tmp_path: Path
+) -> None:
+    """That of a master whose manager died before it; both are about to end."""
+    manager = Manager(http_security, tmp_path / "ledger", number=3)
+    manager.url = await manager.http.start("127.0.0.1")
+    manager.serve(0)
+    await manager.begin(RunBegin())
+    master = manager.client("master_worker/0")
+    before = manager.ledger.lines
+    for call in (
+        master.received([arrived("a")]),
+        master.consumed(1, [trained("a")]),
+        master.saved(1),
+        master.close_gate(),
+        master.end_run(1),
+    ):
+        with pytest.raises(HttpRefused, match=r"409.*\$.manager: 0 was the manager before, 3 is there"):
+            await call
+    assert (manager.ledger.lines, manager.service.gate.closed) == (before, False)
+    await manager.close()
+
+
+async def test_the_trainer_waits_until_the_gate_is_open(http_security: HttpSecurity, tmp_path: Path) -> None:
+    """A worker that has yet to report may hold rollouts; the call is repeated."""
+    manager = Manager(http_security, tmp_path / "ledger")
+    manager.url = await manager.http.start("127.0.0.1")
+    manager.service.await_workers({"rollout_worker/0": 0})
+    master = manager.client("master_worker/0")
+    await master.begin_run(RunBegin(received=[arrived("a")]))
+    reporting = asyncio.create_task(master.received([arrived("a")]))
+    await held(manager, lambda: len(manager.service.progress._waiters))
+    assert not reporting.done()
+    manager.service.await_workers({})
+    assert await reporting == [], "it counts since the master brought it"
+    assert manager.counts().finished_untrained == 1
+    await manager.close()
 
 
 async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manager) -> None:
@@ -206,7 +301,7 @@ async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manage
     service = ManagerService(
         batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=ORDER, clock=clock
     )
-    service.begin(RunReport())
+    service.begin(RunBegin())
     await service.allocate_rollout(AllocateRequest(worker="rollout_worker/0", rollouts=["a"]))
     manager.clock.now += 60.0  # the process is stopped
     assert service.expire_workers() == []
@@ -225,7 +320,8 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     worker.finish([FinishedRollout("a", False, "failed")])
     await worker.flush()
-    assert given_up(await master.report_consumed(0, [], [])) == []
+    await master.consumed(0)
+    assert manager.given_up() == []
 
 
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
@@ -256,7 +352,7 @@ async def test_what_ended_travels_with_the_next_call(manager: Manager) -> None:
     client.release("q")
     await client.allocate([], timeout_s=0)
     assert manager.service.router.placed == 0
-    assert manager.service.gate.books().dropped == {"rejected": 1}
+    assert manager.counts().dropped == {"rejected": 1}
 
 
 async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Manager) -> None:
@@ -267,16 +363,14 @@ async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Mana
     await held(manager, lambda: manager.service.router.placed == 0)
 
 
-@pytest.mark.parametrize(
-    "urgent", [FinishedRollout("b", False, "rejected"), FinishedRollout("b", True, tokens=7, success=1.0)]
-)
+@pytest.mark.parametrize("urgent", [FinishedRollout("b", False, "rejected"), FinishedRollout("b", True, success=1.0)])
 async def test_what_makes_room_or_is_measured_does_not_wait_as_long_for_a_call_to_travel_with(
     manager: Manager, urgent: FinishedRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.manager.client.TELL_WITHIN_S", 3600.0)
     client = manager.client()
     await client.allocate(["a", "b"], timeout_s=5)
-    client.finish([FinishedRollout("a", True, tokens=7)])
+    client.finish([FinishedRollout("a", True)])
     assert client._session.has_unreported
     client.finish([urgent])
     await held(manager, lambda: not client._session.has_unreported)
@@ -371,7 +465,7 @@ async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> No
     await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a", "b")
     assert await client.wait_expiring(0, 0.01) == []
-    await client.report_consumed(1, ["a", "b"], [])
+    await client.consumed(1, [trained("a"), trained("b")])
     assert sorted(await client.wait_expiring(1, 0.01)) == ["c", "d"]
     waiting = asyncio.create_task(client.wait_expiring(1, 30))
     await held(manager, lambda: len(manager.service.progress._waiters))
@@ -387,7 +481,7 @@ async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(man
     manager.clock.now = 31.0
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     assert manager.service.router.placed == 0
-    books = manager.books()
+    books = manager.counts()
     assert (books.dropped, books.running, books.finished_untrained) == ({"worker_died": 1}, 0, 1)
     (again,) = (await manager.client("rollout_worker/1").allocate(["c"], timeout_s=0)).granted
     assert again.order == 0
@@ -401,14 +495,14 @@ async def test_what_a_worker_that_was_given_up_delivers_does_not_count_and_its_p
     await client.allocate(["a"], timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
-    client.finish([FinishedRollout("a", True, tokens=7)])
+    client.finish([FinishedRollout("a", True)])
     await client.flush()
     assert await master.received([arrived("a")]) == ["a"]
     (again,) = (await client.allocate(["b"], timeout_s=30)).granted
     assert again.order == 0
     await accept(client, "b")
-    await master.report_consumed(1, ["b"], [])
-    books = manager.books()
+    await master.consumed(1, [trained("b")])
+    books = manager.counts()
     assert (books.trained, books.running, books.dropped) == (1, 0, {"worker_died": 1})
     assert await master.received([arrived("b")]) == ["b"], "it is trained"
 
@@ -451,7 +545,7 @@ async def test_a_worker_that_was_silent_while_a_grant_was_under_way_asks_for_oth
     assert reply.gone == ["a"]
     assert [grant.rollout_id for grant in reply.granted] == ["b"]
     assert [grant.order for grant in reply.granted] == [0]
-    await client.abandon()
+    await manager.client("master_worker/0").end_run(0)
     assert (await client.allocate(["b"], timeout_s=30)).gone == ["b"]
 
 
@@ -479,7 +573,7 @@ async def test_abandoning_balances_the_books(manager: Manager) -> None:
     client = manager.client()
     await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a")
-    books = await client.abandon()
+    books = await manager.client("master_worker/0").end_run(0)
     assert (books.submitted, books.abandoned, books.running, books.finished_untrained) == (4, 4, 0, 0)
 
 
@@ -501,7 +595,7 @@ async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> N
     manager.clock.now = 2.0
     await accept(client, "d")  # until now one ran
     manager.clock.now = 5.0
-    reply = await manager.client("master_worker/0").report_consumed(0, [], [])
+    reply = await manager.client("master_worker/0").consumed(0)
     assert (reply.idle_s, reply.versions_in_use) == (3.0, [3, 4])
 
 
@@ -562,7 +656,10 @@ REQUEST = '"request_id": "q", "rollout_id": null, "prompt_tokens": 1, "max_new_t
             400,
             "$.requests[0].n: expected int",
         ),
-        ("/report_consumed", '{"version": 1, "trained": [], "dropped": [[]]}', 400, "$.dropped[0]: expected object"),
+        ("/consumed", '{"version": 1, "trained": [], "dropped": [[]]}', 400, "$.dropped[0]: expected object"),
+        ("/consumed", '{"version": 1, "trained": ["a"]}', 400, "$.trained[0]: expected object, got str"),
+        ("/saved", "{}", 400, "$: object missing required field version"),
+        ("/begin_run", '{"checkpoint": {"line": -1}}', 400, "$.checkpoint.line: expected int"),
         ("/wait_expiring", '{"version": 1, "timeout_s": "5"}', 400, "$.timeout_s: expected float, got str"),
         ("/lost_servers", f"{{{WORKER}}}", 400, "$: object missing required field after"),
         ("/nowhere", "{}", 404, "no such path: /nowhere"),
@@ -579,14 +676,14 @@ async def test_a_malformed_call_is_refused_with_what_is_wrong_and_changes_nothin
             assert (await reply.json())["error"].startswith(error)
         async with session.get(manager.url + "/health") as reply:
             assert reply.status == 200
-    assert manager.books().submitted == 0
+    assert manager.counts().submitted == 0
     assert manager.service.router.placed == 0
 
 
 async def test_a_report_of_twenty_thousand_drops_is_taken(manager: Manager) -> None:
     drops = [DroppedRollout(f"{number:032x}", "stale") for number in range(20_000)]
-    await manager.client("master_worker/0").report_consumed(1, [], drops)
-    assert manager.service.gate.trained_version == 1
+    reply = await manager.client("master_worker/0").consumed(1, [], drops)
+    assert reply.counts.dropped == {}, "none of them is known"
 
 
 async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manager) -> None:
@@ -621,27 +718,28 @@ async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
     assert samples["asyncrl_tokens_finished_total",] == 7
 
 
-async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(http_security: HttpSecurity) -> None:
+async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(
+    http_security: HttpSecurity, tmp_path: Path
+) -> None:
     """A resumed run's gate would otherwise count as if nothing had been trained."""
-    manager = Manager(http_security)
+    manager = Manager(http_security, tmp_path / "ledger")
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
     client = manager.client()
     assert (await client.allocate(["a"], timeout_s=0.01)).granted == []
     waiting = asyncio.create_task(client.allocate([*"abcde"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
-    manager.service.begin(RunReport(version=6))
+    await manager.begin(RunBegin(version=6))
     assert not waiting.done()
     manager.serve(6)
     assert [grant.version for grant in (await waiting).granted] == [6] * 4
-    await client.close()
-    await manager.http.close()
+    await manager.close()
 
 
-async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears_what_was_measured(
+async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_what_was_measured_is_in_the_checkpoint(
     manager: Manager,
 ) -> None:
-    manager.service.admission.curriculum = Curriculum(0.2, 0.8, 1)
+    manager.service.rollouts.curriculum = Curriculum(0.2, 0.8, 1)
     client = manager.client()
     manager.service.rollouts.order, manager.service.rollouts.queue = DataOrder(2, 0), PromptQueue(2)
     prompts = [manager.service.rollouts.prompt_id(order) for order in range(4)]
@@ -656,8 +754,9 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears
     (resting,) = [grant for grant in granted if grant.rests]
     client.finish([FinishedRollout(resting.rollout_id, False, "curriculum")])
     await client.flush()
-    reply = await client.report_consumed(0, [], [])
-    assert reply.measured == [(prompts[0], 1.0), (prompts[1], 0.5)]
-    assert given_up(reply) == ["r1", resting.rollout_id], "it is used: nobody tries it again in this epoch"
-    assert reply.books.dropped == {"dull": 1, "curriculum": 1}
-    assert (await client.report_consumed(0, [], [], measured_after=reply.measured_seq)).measured == []
+    reply = await client.saved(0)
+    assert reply.checkpoint is not None
+    rows = [int(prompt[3:]) for prompt in prompts[:2]]
+    assert sorted(reply.checkpoint.curriculum) == sorted([[rows[0], 0, 1.0], [rows[1], 0, 0.5]])
+    assert manager.given_up() == ["r1", resting.rollout_id], "it is used: nobody tries it again in this epoch"
+    assert reply.counts.dropped == {"dull": 1, "curriculum": 1}

@@ -20,10 +20,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import DATA_RECORD_FILE, write_run_config
+from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import serve
@@ -33,12 +33,12 @@ from asyncrl.manager.http_server import manager_registry
 from asyncrl.manager.messages import (
     ConsumedReport,
     FinishedRollout,
-    GateBooks,
+    GateCheckpoint,
     GrantedRollout,
     ReceivedRollout,
     Route,
     RouteRequest,
-    RunReport,
+    RunBegin,
     ServerStatus,
 )
 from asyncrl.manager.process import GserverManager
@@ -84,14 +84,14 @@ class Run:
         self.task = asyncio.create_task(self.manager.main())
         self.clients: list[ManagerClient] = []
 
-    def begin(self, used: Iterable[str] = (), **known: Any) -> None:
-        """Tell where the run stands, as the master does."""
-        report = RunReport(used=UsedPrompts(used).to_json(), **known)
+    def begin(self, version: int = 0, used: Iterable[str] = (), **known: Any) -> None:
+        """Bring the checkpoint, as the master does."""
+        begin = RunBegin(version, GateCheckpoint(used=UsedPrompts(used).to_json(), **known))
 
-        async def tell() -> None:
-            await (await self.client("master_worker/0")).report_run(report)
+        async def bring() -> None:
+            await (await self.client("master_worker/0")).begin_run(begin)
 
-        self.telling = asyncio.create_task(tell())
+        self.bringing = asyncio.create_task(bring())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
         url = await asyncio.to_thread(self.resolver.wait, names.MANAGER_KEY, LIMIT_S)
@@ -123,8 +123,8 @@ class Run:
     def servers(self) -> dict[int, ServerStatus]:
         return {server.index: server for server in self.manager.status().servers}
 
-    def books(self) -> GateBooks:
-        return self.manager._service.gate.books()
+    def counts(self) -> RolloutCounts:
+        return self.manager._service.gate.counts()
 
     async def until(self, condition: Callable[[dict[int, ServerStatus]], bool]) -> None:
         """Wait until `condition` holds of the servers' states."""
@@ -183,8 +183,8 @@ async def test_a_registered_server_serves_and_is_brought_to_each_published_versi
     assert run.manager._service.gate.version == 1
     run.publish(4)
     await run.until(serving(4, 0))
-    session = await run.manager._service.report_run(RunReport())
-    reply = await run.manager._service.report_consumed(ConsumedReport(1, [], [], manager=session.manager))
+    session = await run.manager._service.begin_run(RunBegin())
+    reply = await run.manager._service.consumed(ConsumedReport(1, manager=session.manager))
     assert reply.versions_in_use == [4]
 
 
@@ -249,7 +249,7 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(
     client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
     await client.flush()
     assert await client.received([ReceivedRollout(f"r{i}", "a prompt", i, 0, 12) for i in range(12)]) == []
-    books = run.books()
+    books = run.counts()
     assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
     assert run.manager._service.router.placed == 0
     refusing.update = "ok"
@@ -389,7 +389,7 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
     run.begin(version=9, dropped={"failed": 3})
     reply = await early
     assert [grant.version for grant in reply.granted] == [9] * 4
-    books = run.books()
+    books = run.counts()
     assert (books.submitted, books.trained, books.dropped) == (18 + 3 + 4, 18, {"failed": 3})
 
 
@@ -404,9 +404,9 @@ async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run
         while not run.manager._workers.present:
             await run.manager._service.progress.wait(0.05)
         run.resolver.delete(names.status_key("rollout_worker", 0))
-        while run.books().running:
+        while run.counts().running:
             await run.manager._service.progress.wait(0.05)
-    assert run.books().dropped == {"worker_died": 1}
+    assert run.counts().dropped == {"worker_died": 1}
 
 
 async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_before_the_successor_is_there(
@@ -422,7 +422,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
         while not run.manager._workers.present:
             await progress.wait(0.05)
         run.resolver.add(names.incarnation_key("rollout_worker", 0), "1")  # the launcher's word
-        while run.books().running:
+        while run.counts().running:
             await progress.wait(0.05)
         run.resolver.delete(names.status_key("rollout_worker", 0))
         while run.manager._workers.present:
@@ -433,7 +433,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
             await progress.wait(0.05)
     assert rollouts.incarnations == {"rollout_worker/0": 1}
     assert rollouts.suspects._against == {rollouts.prompt_id(0): 2}
-    assert run.books().dropped == {"worker_died": 1}
+    assert run.counts().dropped == {"worker_died": 1}
 
 
 async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path, start_fake_server: Any) -> None:
@@ -779,7 +779,7 @@ async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_d
         await run.client()
         run.begin(curriculum=[[3, 0, 1.0]])
         await run.until(lambda _: run.manager._service.begun)
-        measured = run.manager._service.admission.curriculum
+        measured = run.manager._service.rollouts.curriculum
         assert measured is not None
         assert measured.state() == [(3, 0, 1.0)]
     finally:
@@ -807,23 +807,36 @@ async def test_the_gate_stays_shut_until_each_worker_that_is_ready_has_said_what
         await worker.lost_servers(-1, 0.0)
         granted = (await asking).granted
         assert [grant.order for grant in granted] == [1], "the first prompt is played by the one that spoke last"
-        assert run.books().running == 2
+        assert run.counts().running == 2
     finally:
         await run.close()
+
+
+async def test_the_ledger_has_what_happened_soon_after_without_a_step(run: Run, start_fake_server: Any) -> None:
+    """The dashboard shows it, and a kill loses a fraction of a second."""
+    run.register(0, await start_fake_server())
+    run.begin()
+    await run.clients[0].allocate(["a", "b"], timeout_s=LIMIT_S)
+    file = run.dir / LEDGER_DIR / "000001.jsonl"
+    async with asyncio.timeout(LIMIT_S):
+        while (lines := file.read_bytes().splitlines())[1:] == []:  # noqa: ASYNC110 - a file is no event
+            await asyncio.sleep(0.01)
+    assert [json.loads(line)["kind"] for line in lines] == ["begin", "admitted", "admitted"]
 
 
 async def test_a_worker_that_does_not_speak_is_waited_for_as_long_as_its_lease(
     tmp_path: Path, start_fake_server: Any
 ) -> None:
-    run = Run(tmp_path, config_of(rollout_lease_s=1.0))
+    config = config_of()
+    config.system.lease_s = 0.34
+    run = Run(tmp_path, config)
     try:
         run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("ready", 7).encode())
         run.register(0, await start_fake_server())
-        open_in_the_ledger = Admitted("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, "rollout_worker/0", 0, 1.0)
-        run.begin(open=[open_in_the_ledger])
+        run.begin()
         other = await run.client("rollout_worker/1")
         granted = (await other.allocate(["b"], timeout_s=LIMIT_S)).granted
-        assert [grant.order for grant in granted] == [0]
-        assert run.manager._service.gate.outcome("a") == "worker_died"
+        assert [grant.order for grant in granted] == [0], "what it may hold does not count"
+        assert run.counts().submitted == 1
     finally:
         await run.close()

@@ -52,10 +52,8 @@ from asyncrl.inference.openai import anthropic, chat_completions, chat_messages,
 from asyncrl.inference.openai.api_errors import ApiError
 from asyncrl.manager import messages as m
 from asyncrl.manager.http_server import answering
-from asyncrl.manager.messages import GateBooks
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
@@ -273,29 +271,30 @@ MINUTE = {"timeout_s": 0.0}
 ORDER = DataOrder(10, 0)
 WHO: dict[str, Any] = {"worker": "rollout_worker/0", "incarnation": 0, "released": ["q"], "finished": []}
 MANIFEST = Manifest("actor", 3, {"f": FileEntry(1, "crc")}, {"w": TensorEntry((2, 2), "F32", "f")})
-FINISHED = m.FinishedRollout("r1", True, tokens=2)
+FINISHED = m.FinishedRollout("r1", True, success=0.5)
 GRANTED = m.GrantedRollout("r1", "e0-1", 1, 1, 0, 0, 3)
 RECEIVED = m.ReceivedRollout("r1", "e0-1", 1, 3, 8)
-ADMITTED = lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0)
+TRAINED = m.TrainedRollout("r1", "e0-1", 1, {3: 2}, 2, 2, 0.5, {"past": (1, 2)}, {"actor": lines.PolicyTokens(2, 2, 2)})
+CHECKPOINT = m.GateCheckpoint(
+    used=UsedPrompts(["e0-1", "own"]).to_json(),
+    dropped={"stale": 1},
+    retries=[(1, 2, 3)],
+    curriculum=[[1, 0, 0.5]],
+    line=3,
+)
 REQUESTS: list[m.Message] = [
     m.AllocateRequest(**WHO, rollouts=["r1"], **MINUTE),
     m.ScheduleRequest(**WHO, requests=[m.RouteRequest(1, 2, 3, request_id="q", rollout_id="r1")], **MINUTE),
     m.LostServersRequest(**WHO, after=-1, **MINUTE),
     m.FinishRequest(worker="rollout_worker/0", finished=[FINISHED]),
-    m.ReceivedReport([RECEIVED], 1),
-    m.ConsumedReport(1, ["r1"], [m.DroppedRollout("r2", "stale")], 1, 2, 3),
+    m.ReceivedReport([RECEIVED], manager=1),
+    m.ConsumedReport(1, [TRAINED], [m.DroppedRollout("r2", "stale")], manager=1),
+    m.SavedReport(1, manager=1),
+    m.TrainerRequest(manager=1),
+    m.EndReport(1, manager=1),
     m.HeldReport("rollout_worker/0", 1, [m.HeldRollout(GRANTED), m.HeldRollout(GRANTED, FINISHED)]),
-    m.RunReport(
-        version=1,
-        open=[ADMITTED],
-        ended=[("stale", ["r1"])],
-        retries=[(1, 2, 3)],
-        received=[RECEIVED],
-        trained=[RECEIVED],
-        trained_version=2,
-    ),
+    m.RunBegin(1, CHECKPOINT, [RECEIVED]),
     m.WaitExpiringRequest(1, 0.0),
-    m.Empty(),
 ]
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -355,13 +354,16 @@ def ledger_bytes() -> bytes:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
         folder = Path(name) / "ledger"
         ledger = Ledger(folder, lines.RunSettings(1, 1, "drop", 1, 0), now=lambda: 1000.0)
-        books = GateBooks(1, 0, {"stale": 1}, 0)
-        ledger.begin(0, None, GateBooks(0, 0, {}, 0))
-        ledger.take(
-            [lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0), lines.Finished("r1", 8, 1000.0)]
-        )
-        ledger.take([lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0), lines.Abandoned("r0", 1000.0)])
-        ledger.step(TrainBatch(0, 0, (RECORD,)), books)
+        books = lines.RolloutCounts(1, 0, {"stale": 1})
+        ledger.begin(0, m.GateCheckpoint())
+        for line in (
+            lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0),
+            lines.Finished("r1", 8, 1000.0),
+            lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0),
+            lines.Abandoned("r0", 1000.0),
+        ):
+            ledger.add(line)
+        ledger.step(1, [TRAINED], books)
         ledger.saved(1, books)
         ledger.end(1, books)
         ledger.close()
@@ -378,13 +380,14 @@ def audit(folder: Path) -> None:
 
 def manager_cases() -> Iterator[Case]:
     service = ManagerService(batch_size=1, max_staleness=1, routing="round_robin", lease_s=1.0, order=ORDER)
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     for path, (kind, _) in service.verbs().items():
 
         async def take(request: Any) -> m.Message:
             return m.Done()
 
         valid = [js(request) for request in REQUESTS if type(request) is kind]
+        assert valid, path
         answer = answering((kind, take))
         yield Case(f"manager{path}", lambda data, answer=answer: run(answer(None, data)), valid, (Refused,))
 
@@ -396,7 +399,7 @@ def decode_call(kind: type[msgspec.Struct], frames: list[bytes]) -> Any:
 
 def call_cases() -> Iterator[Case]:
     """Every call between processes, and every reply."""
-    state = {"version": 3, "buffer": {"used_prompts": UsedPrompts(["e0-1"]).to_json()}, "dropped": {"stale": 1}}
+    state = {"version": 3, "gate": msgspec.to_builtins(CHECKPOINT)}
     trainer, rollout = asyncrl.trainer.messages, asyncrl.rollout.messages
     bodies = [
         trainer.PolledBuffer(1, (RECORD,)),
@@ -446,8 +449,7 @@ def resolver_entry(folder: Path) -> Any:
 
 
 def checkpoint_bytes() -> bytes:
-    used = {"used_prompts": UsedPrompts(["e0-1", "own"]).to_json()}
-    return js({"master_state": {"version": 3, "buffer": used, "ledger": {"line": 3, "lineage": 0}}})
+    return js({"roles": {}, "master_state": {"version": 3, "gate": msgspec.to_builtins(CHECKPOINT)}})
 
 
 def kept_inbox(folder: Path) -> Any:
@@ -464,9 +466,7 @@ def cases() -> Iterator[Case]:
     yield from call_cases()
     yield from manager_cases()
     yield from name_cases()
-    book = m.Books(1, 0, {"stale": 1}, 0, version=1, trained_version=1)
-    line = lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1.0)
-    told = [js(m.ConsumedReply(book, [line], 4, [("e0-1", 0.5)], 5))]
+    told = [js(m.ConsumedReply(lines.RolloutCounts(1, 0, {"stale": 1}), CHECKPOINT, 2, 0.5, [3]))]
 
     def reply(data: bytes) -> Any:
         return decoded_reply("http://h", 200, data, m.ConsumedReply)

@@ -10,7 +10,7 @@ from enum import StrEnum, auto
 
 
 class DropReason(StrEnum):
-    """The system's own reasons; a filter that rejects a group adds its own (`FilterDecision.reason`)."""
+    """The system's own reasons; those of filters (`FilterDecision.reason`) have a name space of theirs (`filtered`)."""
 
     stale = auto()
     """Its oldest token is older than η allows; the prompt is tried again."""
@@ -30,10 +30,6 @@ class DropReason(StrEnum):
     """The prompt was too easy or too hard and is left out of this epoch; see `dataset.curriculum`."""
     worker_died = auto()
     """Its RolloutWorker is gone."""
-    lost_with_manager = auto()
-    """The rollout ended after the GserverManager's last report to the MasterWorker, and the manager died. Its prompt is
-    tried again.
-    """
     crashed_worker = auto()
     """Its RolloutWorker died more than once while it ran the prompt. The prompt is not tried again."""
 
@@ -55,14 +51,14 @@ def failure(reason: str) -> str | None:
     return f"in {label}" if label and own == DropReason.failed else FAILURES.get(own)
 
 
-def exhausted(reason: str) -> str:
-    """Return the drop reason of a group that a filter rejected for `reason` and whose prompt may not be returned
-    again.
+_FILTER = "filter: "
+
+
+def filtered(reason: str, *, exhausted: bool = False) -> str:
+    """Return the drop reason of a group that a filter rejected for `reason`: `filter: zero_variance`; `exhausted`: its
+    prompt may not be returned again.
     """
-    return f"{reason}_exhausted"
-
-
-_OWN = frozenset(DropReason)
+    return f"{_FILTER}{reason}_exhausted" if exhausted else _FILTER + reason
 
 
 def failed_in(label: str | None) -> str:
@@ -72,7 +68,7 @@ def failed_in(label: str | None) -> str:
 
 def is_filter_reason(reason: str) -> bool:
     """True if `reason` comes from a filter."""
-    return reason.partition(":")[0] not in _OWN
+    return reason.startswith(_FILTER)
 
 
 LOST_EPISODES = "rollout/lost_episodes: "

@@ -1,11 +1,10 @@
 """The lines of a run's ledger, which records the end of every rollout. `docs/ledger.md` describes the format and what
 it proves.
 
-Each line is one JSON object of one of these types, which `kind` identifies. Lines about single rollouts come from the
-GserverManager (admitted, finished, dropped, abandoned) and the MasterWorker (trained); the others are the
-MasterWorker's. All of the latter but `manager` end with a `seal`: the SHA-256 of the previous seal and everything
-written since. So a changed, added or removed line is detected. Times are seconds since 1970 by the clock of the process
-that wrote the line.
+Each line is one JSON object of one of these types, which `kind` identifies. All come from the GserverManager, whose
+gate decides them. Lines about single rollouts are `admitted`, `finished`, `dropped`, `abandoned` and `trained`. The
+others end with a `seal`: the SHA-256 of the previous seal and everything written since. So a changed, added or removed
+line is detected. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -35,22 +34,12 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """Base of all lines."""
 
 
-class Manager(_Line, frozen=True, tag="manager"):
-    """The lines about rollouts after this one come from the GserverManager with this `number`, counted from 1.
-
-    The manager's lines that the ledger already has are counted from it.
-    """
-
-    number: int
-    at: float
-
-
 class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
     """The staleness gate let `worker` start the rollout while `version` was served.
 
     `order` is the prompt's position in the data order; its epoch is in its id, `e<epoch>-<row>`. `failures` counts the
-    prompt's earlier tries that raised. `adopted` is true if the manager that admitted it has died and its successor
-    wrote this line.
+    prompt's earlier tries that raised. `adopted` is true if an earlier lineage admitted it, and a RolloutWorker or a
+    training rank had it when this one began.
     """
 
     rollout: str
@@ -65,10 +54,7 @@ class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
 
 
 class Finished(_Line, frozen=True, tag="finished"):
-    """The trainer has the rollout, which has `tokens` tokens.
-
-    In ledgers of earlier versions of asyncrl this undoes a drop as `worker_died` or `lost_with_manager`.
-    """
+    """The trainer has the rollout, which has `tokens` tokens."""
 
     rollout: str
     tokens: int
@@ -79,7 +65,7 @@ class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
     """The rollout will not be trained.
 
     If its prompt is returned, `attempt` and `failures` are those of the next try (`failures` counts the tries that
-    raised). Ledgers of earlier versions of asyncrl have no `attempt`.
+    raised).
     """
 
     rollout: str
@@ -108,7 +94,7 @@ class PolicyTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
-    """The step that produced version `step` trained the rollout. This overrides all earlier lines about it.
+    """The step that produced version `step` trained the rollout.
 
     `versions` counts the generated tokens by the policy version that produced them. `reward` is the mean over its
     `episodes`, which gave `samples` samples. `opponents` has the oldest and newest version of each of `policies` that
@@ -129,15 +115,21 @@ class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
     policies: dict[str, PolicyTokens] = {}
 
 
-class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The gate's counters as of a line: the totals of all lines before it."""
+class RolloutCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The gate's counters: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
 
-    submitted: int
-    trained: int
-    dropped: dict[str, int]
-    abandoned: int
-    running: int
-    finished_untrained: int
+    submitted: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = {}
+    abandoned: int = 0
+    running: int = 0
+    finished_untrained: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        """True if every submitted rollout is accounted for."""
+        left = self.trained + sum(self.dropped.values()) + self.abandoned
+        return self.submitted == left + self.running + self.finished_untrained
 
 
 class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,29 +151,29 @@ class _Sealed(_Line, frozen=True, kw_only=True):
 
 
 class Begin(_Sealed, frozen=True, tag="begin", kw_only=True):
-    """A launch starts at `version`, as lineage `lineage`.
+    """The run begins, or continues from a checkpoint at `version`, as lineage `lineage`: at a launch, and after a death
+    of MasterWorker, GserverManager or a ModelWorker.
 
     It continues after line `after`, the line of its checkpoint (0: from the beginning). Lines between `after` and this
-    one no longer count. `carried` has the counters up to the checkpoint, if the checkpoint names no line.
+    one no longer count. `carried` has the counters up to the checkpoint, if the ledger does not reach to it.
     """
 
     lineage: int
     version: int
     after: int
     settings: RunSettings
-    carried: LedgerBooks | None
+    carried: RolloutCounts | None
     seal: str
 
 
 class Step(_Sealed, frozen=True, tag="step", kw_only=True):
-    """Train step `step` is complete; its `trained` lines precede this one.
-
-    `books` is missing if the manager did not answer.
+    """Train step `step` is complete; its `trained` lines precede this one. A run that continues from the state of the
+    step in memory continues after this line.
     """
 
     lineage: int
     step: int
-    books: LedgerBooks | None
+    books: RolloutCounts
     seal: str
 
 
@@ -190,7 +182,7 @@ class Saved(_Sealed, frozen=True, tag="saved", kw_only=True):
 
     lineage: int
     version: int
-    books: LedgerBooks | None
+    books: RolloutCounts
     seal: str
 
 
@@ -199,11 +191,11 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
 
     lineage: int
     version: int
-    books: LedgerBooks
+    books: RolloutCounts
     seal: str
 
 
-RolloutLine: TypeAlias = Admitted | Finished | Dropped | Abandoned
-"""Lines about a rollout that the GserverManager writes."""
+RolloutLine: TypeAlias = Admitted | Finished | Dropped | Abandoned | Trained
+"""Lines about a rollout."""
 SealedLine: TypeAlias = Begin | Step | Saved | End
-Line: TypeAlias = Manager | RolloutLine | Trained | SealedLine
+Line: TypeAlias = RolloutLine | SealedLine

@@ -40,10 +40,9 @@ def ids_remembered(batch_size: int, max_staleness: int) -> int:
     If the workers are cut off, all of these may leave the count at once and come back, and so may the rollouts that
     took their places. So the number of remembered ids is several times the number of live rollouts.
 
-    No set of open rollouts can replace the bound: a worker that was paused may send any of its rollouts, however late.
-    If the trainer drops a lost rollout after its id was forgotten, the books count it twice: one more submitted, one
-    more dropped. They still balance, and no prompt is trained twice, as the sample buffer knows used prompts. The audit
-    then reports that the rollout was admitted before.
+    No set of open rollouts can replace the bound: a worker that was paused may ask for any of its rollouts, however
+    late. If its id was forgotten, the gate admits it as a new one. The counters still balance, and no prompt is trained
+    twice. The audit then reports that the rollout was admitted before.
     """
     return max(AT_LEAST, LIVES * (max_staleness + 1) * batch_size)
 

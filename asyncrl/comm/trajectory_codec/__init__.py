@@ -8,9 +8,8 @@ A trajectory's prompt is the longest run of tokens that all its samples begin wi
 (loss_mask 0, behave_logprobs 0, versions -1). It is sent once, and only as tokens: 4 bytes per token instead of 13 in
 every sample.
 
-Arrays, all in order. The message has R trajectories with S samples; N of these are in trajectories with comparison
-groups. P counts the tokens of prompts and T those after a prompt. W counts those of T in trajectories whose turns were
-rewarded. K counts numbers, B and C count bytes.
+Arrays, all in order. The message has R trajectories with S samples. P counts the tokens of prompts and T those after a
+prompt.
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -24,20 +23,15 @@ rewarded. K counts numbers, B and C count bytes.
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
-and these pairs, each only if a trajectory of the message has such data:
+and these, each only if a trajectory of the message has such data. Beside each, `<name>_sizes` int64 [R] says how many
+of its entries belong to each trajectory, 0 for one without such data:
 
-    token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
-    rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
-    groups           uint8    [N]  of the samples of those trajectories, position among the names of its header
-    grouped          uint8    [R]  0 or 1: whether samples of the trajectory name comparison groups
-    token_columns    float32  [K]  of each trajectory the columns that its header names, one after the other, each like
-                                   token_rewards
-    column_sizes     int64    [R]  numbers of each trajectory's columns, at least 0
-    routing          uint8    [B]  of each trajectory whose header says its shape, experts by token, layer and place
-                                   among the token's, little-endian: of its prompt, then of what follows
-    routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
-    pictures         uint8    [C]  of each trajectory the content of each of its pictures, once
-    picture_sizes    int64    [R]  bytes of each trajectory's pictures, at least 0
+    token_rewards    float32  of each sample's tokens after the prompt; finite, and 0 where loss_mask is 0
+    groups           uint8    of each sample, position among the names of its header
+    token_columns    float32  the columns that the header names, one after the other, each like token_rewards
+    routing          uint8    experts by token, layer and place among the token's, little-endian, in the shape that the
+                              header says: of its prompt, then of what follows
+    pictures         uint8    the content of each of its pictures, once
 
 Pictures that all samples begin with belong to the prompt; a prompt ends where pictures differ, and never within one.
 

@@ -29,7 +29,7 @@ from asyncrl.comm.sockets import Frame
 Array: TypeAlias = NDArray[Any]
 
 MAGIC: Final = "asyncrl"
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 DEFAULT_MAX_BYTES = 1 << 30
 """Limit of one message, header and payload together. A GiB is 80 million trajectory tokens."""
 MAX_HEADER_BYTES = 64 << 20  # the master's metadata of a very large batch; strings and lists within are bounded by it
@@ -61,7 +61,7 @@ class Header(msgspec.Struct, Generic[M], frozen=True):
     """The first frame of every message."""
 
     magic: Literal["asyncrl"]
-    protocol: Literal[2]
+    protocol: Literal[3]
     kind: str
     meta: M
     arrays: Annotated[list[ArraySpec], msgspec.Meta(max_length=MAX_ARRAYS)]

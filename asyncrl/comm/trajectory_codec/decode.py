@@ -72,16 +72,11 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
         _fault(prompts, SampleColumns(*columns, *by_sample)) is None
     )  # check each trajectory only if this finds a fault
     token_ends = list(accumulate(lengths))
-    token_rewards = _token_rewards(arrays, sizes, token_ends)
-    routing, token_columns, contents = (
-        _by_trajectory(arrays, name, len(meta)) for name in ("routing", "token_columns", "pictures")
-    )
-    groups = _groups(arrays, sizes)
+    optional = [_by_trajectory(arrays, name, len(meta)) for name in PAIRS]
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    of_each = (meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, groups)
-    for raw, size, prompt_length, own_rewards, own_routing, own_columns, content, own_groups in zip(
-        *of_each, strict=True
+    for raw, size, prompt_length, own_rewards, own_columns, own_groups, own_routing, content in zip(
+        meta, sizes, prompt_lengths, *optional, strict=True
     ):
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
@@ -95,7 +90,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
                 raise CodecError(fault)
             if not all(map(math.isfinite, entry.metrics.values())):
                 raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
-            if own_rewards is not None or entry.reward_parts or entry.sample_metrics or entry.token_columns:
+            if len(own_rewards) or entry.reward_parts or entry.sample_metrics or entry.token_columns:
                 rest = _with_more(rest, own_rewards, entry, own_columns)
             if not prompt_length and 0 in lengths[start:end]:
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
@@ -105,8 +100,8 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
             if entry.pictures is not None or len(content):
                 of_prompt_pictures, pictures = _pictures(content, entry.pictures, prompt, rest)
                 rest = replace(rest, pictures=pictures)
-            if entry.groups or own_groups:
-                rest = replace(rest, groups=_names(own_groups, entry.groups))
+            if entry.groups or len(own_groups):
+                rest = replace(rest, groups=_names(own_groups.tolist(), entry.groups, size))
         except CodecError as error:
             decoded.append(error)
             continue
@@ -130,32 +125,14 @@ def _parts(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], 
     return header.meta, arrays
 
 
-def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:
-    """Return the array `name`, which must have `length` flags, as a list."""
-    flags = _array(arrays, name, length)
-    if (high := np.maximum.reduce(flags, initial=0)) > 1:
-        raise CodecError(f"trajectory.{name} has {high}: use 0 or 1")
-    as_list: list[int] = flags.tolist()
-    return as_list
-
-
-def _groups(arrays: dict[str, Array], sizes: Sequence[int]) -> list[list[int]]:
-    """Return for each trajectory the numbers of its samples' comparison groups; empty if it names none."""
-    if "groups" not in arrays:
-        return [[]] * len(sizes)
-    own_sizes = [size if flag else 0 for size, flag in zip(sizes, _flags(arrays, "grouped", len(sizes)), strict=True)]
-    numbers = _array(arrays, "groups", sum(own_sizes)).tolist()
-    ends = [*accumulate(own_sizes)]
-    return [numbers[end - size : end] for size, end in zip(own_sizes, ends, strict=True)]
-
-
-def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the comparison group of each sample.
+def _names(numbers: Sequence[int], names: Sequence[str], samples: int) -> tuple[str, ...]:
+    """Return the comparison group of each of the `samples`.
 
     Raises:
-        CodecError: a number has no name in `names`, or the names are not distinct or not valid.
+        CodecError: there is not one number per sample, a number has no name in `names`, or the names are not distinct
+            or not valid.
     """
-    if len({*names}) != len(names) or not numbers or max(numbers) >= len(names):
+    if len({*names}) != len(names) or len(numbers) != samples or max(numbers) >= len(names):
         raise CodecError(f"trajectory.groups has the numbers {numbers!r:.80} of the names {names!r:.80}")
     try:
         for name in names:
@@ -163,22 +140,6 @@ def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
     except ValueError as error:
         raise CodecError(f"trajectory.groups: {error}") from error
     return tuple(names[number] for number in numbers)
-
-
-def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
-    """Return each trajectory's part of the column, or None. `token_ends` has the end of each sample's tokens."""
-    if "token_rewards" not in arrays:
-        return [None] * len(sizes)
-    flags = _flags(arrays, "rewarded", len(sizes))
-    ends = [token_ends[end - 1] for end in accumulate(sizes)]
-    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    column = _array(arrays, "token_rewards", sum(length for length, flag in zip(lengths, flags, strict=True) if flag))
-    parts: list[Array | None] = []
-    end = 0
-    for length, flag in zip(lengths, flags, strict=True):
-        start, end = end, end + length if flag else end
-        parts.append(column[start:end] if flag else None)
-    return parts
 
 
 def _by_trajectory(arrays: dict[str, Array], name: str, trajectories: int) -> list[Array]:
@@ -247,20 +208,22 @@ def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | 
     return routing
 
 
-def _with_more(
-    rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader, own_columns: Array
-) -> SampleColumns:
-    """Return `rest` with the optional parts. `own_columns` has its token columns, joined.
+def _with_more(rest: SampleColumns, own_rewards: Array, entry: TrajectoryHeader, own_columns: Array) -> SampleColumns:
+    """Return `rest` with the optional parts. `own_rewards` has its token rewards, if there are any, `own_columns` its
+    token columns, joined.
 
     Raises:
         CodecError: a value is out of bounds, or a list does not have one entry per sample.
     """
-    if token_rewards is not None:
+    token_rewards, tokens, names = None, len(rest.tokens), entry.token_columns
+    if len(own_rewards):
+        token_rewards = own_rewards
+        if len(token_rewards) != tokens:
+            raise CodecError(f"trajectory.token_rewards has {len(token_rewards)} numbers for {tokens} tokens")
         if not np.isfinite(token_rewards).all():
             raise CodecError("trajectory.token_rewards holds a NaN or an infinity")
         if (token_rewards[rest.loss_mask == 0] != 0).any():
             raise CodecError("trajectory.token_rewards rewards a token that no policy generated")
-    tokens, names = len(rest.tokens), entry.token_columns
     if len(own_columns) != len(names) * tokens or len({*names}) != len(names):
         raise CodecError(
             f"trajectory.token_columns has {len(own_columns)} numbers for {names!r:.80} of {tokens} tokens"

@@ -333,20 +333,17 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
 
 
 def _optional_columns(prepared: Sequence[Prepared]) -> Iterator[tuple[str, int, Sequence[Any]]]:
-    """Yield name, length and parts of the optional columns, each followed by the column that divides it."""
-    rewards = [each.samples.token_rewards for each in prepared]
-    if any(own is not None for own in rewards):
-        given = [own for own in rewards if own is not None]
-        yield "token_rewards", sum(map(len, given)), given
-        yield "rewarded", len(rewards), [bytes(own is not None for own in rewards)]
-    if any(each.groups for each in prepared):
-        yield "groups", sum(len(each.groups) for each in prepared), [bytes(each.groups) for each in prepared]
-        yield "grouped", len(prepared), [bytes(bool(each.groups) for each in prepared)]
-    for name, parts in (
-        ("token_columns", [[*each.samples.token_columns.values()] for each in prepared]),
-        ("routing", [each.routing for each in prepared]),
-        ("pictures", [each.pictures for each in prepared]),
-    ):
+    """Yield name, length and parts of the optional columns, each followed by its sizes."""
+    of_each: dict[str, list[Sequence[Any]]] = {
+        "token_rewards": [
+            () if each.samples.token_rewards is None else (each.samples.token_rewards,) for each in prepared
+        ],
+        "token_columns": [[*each.samples.token_columns.values()] for each in prepared],
+        "groups": [[bytes(each.groups)] if each.groups else () for each in prepared],
+        "routing": [each.routing for each in prepared],
+        "pictures": [each.pictures for each in prepared],
+    }
+    for name, parts in of_each.items():
         if any(parts):
             sizes = [sum(map(len, own)) for own in parts]
             yield name, sum(sizes), [*chain.from_iterable(parts)]

@@ -19,22 +19,15 @@ _REQUIRED: dict[str, np.dtype[Any]] = {
     "rewards": np.dtype(np.float64),
 }
 _OPTIONAL: dict[str, np.dtype[Any]] = {
-    **{name: np.dtype(np.int64) for name in ("routing_sizes", "column_sizes", "picture_sizes")},
-    **{name: np.dtype(np.uint8) for name in ("rewarded", "grouped", "groups", "routing", "pictures")},
     **{name: np.dtype(np.float32) for name in ("token_rewards", "token_columns")},
+    **{name: np.dtype(np.uint8) for name in ("groups", "routing", "pictures")},
 }
-DTYPES = _REQUIRED | _OPTIONAL
-REQUIRED = _REQUIRED.keys()
-PAIRS = {
-    "token_rewards": "rewarded",
-    "token_columns": "column_sizes",
-    "groups": "grouped",
-    "routing": "routing_sizes",
-    "pictures": "picture_sizes",
-}
-"""Optional arrays, and for each the array with every trajectory's share of it. Both are absent if no trajectory has
-any.
+PAIRS = {name: f"{name}_sizes" for name in _OPTIONAL}
+"""Optional arrays, and for each the array with the size of every trajectory's share of it. Both are absent if no
+trajectory has any.
 """
+DTYPES = _REQUIRED | _OPTIONAL | dict.fromkeys(PAIRS.values(), np.dtype(np.int64))
+REQUIRED = _REQUIRED.keys()
 BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
 """Bounds of a routing in a header, layers and experts per token; far above any model."""

@@ -63,7 +63,7 @@ def audit(run_dir: Path) -> Audit:
     documents.check_books(outcome, report)
     settings, summary = documents.settings, documents.summary
     check_metrics(run_dir / METRICS_FILE, run_dir / CHECKPOINTS_DIR, settings, summary, outcome, report)
-    check_checkpoints(run_dir / CHECKPOINTS_DIR, checkpoints, outcome, report)
+    check_checkpoints(run_dir / CHECKPOINTS_DIR, checkpoints, outcome, entries, report)
     check_weights(run_dir / WEIGHTS_DIR, weights, settings, outcome, report)
     check_samples(run_dir / SAMPLES_DIR, samples, settings, outcome, report, note)
     return Audit(tuple(findings), outcome, tuple(notes))
@@ -89,9 +89,9 @@ def _summary(found: Audit) -> str:
     outcome = found.outcome
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(outcome.dropped.items())) or "none"
     state = "" if outcome.ended else f", {outcome.live} under way"
-    lost = f" (rollouts lost with launches that did not end by themselves: {outcome.lost})" if outcome.lost else ""
+    lost = f" (rollouts lost between lineages: {outcome.lost})" if outcome.lost else ""
     verdict = f"{len(found.findings)} findings" if found.findings else "nothing found"
     return (
-        f"{verdict}: {outcome.lineages} launches, {outcome.version} steps, {outcome.trained} rollouts trained, "
+        f"{verdict}: {outcome.lineages} lineages, {outcome.version} steps, {outcome.trained} rollouts trained, "
         f"dropped: {dropped}, abandoned: {outcome.abandoned}{state}{lost}"
     )

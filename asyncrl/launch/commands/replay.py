@@ -1,7 +1,7 @@
 """`python -m asyncrl.launch replay EXPERIMENT samples=FOLDER [setting=value ...]`: train on kept samples.
 
-MasterWorker and ModelWorkers are those of the experiment; there are no servers and no RolloutWorkers. FOLDER is a run's
-folder, or its `samples/`. max_head_offpolicyness is raised if kept rollouts are older.
+There are no servers, and the only RolloutWorker reads the samples; the other processes are those of the experiment.
+FOLDER is a run's folder, or its `samples/`. max_head_offpolicyness is raised if kept rollouts are older.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.launch.before_start.input_checks import check_data, check_graph
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.launch.train import train
-from asyncrl.master.offline.replay import summary_of
+from asyncrl.rollout.replay import summary_of
 
 _FOLDER = "samples="
 

@@ -20,7 +20,6 @@ from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import GONE, StalenessGate
 from asyncrl.manager.router import ServerView
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +89,6 @@ class Admission:
         pacing: DeadlinePacing | None,
         clock: Callable[[], float],
     ) -> None:
-        self.curriculum: Curriculum | None = None
-        """The curriculum, which leaves prompts out; None if there is none."""
         self.calls = WaitingCalls()
         self._rollouts, self._begun = rollouts, False
         self._place, self._first = place, first
@@ -108,9 +105,9 @@ class Admission:
         """Seconds in which no rollout ran because the gate was full: generation waited for training."""
         return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
 
-    def begin(self, rollouts: RolloutState, curriculum: Curriculum | None) -> None:
+    def begin(self, rollouts: RolloutState) -> None:
         """Open the gate with the rebuilt state. Waiting calls may ask for rollouts that have ended in it."""
-        self._rollouts, self._begun, self.curriculum = rollouts, True, curriculum
+        self._rollouts, self._begun = rollouts, True
         for waiting in self.calls:
             waiting.gone += [rollout_id for rollout_id in waiting.ids if self._is_gone(rollout_id)]
             if waiting.gone:
@@ -161,7 +158,7 @@ class Admission:
     def admit(self) -> None:
         """Start rollouts while there is room; then update the idle time."""
         # Until all awaited ends are reported, it is not known which prompts rest.
-        unmeasured = self.curriculum is not None and self._rollouts.awaits_ends
+        unmeasured = self._rollouts.curriculum is not None and self._rollouts.awaits_ends
         if self.calls and self._begun and not unmeasured:
             self.calls.serve(self._start, self._capacity)
         idle = not self._gate.live.running_count and self._capacity() == 0
@@ -225,7 +222,8 @@ class Admission:
         if ticket is None or version is None:
             return
         ref = self._rollouts.order.ref(ticket.order)
-        rests = self.curriculum is not None and self.curriculum.rests(ref.prompt_id)
+        curriculum = self._rollouts.curriculum
+        rests = curriculum is not None and curriculum.rests(ref.prompt_id)
         route = None
         if self._first is not None and not rests:
             size = (self._first.prompt_tokens, self._first.max_new_tokens, self._first.n)

@@ -1,15 +1,15 @@
-"""Rebuild the state of a new GserverManager from what other processes know. None of it is on disk.
+"""Begin the state of a GserverManager. A run's beginning, a resume and a death of the brain are this one procedure.
 
-The same procedure starts a run, resumes it from a checkpoint, and continues it after a death in the brain, to which the
-manager belongs. In the first two cases no process holds anything. All that the manager knows is known elsewhere too:
+MasterWorker, GserverManager and ModelWorkers begin together from one checkpoint: of the last step in their hosts'
+memory, or from disk, or none. The gate's part of it has the used prompts, the counters, the tries of prompts and the
+ledger's line (`GateCheckpoint`); lines after that one no longer count. The live rollouts are known by those who have
+them:
 
-    state                                             reported by
+    live rollouts                                     reported by
     ------------------------------------------------  ----------------------------------------------------------------
-    used prompts, counters, ended rollouts            the MasterWorker: buffer and ledger
-    live rollouts, their prompts and versions         their RolloutWorkers; of earlier ones the ledger's `open` too
-    rollouts that wait to be trained                  the MasterWorker, which polls the ranks
-    attempts and failures of prompts that wait        the ledger
-    version that is served, servers, weights          name resolution and the servers
+    that run, or whose end no manager has confirmed   their RolloutWorkers
+    that wait to be trained                           the ranks, through the MasterWorker
+    that nobody reports                               no one: their prompts wait for the same try again
 
 The protocol
 
@@ -19,102 +19,66 @@ The protocol
 2. A RolloutWorker whose call was refused reports all that it holds (`HeldReport`): running rollouts, and ends that no
    manager has confirmed. A grant of the old manager that the worker reads only now is void: the worker repeats the
    call.
-3. The MasterWorker, which begins with the manager, has the ranks load the last step. It polls all ranks, so that its
-   buffer has all that they hold. Then it reports all that it knows (`RunReport`), once.
+3. The MasterWorker has the ranks load the checkpoint, polls them for the rollouts that they hold, and sends both
+   (`RunBegin`). The ledger begins a lineage after the checkpoint's line.
 4. Once the master and every ready worker have reported, `rebuild` makes the state, and the gate opens. Workers are
-   awaited for `manager.rollout_lease_s` at most. A worker whose successor has begun need not report.
-5. The ledger gets a line with the manager's number, then its lines, counted from 1. The first of them adopt rollouts
-   that the ledger did not have, and end those that no process has.
+   awaited for three leases at most (`SystemConfig.silence_s`). A worker whose successor has begun need not report.
 
-Reasons. Without the void grants of 2 a rollout would run that the gate does not count. Without the ledger's open
-rollouts, one of them would be admitted twice in the ledger, or have no end there. Without the poll of 3, a rollout that
-only a rank has would be run again. If the gate opened before all have reported, two rollouts of a prompt would run at
-the same time.
+Reasons. Without the void grants of 2 a rollout would run that the gate does not count. Without the poll of 3, a rollout
+that only a rank has would be run again. Without the rollouts that the ledger has as ended, one whose worker had not
+heard of its end would end twice. If the gate opened before all have reported, two rollouts of a prompt would run at the
+same time. A rollout that its worker has delivered counts only if the trainer has it: a rank may have freed it since the
+last step, and then nobody would ever end it (`still_there`).
 
-Lost with a manager
-
-- Ends that workers reported since its last report to the master. Rollouts that are open in the ledger end as
-  `lost_with_manager`; the others leave no record. Their prompts wait for the same attempt again. So a prompt that was
-  dropped for good is run once more, and a measured success may be missing. The loss is at most one step's ends, and
-  never a rollout that the trainer has.
-- Suspicions against prompts (`suspects`), durations for the pacing, idle time. They are learned again.
-
-Only the death of a RolloutWorker at the same time costs more: its rollouts are run again, as after any death of a
-worker.
+Lost with a manager are the ends that it heard of since the last step: their prompts are tried once more, and a measured
+success may be missing. So are suspicions against prompts (`suspects`), durations for the pacing and idle time; they are
+learned again. A rollout that the trainer has is never lost. Only the death of a RolloutWorker at the same time costs
+more: its rollouts are run again, as after any death of a worker.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
-from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+from msgspec import structs
+
+from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, ReceivedRollout, RunBegin
 from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
-def rebuild(
-    empty: RolloutState,
-    run: RunReport,
-    workers: Iterable[HeldReport],
-    now: Callable[[], float] = time.time,
-) -> RolloutState:
-    """Rebuild the manager's state, `empty` so far, from the master's report of the `run` and the `workers`' reports of
-    what they hold.
+def rebuild(rollouts: RolloutState, received: Iterable[ReceivedRollout], workers: Iterable[HeldReport]) -> None:
+    """Enter the live rollouts into the state of a checkpoint: those `received` by the trainer, and those that the
+    `workers` hold. Then apply the ends that the workers report.
 
-    1. Enter the ledger's facts: counters, used prompts, next attempts, ended rollouts.
-    2. Enter as live all that any process has: rollouts open in the ledger, held by workers, received by the ranks, or
-       trained last. Of two rollouts of a prompt, which only the dead manager could have told apart, the first counts.
-    3. Apply the known ends: from the ledger, the ranks, the last step, the workers.
-    4. End what no process has. A prompt that is neither used nor live waits, by the definition of the queue.
+    Of two rollouts of a prompt, which only a dead manager could have told apart, the first counts; one that its worker
+    dropped comes last, as the other may be the next try.
     """
-    used = () if run.used is None else empty.order.orders_of(UsedPrompts.from_json(run.used)).tolist()
-    retries = {place: (attempt, failures) for place, attempt, failures in run.retries}
-    gate = empty.gate
-    books = RolloutState(gate.batch_size, gate.max_staleness, empty.order, used, retries, now, manager=empty.manager)
-    books.gate.resume(run.version, run.dropped, run.abandoned)
-    for outcome, rollouts in run.ended:
-        for rollout in rollouts:
-            books.gate.remember(rollout, outcome)
-
-    for admitted in run.open:
-        books.enter(*_ticket(admitted), recorded=True)
-    for rollout in run.finished:
-        books.receive(rollout, 0, recorded=True)
-    for received in run.trained:
-        books.enter_trained(received)
-    books.consume(run.trained_version, [each.rollout_id for each in run.trained])
-    for admitted in run.open:
-        if books.queue.is_used(admitted.order):
-            books.end_unclaimed(admitted.rollout)
-
     reports = list(workers)
     for report in reports:
-        books.adopt(report)
-    for received in run.received:
-        books.enter_received(received)
-        books.receive(received.rollout_id, received.tokens)
-    held = {each.granted.rollout_id: each for report in reports for each in report.held}
-    for each in held.values():
-        if each.end is not None:
-            books.finish(each.end)
-
-    spoke = {report.worker for report in reports}
-    for worker in sorted(books.gate.live.owners - spoke):
-        books.died(worker)
-    for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.live.running_of(worker)]:
-        if rollout not in held:
-            books.end_unclaimed(rollout)
-    books.await_ends_of(held)
-    return books
+        rollouts.adopt(structs.replace(report, held=[each for each in report.held if not _is_dropped(each)]))
+    for each in received:
+        rollouts.enter_received(each)
+        rollouts.receive(each.rollout_id, each.tokens)
+    held = {each.granted.rollout_id: (report.worker, each) for report in reports for each in report.held}
+    for worker, known in held.values():
+        if _is_dropped(known):
+            rollouts.enter_held(worker, known.granted)
+        if known.end is not None:
+            rollouts.finish(known.end)
 
 
-def _ticket(admitted: Admitted) -> tuple[RolloutTicket, int]:
-    tries = admitted.order, admitted.attempt, admitted.failures
-    return RolloutTicket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
+def _is_dropped(held: HeldRollout) -> bool:
+    return held.end is not None and not held.end.accepted
+
+
+def still_there(report: HeldReport, received: Container[str] = ()) -> list[HeldRollout]:
+    """Return what a worker holds and some process still has: not the rollouts that it has delivered, unless they are
+    among those `received`.
+    """
+    return [
+        each for each in report.held if each.end is None or not each.end.accepted or each.granted.rollout_id in received
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +105,7 @@ class RollCall:
 
     def __init__(self, until: float = 0.0) -> None:
         self._until = until
-        self.run: RunReport | None = None
+        self.run: RunBegin | None = None
         self.awaited: Mapping[str, int] | None = None
         self.ended: list[str | Replaced] = []
         self.replaced: dict[str, int] = {}
@@ -157,8 +121,9 @@ class RollCall:
         to know that the trainer has them.
         """
         found: list[HeldReport] = []
+        received = set() if self.run is None else {each.rollout_id for each in self.run.received}
         for (worker, incarnation), report in sorted(self._reports.items(), key=lambda item: item[0]):
-            held = [self._held[each.granted.rollout_id] for each in report.held]
+            held = [self._held[each.granted.rollout_id] for each in still_there(report, received)]
             if incarnation < self._newest[worker]:
                 held = [each for each in held if each.end is not None]
             found.append(HeldReport(worker, incarnation, held))

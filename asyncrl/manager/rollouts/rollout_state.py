@@ -1,7 +1,7 @@
-"""State of the run's rollouts and of the prompts that wait: gate, prompt queue, and lines for the master to record.
+"""State of the run's rollouts and of the prompts that wait: gate, prompt queue, used prompts, lines of the ledger.
 
-Pure state without sockets. None of it is on disk: after a death the next manager rebuilds it from what other processes
-know (`asyncrl.manager.rollouts.rebuild`).
+Pure state without sockets. Its `checkpoint` is part of the run's after each step. Live rollouts are not in it: after a
+death their workers and the training ranks say which they have (`asyncrl.manager.rollouts.rebuild`).
 
 The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
 drop names its reason only. Whether the prompt waits again follows from what is used and what is live (`PromptQueue`).
@@ -10,33 +10,47 @@ drop names its reason only. Whether the prompt waits again follows from what is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
-from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
-from asyncrl.manager.messages import DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
+from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes, RolloutLine
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
+from asyncrl.manager.messages import (
+    DroppedRollout,
+    FinishedRollout,
+    GateCheckpoint,
+    GrantedRollout,
+    HeldReport,
+    ReceivedRollout,
+    TrainedRollout,
+)
+from asyncrl.manager.rollouts.ledger import RolloutLines
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents, first_number
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.manager.rollouts.suspects import Suspects
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 NOBODY = "nobody/0"
 """Worker of a rollout that only the trainer knows."""
+_NOTHING = GateCheckpoint()
 
 
 class RolloutState:
-    """Gate, queue, suspects and unrecorded lines, which change together.
+    """Gate, queue, used prompts and suspects, which change together.
 
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
         order: data order of the prompts.
-        used: orders of the prompts that are trained or dropped for good.
-        retries: by order, attempt and failures of waiting prompts whose next try is not the first.
+        record: called with each line of the ledger.
         now: seconds since 1970.
-        manager: number of this manager among those of the launch.
+        version: version from which the run continues.
+        checkpoint: the state at that version.
+        ended: rollouts that ended before, with their outcomes.
+        curriculum: hears the success of each rollout; None if there is none.
     """
 
     def __init__(
@@ -44,18 +58,22 @@ class RolloutState:
         batch_size: int,
         max_staleness: int,
         order: DataOrder,
-        used: Iterable[int] = (),
-        retries: Mapping[int, tuple[int, int]] | None = None,
+        record: Callable[[RolloutLine], None] = lambda line: None,
         now: Callable[[], float] = time.time,
         *,
-        manager: int = 0,
+        version: int = 0,
+        checkpoint: GateCheckpoint = _NOTHING,
+        ended: RecentIds[str] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
-        self.order, self.manager = order, manager
+        self.order, self.curriculum = order, curriculum
         most = None if order.end is None else order.end // batch_size * batch_size
         self.gate = StalenessGate(batch_size, max_staleness, most=most)
-        self.queue = PromptQueue(order.num_rows, used, retries, order.end)
-        self.measured = NumberedLog[tuple[str, float]](after=first_number(manager))
-        self.events = RolloutEvents(now=now)
+        self.gate.resume(version, checkpoint.dropped, ended)
+        self.used = UsedPrompts() if checkpoint.used is None else UsedPrompts.from_json(checkpoint.used)
+        retries = {place: (attempt, failures) for place, attempt, failures in checkpoint.retries}
+        self.queue = PromptQueue(order.num_rows, order.orders_of(self.used).tolist(), retries, order.end)
+        self.lines = RolloutLines(record, now)
         self.suspects = Suspects(self.gate.live.prompts_of)
         self.incarnations: dict[str, int] = {}
         self.tokens_finished = 0
@@ -72,6 +90,24 @@ class RolloutState:
     def used_up(self) -> bool:
         """True if no rollout runs, and no prompt is left to begin one of."""
         return not self.gate.live.running_count and self.queue.peek() is None
+
+    def checkpoint(self, line: int = 0) -> GateCheckpoint:
+        """Return the state without the live rollouts; `line`: number of the ledger's lines so far.
+
+        A live rollout that no process has after a death is tried again like before.
+        """
+        retries = [(order, *tries) for order, tries in self.queue.back.items()]
+        for rollout_id in self.gate.live:
+            ticket = self.gate.live.ticket(rollout_id)
+            if ticket is not None and (ticket.attempt or ticket.failures):
+                retries.append((ticket.order, ticket.attempt, ticket.failures))
+        return GateCheckpoint(
+            used=self.used.to_json(),
+            dropped=self.gate.counts().dropped,
+            retries=retries,
+            curriculum=None if self.curriculum is None else self.curriculum.state(),
+            line=line,
+        )
 
     def next_for(self, worker: str) -> NextTry | None:
         """Return the prompt that `worker` plays next; None if it must first finish its running rollouts."""
@@ -94,15 +130,14 @@ class RolloutState:
         version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
         self.queue.enter(turn.order)
-        self.events.admitted(ticket, version)
+        self.lines.admitted(ticket, version)
         self.suspects.began(worker, ticket.prompt_id)
 
-    def enter(self, ticket: RolloutTicket, version: int, *, recorded: bool = False) -> None:
-        """Enter a live rollout that another manager admitted at `version`; `recorded`: the ledger has its admission."""
+    def enter(self, ticket: RolloutTicket, version: int) -> None:
+        """Enter a live rollout that another manager admitted at `version`."""
         self.gate.enter(ticket, version)
         self.queue.enter(ticket.order)
-        if not recorded:
-            self.events.admitted(ticket, version, adopted=True)
+        self.lines.admitted(ticket, version, adopted=True)
 
     def adopt(self, report: HeldReport) -> None:
         """Enter the rollouts that a worker's process holds. Its first report counts, since a late copy lacks later
@@ -113,10 +148,13 @@ class RolloutState:
         self._heard[report.worker] = report.incarnation
         self.incarnations[report.worker] = max(report.incarnation, self.incarnations.get(report.worker, 0))
         for held in report.held:
-            granted, rollout_id = held.granted, held.granted.rollout_id
-            if self._may_enter(rollout_id, granted.order):
-                tries = granted.order, granted.attempt, granted.failures
-                self.enter(RolloutTicket(rollout_id, report.worker, granted.prompt_id, *tries), granted.version)
+            self.enter_held(report.worker, held.granted)
+
+    def enter_held(self, worker: str, granted: GrantedRollout) -> None:
+        """Enter a rollout that `worker` holds, unless it or another one of its prompt is known."""
+        if self._may_enter(granted.rollout_id, granted.order):
+            tries = granted.order, granted.attempt, granted.failures
+            self.enter(RolloutTicket(granted.rollout_id, worker, granted.prompt_id, *tries), granted.version)
 
     def finish(self, finished: FinishedRollout) -> None:
         """Record the end of a rollout that its worker reports: it is dropped, unless a rank has it.
@@ -125,32 +163,29 @@ class RolloutState:
         """
         ticket = None if finished.accepted else self.gate.live.running(finished.rollout_id)
         if ticket is None:
+            self.gate.over(finished.rollout_id)
             self._measure_once(finished)
             return
         reason = finished.reason or "rejected"
         self.gate.drop(finished.rollout_id, reason)
-        self._measure(ticket.prompt_id, finished)
         self.suspects.ended(ticket.owner, ticket.prompt_id)
-        if not finished.return_prompt:
+        if finished.return_prompt:
+            filtered = finished.as_next_attempt
+            tries = ticket.attempt + filtered, ticket.failures + (not filtered)
+            self._dropped(ticket, reason, NextTry(ticket.order, *tries))
+        else:
             self._drop_for_good(ticket, reason)
-            return
-        filtered = finished.as_next_attempt
-        self._dropped(
-            ticket, reason, NextTry(ticket.order, ticket.attempt + filtered, ticket.failures + (not filtered))
-        )
+        self._measure(ticket.prompt_id, finished)
 
-    def receive(self, rollout_id: str, tokens: int, *, recorded: bool = False) -> bool:
-        """Record that the trainer has the rollout; return False if it does not count, and must not be trained.
-
-        `recorded`: the ledger has that already.
-        """
+    def receive(self, rollout_id: str, tokens: int) -> bool:
+        """Record that the trainer has the rollout; return False if it does not count, and must not be trained."""
         if rollout_id not in self.gate.live:
+            self.gate.refuse(rollout_id)
             return False
         if (ticket := self.gate.finish(rollout_id)) is not None:
             self.suspects.ended(ticket.owner, ticket.prompt_id)
-            if not recorded:
-                self.tokens_finished += tokens
-                self.events.finished(rollout_id, tokens)
+            self.tokens_finished += tokens
+            self.lines.finished(rollout_id, tokens)
             if rollout_id in self._ends_told:
                 self._ends_told.discard(rollout_id)
             elif ticket.owner != NOBODY:
@@ -159,29 +194,24 @@ class RolloutState:
 
     def enter_received(self, received: ReceivedRollout) -> None:
         """Enter a rollout that waits at the trainer, if no other process knows it."""
-        if self._may_enter(received.rollout_id, received.order):
-            self._enter(received)
-
-    def enter_trained(self, received: ReceivedRollout) -> None:
-        """Enter a rollout that the last step trained, if no other process knows it."""
-        if not self._is_known(received.rollout_id):
-            self._enter(received)
-        self.receive(received.rollout_id, received.tokens)
-
-    def _enter(self, received: ReceivedRollout) -> None:
+        if not self._may_enter(received.rollout_id, received.order):
+            return
         order, tries = received.order, self.queue.waiting(received.order) or NextTry(received.order)
         self.enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
 
-    def consume(self, version: int, trained: list[str], dropped: Iterable[DroppedRollout] = ()) -> None:
-        """Record the rollouts that the step to `version` trained, and those that the master dropped."""
+    def train(self, version: int, rollouts: Iterable[TrainedRollout]) -> None:
+        """Record that the step to `version` trained the rollouts."""
+        trained = [each.rollout_id for each in rollouts]
         for rollout_id in trained:
             if (ticket := self.gate.live.ticket(rollout_id)) is not None:
-                self.queue.use(ticket.order)
-                self.queue.leave(_as_before(ticket))
-        for drop in dropped:
-            if (ticket := self.gate.drop(drop.rollout_id, drop.reason)) is not None:
-                self._dropped(ticket, drop.reason, _as_before(ticket))
+                self._use(ticket)
         self.gate.train(version, trained)
+
+    def drop(self, drops: Iterable[DroppedRollout]) -> None:
+        """Record the rollouts that the trainer received and will not train; their prompts are tried again."""
+        for each in drops:
+            if (ticket := self.gate.drop(each.rollout_id, each.reason)) is not None:
+                self._dropped(ticket, each.reason, _as_before(ticket))
 
     def died(self, worker: str) -> list[str]:
         """Drop the running rollouts of a worker that is gone or silent; return them."""
@@ -199,19 +229,10 @@ class RolloutState:
         self._drop_crashing(worker, killed=killed)
         return self._lose_running(worker)
 
-    def end_unclaimed(self, rollout_id: str) -> None:
-        """Drop a rollout that no process has: it ended after the last report of the manager before this one."""
-        if (ticket := self.gate.drop(rollout_id, DropReason.lost_with_manager)) is not None:
-            self._dropped(ticket, DropReason.lost_with_manager, _as_before(ticket))
-
-    def await_ends_of(self, rollouts: Container[str]) -> None:
-        """Await the ends of these rollouts only: no worker will report another."""
-        self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if key in rollouts}
-
     def abandon(self) -> None:
         """Abandon every live rollout."""
         for rollout_id in self.gate.abandon():
-            self.events.abandoned(rollout_id)
+            self.lines.abandoned(rollout_id)
 
     def _to_be_tried_alone(self, worker: str) -> NextTry | None:
         """Return the suspect that `worker` runs next, alone: the first that is promised to no other worker."""
@@ -231,13 +252,17 @@ class RolloutState:
     def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
         """Record a drop. The prompt waits `again`, unless it is used or another rollout of it is live."""
         goes = PromptGoes.returned if self.queue.leave(again) else PromptGoes.used
-        self.events.dropped(ticket.rollout_id, reason, goes, again.attempt, again.failures)
+        self.lines.dropped(ticket.rollout_id, reason, goes, again.attempt, again.failures)
 
     def _drop_for_good(self, ticket: RolloutTicket, reason: str) -> None:
         """Record a drop with its prompt, which is not tried again."""
+        self._use(ticket)
+        self.lines.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
+
+    def _use(self, ticket: RolloutTicket) -> None:
+        self.used.add(ticket.prompt_id)
         self.queue.use(ticket.order)
         self.queue.leave(_as_before(ticket))
-        self.events.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
 
     def _measure_once(self, finished: FinishedRollout) -> None:
         """Record the success that a worker reports of a rollout that it delivered, whether or not it has arrived."""
@@ -250,16 +275,18 @@ class RolloutState:
 
     def _measure(self, prompt_id: str | None, finished: FinishedRollout) -> None:
         """Record the success that the rollout measured, if it did."""
-        if prompt_id is not None and finished.success is not None:
-            self.measured.add((prompt_id, finished.success))
+        if self.curriculum is not None and prompt_id is not None and finished.success is not None:
+            self.curriculum.measured(prompt_id, finished.success)
 
     def _lose_running(self, worker: str) -> list[str]:
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.live.running_of(worker)
         for rollout_id in running:
-            self._ends_told.discard(rollout_id)
             if (ticket := self.gate.drop(rollout_id, WORKER_LOST)) is not None:
                 self._dropped(ticket, WORKER_LOST, _as_before(ticket))
+            if rollout_id in self._ends_told:
+                self._ends_told.discard(rollout_id)
+                self.gate.over(rollout_id)
         return running
 
     def _drop_crashing(self, worker: str, *, killed: bool) -> None:

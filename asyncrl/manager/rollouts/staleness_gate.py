@@ -63,8 +63,8 @@ Write ``N(a)`` for the live rollouts admitted at ``a`` or before, of which ``F(a
 - It never deadlocks: if nothing runs, ``F = N`` and the condition follows from (H).
 
 All of this spans the death of a manager: its successor begins with all live rollouts at their versions of admission
-(`asyncrl.manager.rollouts.rebuild`). A finished one of which only its record is left enters at the version of its
-oldest token, which is no older than its admission; it expires by that token, so (H) holds with it.
+(`asyncrl.manager.rollouts.rebuild`). One that only the trainer has enters at the version of its oldest token, which is
+no older than its admission; it expires by that token, so (H) holds with it.
 """
 
 from __future__ import annotations
@@ -74,15 +74,17 @@ from collections import Counter
 from collections.abc import Mapping
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
-from asyncrl.manager.messages import Books
+from asyncrl.manager.rollouts.ledger import ABANDONED, TRAINED
 from asyncrl.manager.rollouts.live_rollouts import LiveRollout, LiveRollouts, RolloutTicket
 
-TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
 """Drop reason of a rollout whose worker is gone."""
-GONE = (WORKER_LOST, DropReason.lost_with_manager.value, ABANDONED)
+GONE = (WORKER_LOST, ABANDONED)
 """Outcomes of rollouts whose workers may not know that they are over."""
+LOST_AND_OVER = "lost and over"
+"""Outcome of a lost rollout whose worker has reported its end since."""
 
 
 class StalenessGate:
@@ -141,24 +143,24 @@ class StalenessGate:
         """Number of rollouts that may start now."""
         return 0 if self.closed else max(0, self.limit - self.counted)
 
-    def resume(self, version: int, dropped: Mapping[str, int] | None = None, abandoned: int = 0) -> None:
-        """Continue a run at `version`: `version · B` rollouts count as submitted and trained.
+    def resume(self, version: int, dropped: Mapping[str, int], ended: RecentIds[str] | None = None) -> None:
+        """Continue a run at `version`: `version · B` rollouts count as submitted and trained. Earlier drops, by reason,
+        count as submitted too.
 
-        Earlier drops, by reason, and abandoned rollouts count as submitted too.
+        Args:
+            ended: rollouts that left the count before, with their outcomes; None: none is known.
 
         Raises:
             ValueError: rollouts were already submitted.
         """
         if self._submitted:
             raise ValueError(f"cannot resume at version {version}: {self._submitted} rollouts are already submitted")
-        self._trained, self._abandoned = version * self.batch_size, abandoned
+        self._trained = version * self.batch_size
         self._dropped = Counter(dropped)
-        self._submitted = self._trained + self._abandoned + self._dropped.total()
+        self._submitted = self._trained + self._dropped.total()
         self.trained_version = version
-
-    def remember(self, rollout_id: str, outcome: str) -> None:
-        """Remember a rollout that left the count before this gate began, with its outcome. It is counted already."""
-        self._retired.put(rollout_id, outcome)
+        if ended is not None:
+            self._retired = ended
 
     def enter(self, ticket: RolloutTicket, version: int) -> None:
         """Enter a running rollout that an earlier gate admitted at `version`. It counts, whatever the limit is."""
@@ -201,6 +203,18 @@ class StalenessGate:
             return None
         self._dropped[reason] += 1
         return live.ticket
+
+    def refuse(self, rollout_id: str) -> None:
+        """Record that the trainer may not train a rollout that is not live. If it was unknown, it is lost from now on:
+        its worker may report it later.
+        """
+        if self.outcome(rollout_id) is None:
+            self._retired.put(rollout_id, WORKER_LOST)
+
+    def over(self, rollout_id: str) -> None:
+        """Record that the worker of a rollout that is not live has reported its end: late calls of it are void."""
+        if rollout_id not in self.live and not self.has_ended(rollout_id):
+            self._retired.put(rollout_id, LOST_AND_OVER)
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
         """Record that the optimizer consumed `rollout_ids`; the trainer's policy is now `version`."""
@@ -261,17 +275,15 @@ class StalenessGate:
         self._abandoned += len(abandoned)
         return abandoned
 
-    def books(self) -> Books:
+    def counts(self) -> RolloutCounts:
         """Return the present counters."""
-        return Books(
+        return RolloutCounts(
             submitted=self._submitted,
             trained=self._trained,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             abandoned=self._abandoned,
             running=self.live.running_count,
             finished_untrained=self.finished,
-            version=self.version,
-            trained_version=self.trained_version,
         )
 
     def _blocking_versions(self, step: int) -> list[int]:

@@ -16,7 +16,6 @@ from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.score_ahead import AheadScorer
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
-from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.settings import OnStale
 
@@ -50,7 +49,7 @@ class Batches:
         config: ExperimentConfig,
         buffer: SampleBuffer,
         collector: Collector,
-        manager: ManagerClient | OfflineGate,
+        manager: ManagerClient,
         stall: StallWatch,
         report: Callable[[int], Awaitable[None]],
         turns: DeviceTurns,

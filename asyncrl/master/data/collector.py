@@ -10,7 +10,7 @@ rollouts are missing, and a poll is answered when a head has its share of them, 
 
 What arrives is reported to the manager, whose gate says which of it counts: a rollout whose worker was given up does
 not, as its prompt is played again. Only what counts comes to the buffer. At the beginning the manager first hears what
-the ranks have (`Reports.introduce`); until then all of it waits in the buffer.
+the ranks have (`Reports.begin`); until then all of it waits in the buffer.
 
 A silent worker is asked again as long as its connection is open: it may be suspended for a while. The launcher decides
 whether it died, and the train loop how long a run may make no step.
@@ -28,7 +28,6 @@ from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -118,9 +117,7 @@ class Collector:
         manager: says which rollouts count.
     """
 
-    def __init__(
-        self, heads: Sequence[RequestClient], buffer: SampleBuffer, manager: ManagerClient | OfflineGate
-    ) -> None:
+    def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer, manager: ManagerClient) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
         self._heads = [_Head(client) for client in heads]

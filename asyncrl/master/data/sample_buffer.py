@@ -4,7 +4,7 @@ It is a pure state machine over metadata (`RolloutRecord`); the tensors wait in 
 
 Life of a record
 
-    add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
+    add ──▶ live ──take──▶ taken ──trained──▶ trained
       │       └──expired at take──▶ dropped: stale             (its prompt waits again)
       ├──▶ dropped: stale                                      (expired before it arrived)
       └──▶ a second copy of a known rollout id: freed at the worker that holds it, not counted
@@ -39,7 +39,6 @@ from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.live_records import LiveRecords
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 
@@ -83,8 +82,6 @@ class SampleBuffer:
         remembered: int | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self.used = UsedPrompts()
-        """Prompts that were trained or dropped for good so far."""
         self.received = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
@@ -150,21 +147,20 @@ class SampleBuffer:
         return TrainBatch(version, max(0, version - self._live.eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
-        """Record that the step of `batch` is complete: its prompts are used.
+        """Record that the step of `batch` is complete.
 
         Raises:
             KeyError: a record was not taken, or is trained twice.
         """
         for record in batch.records:
             del self._taken[record.rollout_id]
-            self.used.add(record.prompt_id)
             self._finished.put(record.rollout_id, None)
             self.trained += 1
 
-    def know_trained(self, rollout_ids: Iterable[str]) -> None:
-        """Note rollouts that were trained before this buffer was made: if received, they are second copies."""
-        for rollout_id in rollout_ids:
-            self._finished.put(rollout_id, None)
+    @property
+    def has_drops(self) -> bool:
+        """True if `pop_drops` has something to return."""
+        return bool(self._drops)
 
     def pop_drops(self) -> list[Drop]:
         """Return the drops since the last call; each is returned exactly once."""
@@ -180,19 +176,14 @@ class SampleBuffer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the buffer's part of a checkpoint: used prompts and counters.
-
-        Prompts of live records are tried again.
-        """
+        """Return the buffer's part of a checkpoint: its counters. The ranks have the live records."""
         return {
-            "used_prompts": self.used.to_json(),
             "trained": self.trained,
             "dropped": {str(reason): count for reason, count in self.dropped.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-        self.used = UsedPrompts.from_json(state["used_prompts"])
         self.trained = state["trained"]
         self.dropped = Counter(state["dropped"])
 

@@ -28,7 +28,6 @@ from asyncrl.comm.waits.running_time import RunningClock, running_wait
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 
@@ -108,7 +107,7 @@ class StallWatch:
         clock: RunningClock,
         stop: asyncio.Event,
         free_since: Callable[[], float],
-        manager: ManagerClient | OfflineGate,
+        manager: ManagerClient,
         buffer: SampleBuffer,
         collector: Collector,
         starting: Callable[[], bool],

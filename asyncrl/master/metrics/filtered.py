@@ -15,7 +15,6 @@ from typing import Final, NoReturn
 from asyncrl.comm.ended_rollouts.drop_reasons import is_filter_reason
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.observe.metrics.learning import ADVICE
 
 LEAST_GROUPS: Final = 64
@@ -57,7 +56,8 @@ class FilteredOut:
         if self._warned:
             return None
         self._warned = True
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)
+        shown = sorted((reason.partition(": ")[2], count) for reason, count in counts.items() if count)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in shown)
         return (
             f"WARNING: since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
             f"{self._batch_size} that a step needs; {ADVICE}, or change rollout.filters. The run goes on, without a "
@@ -67,7 +67,7 @@ class FilteredOut:
 
 async def watch_filters(
     filtered: FilteredOut,
-    manager: ManagerClient | OfflineGate,
+    manager: ManagerClient,
     version: Callable[[], int],
     kept: Callable[[], int],
     tell: Callable[[str], None],

@@ -114,7 +114,6 @@ class MetricsLog:
         self._collector = collector
         self._buffer = buffer
         self._rows = RowQueue()
-        self._written: dict[int, Row] = {}  # rows in the file when it was opened, by step
         self._files: _Files | None = None
         self._restarts: _Restarts | None = None
         self._started_at = 0.0
@@ -146,23 +145,28 @@ class MetricsLog:
         if version == 0 or state is None:
             return
         self.evaluations.restore(state)
-        written = self._written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
+        written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
         for step, row in ((held["step"], held["row"]) for held in state["rows"]):
-            if step in written:  # its evaluation ended after the checkpoint was written
+            if step in written:  # it was written after the checkpoint
                 self.evaluations.take_in(step, written[step])
                 continue
             cut_off = not any(name.startswith("eval/") for name in row)
-            if cut_off and step != served:
+            if cut_off and step < served:
                 for name in self.evaluations.due(step):
                     row |= self.evaluations.fail(step, name, "cut off by a restart")
-            self._rows.add(step, row, awaits_evaluation=cut_off and step == served and bool(self.evaluations.due(step)))
+            self._rows.add(step, row, awaits_evaluation=cut_off and step >= served and bool(self.evaluations.due(step)))
         self._write_ready()
 
     def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """Add the row of the step that made `version` from `batch`; `measured` are its statistics and times."""
-        before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
-        tokens, samples = collector.generated_tokens, collector.generated_samples
-        after = _Totals(now, tokens, samples, stale, gate.dropped, gate.idle_s)
+        row = self.row(version, batch, measured, gate, now)
+        self._totals = self._totals_at(gate, now)
+        self._rows.add(version, row, awaits_evaluation=bool(self.evaluations.due(version)))
+        self._write_ready()
+
+    def row(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> Row:
+        """Return the row of the step that made `version`, as far as it is known by now."""
+        before, after = self._totals, self._totals_at(gate, now)
         step_s = max(now - before.at, 1e-9)
         of_batch = batch_statistics(batch)
         row = {"policy_version": version, **of_batch, **measured}
@@ -187,16 +191,11 @@ class MetricsLog:
         filtered_in_graph = [count for name, count in measured.items() if name.endswith(DROPPED_GROUPS)]
         if filtered_in_graph or self._config.rollout.filters:
             row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)
-        self._totals = after
-        self._rows.add(version, row, awaits_evaluation=bool(self.evaluations.due(version)))
-        self._write_ready()
+        return row
 
-    def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
-        """As `step`, for a master that was restarted after the step, so that the row may exist already."""
-        if version in self._written:
-            self.evaluations.take_in(version, self._written[version])
-        else:
-            self.step(version, batch, measured, gate, now)
+    def _totals_at(self, gate: GateStatus, now: float) -> _Totals:
+        tokens, samples = self._collector.generated_tokens, self._collector.generated_samples
+        return _Totals(now, tokens, samples, self._buffer.dropped[DropReason.stale], gate.dropped, gate.idle_s)
 
     def awaits_evaluation(self) -> int | None:
         """Return the oldest version whose row waits for its evaluation."""
@@ -225,9 +224,10 @@ class MetricsLog:
         self._rows.evaluated(version, measured | failed)
         self._write_ready()
 
-    def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint."""
-        return {"rows": self._rows.state(), **self.evaluations.state()}
+    def state(self, version: int, row: Row | None = None) -> dict[str, Any]:
+        """Return the part of a checkpoint of `version`, whose `row` is given if it has not been added yet."""
+        newest = [] if row is None else [{"step": version, "row": row}]
+        return {"rows": self._rows.state() + newest, **self.evaluations.state()}
 
     def close(self) -> None:
         """Write the remaining rows."""

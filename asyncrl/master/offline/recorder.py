@@ -21,11 +21,11 @@ from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.manager.messages import ReceivedRollout, RunReport
-from asyncrl.master.books.run_files import write_books
+from asyncrl.manager.messages import GateCheckpoint, ReceivedRollout, RunBegin
 from asyncrl.master.data.stall import RolloutSigns
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master.recovery.run_files import write_books
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -62,11 +62,11 @@ class Recorder(AsyncWorker):
             lease_s = self.config.system.lease_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
             used = UsedPrompts(kept.values()).to_json()
-            await manager.report_run(RunReport(used=used))
+            await manager.begin_run(RunBegin(checkpoint=GateCheckpoint(used=used)))
             self.ready()
             await self._record(manager, NameBoard(self.resolver))
             await manager.close_gate()
-            write_books(self.run_dir, 0, await manager.abandon())
+            write_books(self.run_dir, 0, await manager.end_run(0))
         finally:
             puller.close()
             await manager.close()

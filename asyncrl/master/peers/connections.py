@@ -226,14 +226,3 @@ class NameBoard:
     def announce_turn(self, turn: names.TrainerTurn) -> None:
         """Announce `turn`, which begins now."""
         self._resolver.add(names.TRAINER_TURN_KEY, turn.encode(), replace=True)
-
-    def ledger_has_begun(self) -> bool:
-        """Return True if the ledger has the first line of this launch."""
-        try:
-            return bool(self._resolver.get(names.LEDGER_BEGUN_KEY))
-        except NameEntryNotFound:
-            return False
-
-    def ledger_begun(self, lineage: int) -> None:
-        """Announce that the ledger has the first line of this launch."""
-        self._resolver.add(names.LEDGER_BEGUN_KEY, str(lineage), replace=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.run_dir import versions_in
-from asyncrl.master.books.run_files import checkpoint_root
 from asyncrl.master.metrics.evaluations import Evaluations
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
+from asyncrl.master.recovery.run_files import checkpoint_root
 from asyncrl.master.recovery.run_state import Progress, RunState
 from asyncrl.models.weights.checkpoints.checkpoint_folder import which_to_keep
 from asyncrl.observe import observer
@@ -105,7 +105,7 @@ class Checkpoints:
         When this returns, the ranks have copied their state, and the next step may change it.
         """
         await self.finish()
-        progress, state = self._run.progress, self._run.checkpoint()
+        state, progress = await self._run.checkpoint(), self._run.progress
         path = str(self._root / f"v{progress.version}")
         self._check()  # a stop leaves little time
         self.schedule.begun()

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from asyncrl.comm.request_reply.client import RemoteError
-from asyncrl.manager.messages import ReceivedRollout
-from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.runtime.process.worker import StateLost
@@ -27,20 +22,6 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     WrittenShare,
 )
-
-
-class StepState(msgspec.Struct, frozen=True):
-    """The part of a kept state that a checkpoint lacks: the pending reports and records of the step.
-
-    Attributes:
-        trained: rollouts that have not been reported to the manager yet.
-        ledger_line: number of lines in the ledger when the step was complete.
-    """
-
-    batch: TrainBatch
-    measured: Row
-    trained: list[ReceivedRollout]
-    ledger_line: int
 
 
 class MemoryCheckpointer:
@@ -59,23 +40,23 @@ class MemoryCheckpointer:
         """True if steps are kept. After a step that could not be kept, none is."""
         return self._memory_checkpoint is not None
 
-    def may_report(self, version: int) -> bool:
-        """True if a process that replaces this one would know of the step that made `version`."""
+    def has(self, version: int) -> bool:
+        """True if a process that replaces this one would know of the step that made `version`, or none would know of
+        any.
+        """
         return not self.on or self._whole == version
 
     def found(self, version: int) -> None:
         """Record that the run continues at `version`, whose state is complete."""
         self._whole = version
 
-    async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
+    async def begin(self, version: int, state: dict[str, Any]) -> None:
         """Have the ranks copy the state of the step that made `version`, and begin to write it."""
         if self._memory_checkpoint is None:
             return
         self._begun = version
-        whole = state | {"step": msgspec.to_builtins(step, str_keys=True)}
         try:
-            request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True)
-            await self._ranks.all(request)
+            await self._ranks.all(SaveCheckpoint(f"v{version}", version, state, in_memory=True))
         except RemoteError as error:
             self._keep_no_more(error)
 

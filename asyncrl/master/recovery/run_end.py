@@ -1,7 +1,7 @@
 """The end of a run: after its last step, at a stop request, or after a failure.
 
-The manager's reply to each report has the books (`asyncrl.master.books.reports`). They are written to a file however
-the run ends: `summary.json` if it ended well, else `books.json` as of the last report.
+The manager's reply to each report has the books (`asyncrl.master.peers.reports`). They are written to a file however
+the run ends: `summary.json` if it ended well, else `books.json` as of the last step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import math
 from contextlib import suppress
 
-from asyncrl.master.books.run_files import check_books, write_books, write_summary
 from asyncrl.master.parts import Parts
+from asyncrl.master.recovery.run_files import check_books, write_books, write_summary
 from asyncrl.runtime.process.waiting import StopRequested, or_stop
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RunEnd:
             await parts.announcer.close()
             await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)
         if parts.publishing.on_disk != parts.run.version:
-            in_use = parts.reports.state.last_reply.status.versions_in_use
+            in_use = parts.reports.status.versions_in_use
             await parts.publishing.publish(parts.run.version, in_use, to_disk=True)  # the run leaves this policy behind
         await parts.reports.last(parts.run.version)
         await parts.checkpoints.finish()
@@ -49,9 +49,8 @@ class RunEnd:
         if parts.run.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             parts.turns.give()
             await self._last_evaluation()
-        await parts.reports.close_books(parts.run.version, complete=parts.run.complete)
-        books = parts.reports.state.last_reply.books
-        parts.ledger.end(parts.run.version, books)
+        await parts.reports.end(parts.run.version)
+        books = parts.reports.counts
         total = parts.run.version if parts.run.used_up else parts.config.total_train_steps
         write_summary(parts.run_dir, parts.run.version, total, books, parts.metrics_log)
         check_books(books, parts.run.version * parts.config.train_batch_size)
@@ -75,7 +74,7 @@ class RunEnd:
             await self._save_last_step(model_in_step=model_in_step)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", parts.run.version, error)
-        write_books(parts.run_dir, parts.run.version, parts.reports.state.last_reply.books)
+        write_books(parts.run_dir, parts.run.recorded, parts.reports.counts)
 
     async def _save_last_step(self, *, model_in_step: bool) -> None:
         """Save the last complete step; wait for a checkpoint in progress, which is always of a complete step."""
@@ -87,7 +86,7 @@ class RunEnd:
         if model_in_step or not parts.run.version:
             return
         if parts.run.recorded != parts.run.version:
-            return  # the successor trains this step again, and the ledger must not have it before
+            return  # the successor trains this step again
         await parts.reports.last(parts.run.version)
         if parts.checkpoints.unsaved:
             await parts.checkpoints.begin()
@@ -101,4 +100,3 @@ class RunEnd:
         await parts.announcer.close()
         parts.checkpoints.close()
         parts.metrics_log.close()
-        parts.ledger.close()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
+from asyncrl.comm.typed import convert
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.books.reports import ReportState
+from asyncrl.manager.messages import GateCheckpoint
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.metrics.win_rates import WinRates
-from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
+from asyncrl.master.peers.reports import Reports
 
 
 class Progress(NamedTuple):
@@ -31,7 +35,7 @@ class RunState:
     Attributes:
         version: version of the policy: number of complete steps.
         recorded: newest version whose step is in the metrics and the ledger.
-        buffer: has the used prompts.
+        buffer: the received rollouts.
         used_up: fewer prompts of the run's epochs are left than make a step.
     """
 
@@ -40,7 +44,7 @@ class RunState:
         config: ExperimentConfig,
         buffer: SampleBuffer,
         order: ConfiguredOrder,
-        reported: ReportState,
+        reports: Reports,
         metrics_log: MetricsLog,
         win_rates: WinRates,
         data_record: str | None = None,
@@ -48,33 +52,35 @@ class RunState:
         self.version = self.recorded = 0
         self.used_up = False
         self.buffer = buffer
-        self._config, self._order, self._reported = config, order, reported
+        self._config, self._order, self._reports = config, order, reports
         self._metrics_log, self._win_rates, self._data_record = metrics_log, win_rates, data_record
 
     def trained(self, batch: TrainBatch) -> None:
-        """Count the complete step of `batch`: its prompts are used, and its rollouts are to be reported."""
+        """Count the complete step of `batch`."""
         self.buffer.mark_trained(batch)
         self.version += 1
-        self._reported.trained(batch)
         self._win_rates.trained(self.version, batch.records)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
+    def state(self, gate: GateCheckpoint | None = None, row: Row | None = None) -> dict[str, Any]:
+        """Return the state as JSON values.
+
+        Args:
+            gate: the gate's part; None: that from which the run continues.
+            row: metrics of the newest step, if they are not in the log yet.
+        """
         return {
             "version": self.version,
+            "gate": msgspec.to_builtins(gate or self._reports.checkpoint),
             "buffer": self.buffer.state(),
-            "metrics_log": self._metrics_log.state(),
-            "dropped": dict(self._reported.last_reply.books.dropped),
-            "curriculum": self._reported.curriculum.state(),
+            "metrics_log": self._metrics_log.state(self.version, row),
             "buffer_order": self._order.state(),
             "win_rates": self._win_rates.state(),
             "data_record": self._data_record,
         }
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Return the state with the ledger's part, which is on disk before the checkpoint that names its last line."""
-        ledger = self._reported.saved(self.version)
-        return self.state() | {"ledger": ledger}
+    async def checkpoint(self) -> dict[str, Any]:
+        """Return the state for a checkpoint on disk, which has the ledger's lines that lead to it."""
+        return self.state(await self._reports.saved(self.version))
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
@@ -83,14 +89,12 @@ class RunState:
         self.buffer.expire(self.version)
         await self._order.restore(state.get("buffer_order"))
         self._win_rates.restore(state.get("win_rates"))
-        measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
-        curriculum = make_curriculum(self._config.dataset.curriculum, measured)
-        self._reported.restore(self.version * self._config.train_batch_size, state.get("dropped", {}), curriculum)
+        self._reports.restore(self.version * self._config.train_batch_size, convert(state["gate"], GateCheckpoint))
 
     @property
     def progress(self) -> Progress:
         """Return the progress of a checkpoint that would begin now."""
-        return Progress(self.version, len(self.buffer.used))
+        return Progress(self.version, self._reports.prompts_used)
 
     @property
     def complete(self) -> bool:

@@ -1,21 +1,19 @@
-"""Actions of the MasterWorker once a step is complete, from the trainer outwards.
+"""Actions of the MasterWorker once a step is complete.
 
-1. The ranks copy the state, with the pending reports (`StepState`), and begin to write it. The ledger lines that it
-   includes are synced first.
-2. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
-3. The state is complete. From here on others may see the step, and a new brain begins after it.
-4. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
-5. The manager receives the trained and dropped rollouts. Its reply has the books and the lines about rollouts, which go
-   to the ledger's file. Then the ranks discard the dropped rollouts.
-6. The step is recorded: its row of metrics, its line in the ledger, `books.json`.
+1. The gate records what the step trained, in its counters and in the ledger, and returns its part of the state.
+2. The ranks copy the state, and begin to write it into their hosts' memory.
+3. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
+4. The state is complete. From here on others may see the step, and a new brain begins after it.
+5. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
+6. The step's row of metrics is written, and `books.json`.
 7. A checkpoint is begun if one is due.
 
-The end of a run after a failure saves only steps that 6 has recorded (`RunState.recorded`): what is saved is what is in
-the books. Without an in-memory checkpoint a step is recorded whichever of 1 to 5 fails.
+The end of a run after a failure saves only steps that 6 has recorded (`RunState.recorded`). Without an in-memory
+checkpoint a step is recorded if 1 has succeeded, whichever of 2 to 5 fails.
 
-A death before 3 is complete costs the step, which no other process has seen. A death after it costs no step: a new
-brain does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version or
-rollout that is reported twice, and the ledger shows which lines it has.
+A death before 4 is complete costs the step, which no process outside the brain has seen: the next lineage of the ledger
+begins before it. A death after it costs no step: the state has the row of metrics, and a version that is announced
+twice is recognised (`asyncrl.master.recovery.beginning`).
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ import math
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from asyncrl.master.books.run_files import write_books
 from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
-from asyncrl.master.recovery.memory_checkpointer import StepState
+from asyncrl.master.recovery.run_files import write_books
 from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
@@ -59,66 +56,60 @@ class CompleteStep:
 
 
 class StepEnd:
-    """Publishes, reports and saves a complete step, in the order of the module's list."""
+    """Reports, publishes and saves a complete step, in the order of the module's list."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def run(self, step: CompleteStep) -> None:
-        """Publish, report and save a complete step."""
+        """Report, publish and save a complete step."""
+        await self._parts.reports.trained(step.batch)
         try:
             await self.begin_keeping(step)
             await self.publish(step)
             await self.finish_keeping(step)
             await self.announce(step)
-            await self.report(step)
         finally:
-            # If 1 to 5 fail, the end of the run saves the step, unless its state had to be complete in memory first.
-            if self._parts.memory_checkpointer.may_report(step.version):
+            # If 2 to 5 fail, the end of the run saves the step, unless its state had to be complete in memory first.
+            if self._parts.memory_checkpointer.has(step.version):
                 self.write_down(step)
         await self.save(step)
 
     async def begin_keeping(self, step: CompleteStep) -> None:
-        """1. Have the ranks copy the state, and begin to write it."""
+        """2. Have the ranks copy the state, and begin to write it."""
         parts = self._parts
         if parts.memory_checkpointer.on:
-            due = parts.reports.state.due.trained
-            kept = StepState(step.batch, dict(step.measured), due, parts.ledger.lines_written())
-            await parts.memory_checkpointer.begin(step.version, parts.run.state(), kept)
+            row = parts.metrics_log.row(step.version, step.batch, step.measured, parts.reports.status, perf_counter())
+            await parts.memory_checkpointer.begin(step.version, parts.run.state(parts.reports.checkpoint, row))
 
     async def publish(self, step: CompleteStep) -> None:
-        """2. Have the ranks publish the weights."""
+        """3. Have the ranks publish the weights."""
         parts = self._parts
-        in_use, to_disk = parts.reports.state.last_reply.status.versions_in_use, self._wants_folder(step.version)
+        in_use, to_disk = parts.reports.status.versions_in_use, self._wants_folder(step.version)
         with observer.doing(f"publishes version {step.version}", "publish", step=step.version):
             step.path = await parts.publishing.publish(step.version, in_use, to_disk=to_disk)
         step.lap("publish")
 
     async def finish_keeping(self, step: CompleteStep) -> None:
-        """3. Wait until the state is complete."""
+        """4. Wait until the state is complete."""
         with observer.doing(f"keeps step {step.version}", "memory_checkpoint", step=step.version):
             await self._parts.memory_checkpointer.finish()
         step.lap("memory_checkpoint")
 
     async def announce(self, step: CompleteStep) -> None:
-        """4. Announce the version. The evaluation that it may wait for has its own limit."""
+        """5. Announce the version. The evaluation that it may wait for has its own limit."""
         with observer.doing(
             f"waits to announce version {step.version}", "wait_eval", Activity.waits, step=step.version
         ):
             await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
         step.lap("wait_eval")
 
-    async def report(self, step: CompleteStep) -> None:
-        """5. Report trained and dropped rollouts to the manager."""
-        await self._parts.reports.report(step.version)
-
     def write_down(self, step: CompleteStep) -> None:
         """6. Record the step."""
-        parts, reply = self._parts, self._parts.reports.state.last_reply
+        parts, reports = self._parts, self._parts.reports
         measured = step.measured | parts.checkpoints.figures()
-        parts.metrics_log.step(step.version, step.batch, measured, reply.status, perf_counter())
-        parts.ledger.step(step.batch, parts.reports.state.reported_books)
-        write_books(parts.run_dir, step.version, reply.books)
+        parts.metrics_log.step(step.version, step.batch, measured, reports.status, perf_counter())
+        write_books(parts.run_dir, step.version, reports.counts)
         parts.run.recorded = step.version
         parts.stall.progressed()
 

@@ -21,8 +21,8 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Dropped,
     End,
     Finished,
-    LedgerBooks,
     Line,
+    RolloutCounts,
     RunSettings,
     Saved,
     Step,
@@ -80,7 +80,7 @@ class StepOf:
     admitted: int = 0
     finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    books: LedgerBooks | None = None
+    books: RolloutCounts | None = None
 
 
 class _LedgerLines:
@@ -214,7 +214,7 @@ class LedgerHistory:
         """Take in what is new."""
         try:
             self._read()
-        except ReadAgain:  # a resuming MasterWorker removes an incomplete step
+        except ReadAgain:  # a GserverManager that begins removes a torn line
             self._clear()
             self._read()
 
@@ -226,9 +226,9 @@ class LedgerHistory:
         match line:
             case Admitted():
                 self._since_step.admitted += 1
-                self.rollouts[line.rollout] = Rollout(
-                    line.rollout, line.prompt, line.order, line.worker, line.version, line.at
-                )
+                known, head = self.rollouts.get(line.rollout), (line.rollout, line.prompt, line.order, line.worker)
+                since = known.admitted_at if known is not None and line.adopted else line.at
+                self.rollouts[line.rollout] = Rollout(*head, line.version, since)
                 self.newest_at = max(self.newest_at, line.at)
             case Finished():
                 self._take_finished(line)
@@ -252,7 +252,6 @@ class LedgerHistory:
         self._since_step.finished += 1
         if (rollout := self.rollouts.get(line.rollout)) is not None:
             rollout.finished_at, rollout.tokens = line.at, line.tokens
-            rollout.end = rollout.ended_at = None
         self.newest_at = max(self.newest_at, line.at)
 
     def _end(self, rollout_id: str, end: str, at: float) -> None:

@@ -275,19 +275,13 @@ METRICS: tuple[Metric, ...] = (
         "0.",
     ),
     Metric(
-        "rollout/dropped_lost_with_manager",
-        "rollouts",
-        "Rollouts of the step that had ended when the brain died, so that nobody could say how.",
-        "0, but after a death of the brain.",
-    ),
-    Metric(
         "rollout/dropped_crashed_worker",
         "rollouts",
         "Rollouts of the step whose prompts ended their RolloutWorker more than once.",
         "0.",
     ),
     Metric(
-        "rollout/dropped_<reason>",
+        "rollout/dropped_filter: <reason>",
         "rollouts",
         "Groups that a filter of `rollout.filters` dropped since the step before for this reason: `zero_variance`, "
         "`too_hard`, `too_easy` or a reason of your own filter. `_exhausted` follows where the filter would have "

@@ -26,7 +26,7 @@ BOARD: dict[str, dict[str, tuple[str, ...]]] = {
         "Difference between engines": ("ppo/engine_gap", "ppo/engine_gap_max"),
         "Movement of the policy": ("ppo/approx_kl", "ppo/behave_kl"),
         "Gradient": ("grad_norm", "grad_norm/max"),
-        "Dropped rollouts": ("rollout/dropped_stale", "rollout/dropped_failed", "rollout/dropped_<reason>"),
+        "Dropped rollouts": ("rollout/dropped_stale", "rollout/dropped_failed", "rollout/dropped_filter: <reason>"),
         "Restarts": ("restarts",),
     },
     "Why is it slow?": {

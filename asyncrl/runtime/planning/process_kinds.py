@@ -200,11 +200,7 @@ def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resour
 
 
 def _rollout_workers(config: ExperimentConfig) -> int:
-    return 0 if config.samples.replay else config.rollout.workers
-
-
-def _managers(config: ExperimentConfig) -> int:
-    return 0 if config.samples.replay else 1
+    return 1 if config.samples.replay else config.rollout.workers
 
 
 def _masters(config: ExperimentConfig) -> int:
@@ -264,7 +260,6 @@ PROCESS_KINDS = {
     ),
     GSERVER_MANAGER: ProcessKind(
         "asyncrl.manager.process:GserverManager",
-        _managers,
         runs=_TRAIN | _EVALUATE,
         serves=True,
         restart=Restart.together,

@@ -43,8 +43,6 @@ from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
-LEASE_S = 60.0
-"""Lease of the claim in name resolution, in s: a launcher may be paused that long without losing it."""
 SAVE_LIMIT_S = 120.0
 """Longest time, in s, for the leading process to finish its step, save and end after it was asked to."""
 SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
@@ -114,7 +112,7 @@ class TrialClaim:
             self._resolver = open_resolver(config, run_dir)
             for _ in range(_ATTEMPTS):
                 with contextlib.suppress(NameEntryExists):
-                    self._resolver.add(names.TRIAL_KEY, self.holder.encode(), lease_s=LEASE_S)
+                    self._resolver.add(names.TRIAL_KEY, self.holder.encode(), lease_s=config.system.claim_s)
                     return
                 other = self._holder_of_names(self._resolver)
                 if other is not None and not self._is_dead(other):
@@ -124,7 +122,7 @@ class TrialClaim:
         raise TrialHeld(
             f"trial_name={config.trial_name!r}: another run of {config.experiment_name}/{config.trial_name} uses these "
             f"names in {where} (system.name_resolve_root={config.system.name_resolve_root!r}){_who(other)}; choose "
-            f"another trial_name. If that one is dead, its claim is free within {LEASE_S:g} s"
+            f"another trial_name. If that one is dead, its claim is free within {config.system.claim_s:g} s"
         )
 
     def _holder_of_names(self, resolver: NameResolver) -> names.TrialHolder | None:
@@ -158,7 +156,7 @@ class TrialClaim:
             self._resolver.fences = {names.LAUNCH_KEY: self.holder.launch}
 
     def is_lost(self) -> bool:
-        """True if another launch has or had the names, because this one was silent for longer than `LEASE_S`.
+        """True if another launch has or had the names, because this one was silent for too long.
 
         Raises:
             NameResolveError: name resolution does not answer.

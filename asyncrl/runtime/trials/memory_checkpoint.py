@@ -73,11 +73,10 @@ class _Launch(msgspec.Struct, frozen=True):
 
 
 def uses_memory_checkpoint(config: ExperimentConfig) -> bool:
-    """True if the run keeps an in-memory checkpoint. A run that replays kept samples does not: the MasterWorker then
-    stands in for the manager, and that part ends with it. Nor does one that only records: rollouts that the recorder
-    has not written are lost with it, so the workers that delivered them begin again too.
+    """True if the run keeps an in-memory checkpoint. One that only records does not: rollouts that the recorder has not
+    written are lost with it, so the workers that delivered them begin again too.
     """
-    return config.checkpoint.in_memory and not config.samples.replay and not config.samples.only
+    return config.checkpoint.in_memory and not config.samples.only
 
 
 def price_line(state_bytes: int, bytes_per_s: float) -> str:

@@ -168,8 +168,8 @@ def newest_progress(
             if check is not None:
                 check(folder)
             state = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())
-            used = int(state["master_state"]["buffer"]["used_prompts"]["count"])
-            lines = int(state["master_state"].get("ledger", {}).get("line", 0))
+            used = int(state["master_state"]["gate"]["used"]["count"])
+            lines = int(state["master_state"]["gate"]["line"])
             held = frozenset(int(row["step"]) for row in state["master_state"].get("metrics_log", {}).get("rows", ()))
             record = state["master_state"].get("data_record")
             return StoredProgress(version, used, tuple(state["roles"]), lines, held, record)

@@ -1,16 +1,15 @@
-"""The times in a ledger, by the clock of the process that wrote them.
+"""The times in a ledger, by the clock of the GserverManager, which writes it.
 
 If a clock is set back, all times from one line on are earlier. Clocks are sometimes set back, so this is only a note. A
 single line whose time fits neither its predecessor nor its successor was changed. The exception is a line next to a
-pause that explains it: a clock that is set back during a long pause looks the same. Times of different processes are
-not compared, since their hosts may differ.
+pause that explains it: a clock that is set back during a long pause looks the same.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Begin, End, Line, Manager, Saved, Step, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import Line, Trained
 from asyncrl.verify.audit.ledger_files import Report
 
 CLOCKS_S = 60.0
@@ -20,19 +19,15 @@ _LONG = 2.0
 
 
 class Clock:
-    """The times that one process wrote, in the order of its lines.
+    """The times in a ledger, in the order of its lines."""
 
-    Args:
-        name: the process's name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._times: list[tuple[str, float]] = []
 
-    def told(self, place: str, at: float) -> None:
-        """Add the time of the line at `place`."""
-        self._times.append((place, at))
+    def told(self, place: str, line: Line) -> None:
+        """Add the time of the line at `place`, if it has one."""
+        if not isinstance(line, Trained):
+            self._times.append((place, line.at))
 
     def check(self, report: Report, note: Report) -> None:
         """Report lines whose time cannot be right; note where the clock was set back."""
@@ -53,23 +48,4 @@ class Clock:
             elif len(before) > 1 and before[1] - before[0] >= back - CLOCKS_S and is_longest(before[1] - before[0]):
                 report(self._times[number - 1][0], f"its time is {back:.0f} s after that of the lines around it")
             else:
-                note(place, f"the clock of the {self._name} was set back by {back:.0f} s")
-
-
-class Clocks:
-    """The clocks of the processes whose times a ledger has."""
-
-    def __init__(self) -> None:
-        self._manager, self._master = Clock("GserverManager"), Clock("MasterWorker")
-
-    def told(self, place: str, line: Line) -> None:
-        """Add the time of `line`, by the clock of the process that wrote it."""
-        if isinstance(line, Trained):
-            return
-        clock = self._master if isinstance(line, Begin | Manager | Step | Saved | End) else self._manager
-        clock.told(place, line.at)
-
-    def check(self, report: Report, note: Report) -> None:
-        """Report lines whose time cannot be right; note where a clock was set back."""
-        for clock in (self._manager, self._master):
-            clock.check(report, note)
+                note(place, f"the clock of the GserverManager was set back by {back:.0f} s")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, Saved, Step, Trained
 from asyncrl.comm.typed import convert
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
 from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
-from asyncrl.verify.audit.ledger_files import Report
-from asyncrl.verify.audit.outcome import Outcome, SavedLine
+from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to, version_of
+from asyncrl.verify.audit.outcome import Outcome
 
 _FORMAT = 2
 _CHECKPOINT_ROLE = "checkpoint"
@@ -54,26 +55,25 @@ class UsedPrompts(msgspec.Struct, frozen=True):
         return used
 
 
-class LedgerPlace(msgspec.Struct, frozen=True):
-    """The ledger's line after which a checkpoint continues."""
+class Gate(msgspec.Struct, frozen=True):
+    """The checked part of the gate's state in a checkpoint.
 
+    Attributes:
+        line: the ledger's line after which it continues.
+        retries: order, attempt and failures of prompts that wait, or were live.
+    """
+
+    used: UsedPrompts
     line: int
-    lineage: int
-
-
-class Buffer(msgspec.Struct, frozen=True):
-    """The checked part of the sample buffer's state in a checkpoint."""
-
-    used_prompts: UsedPrompts
+    retries: list[tuple[int, int, int]]
+    dropped: dict[str, int] = {}
 
 
 class MasterState(msgspec.Struct, frozen=True):
     """The checked part of the MasterWorker's state in a checkpoint."""
 
     version: int
-    ledger: LedgerPlace
-    buffer: Buffer
-    dropped: dict[str, int] = {}
+    gate: Gate
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
@@ -94,14 +94,18 @@ def role_folders(weights: Path) -> list[Path]:
     return sorted(path for path in weights.glob("*") if path.is_dir())
 
 
-def check_checkpoints(root: Path, folders: list[Path], outcome: Outcome, report: Report) -> None:
+def check_checkpoints(
+    root: Path, folders: list[Path], outcome: Outcome, entries: Sequence[Entry], report: Report
+) -> None:
     """Check that every checkpoint is complete and has the used prompts that the ledger had by then.
 
-    `folders` are those that existed before the ledger was read.
+    Args:
+        folders: those that existed before the ledger was read.
+        entries: all lines of the ledger.
     """
     for folder in folders:
         if check_folder(folder, _CHECKPOINT_ROLE, report):
-            _check_state(folder, outcome, report)
+            _check_state(folder, outcome, entries, report)
     newest = int(folders[-1].name[1:]) if folders else None
     ended = outcome.is_over and outcome.version > 0
     if newest is None and (outcome.resumed or ended):
@@ -162,49 +166,65 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
     return not wrong
 
 
-def _check_state(folder: Path, outcome: Outcome, report: Report) -> None:
+def _check_state(folder: Path, outcome: Outcome, entries: Sequence[Entry], report: Report) -> None:
     place = f"{folder.parent.name}/{folder.name}"
     try:
         state = convert(json.loads((folder / STATE_FILE).read_bytes()), CheckpointState)
         master = state.master_state
-        used = master.buffer.used_prompts.ids()
+        used = master.gate.used.ids()
     except (OSError, ValueError, RecursionError, zlib.error, msgspec.ValidationError) as error:
         report(place, f"{STATE_FILE} cannot be read: {one_line(error)}")
         return
     version = master.version
     if not f"v{version}" == f"v{state.version}" == folder.name:
         report(place, f"is of version {version}, its ranks are of {state.version}")
-    if len(used) != master.buffer.used_prompts.count:
-        report(place, f"has {len(used)} used prompts where count says {master.buffer.used_prompts.count}")
-    saved = outcome.saved.get(master.ledger.line)
-    if saved is None:
-        report(
-            place,
-            f"continues after line {master.ledger.line} of the ledger, which is not a line of a checkpoint that counts",
-        )
+    if len(used) != master.gate.used.count:
+        report(place, f"has {len(used)} used prompts where count says {master.gate.used.count}")
+    number = master.gate.line
+    entry = entries[number - 1] if 0 < number <= len(entries) else None
+    if entry is None or not isinstance(entry.line, Saved | Step) or is_ruled_out(entry, entries):
+        report(place, f"continues after line {number} of the ledger, which is not a line of a checkpoint that counts")
         return
-    _check_against_line(place, master, used, saved, outcome, report)
+    line = entry.line
+    if (line_version := version_of(line)) != version:
+        report(place, f"is of version {version}; its line of the ledger is of {line_version}")
+    told = {reason: count for reason, count in master.gate.dropped.items() if count}
+    if told != line.books.dropped:
+        report(place, f"has dropped {told}, its line of the ledger {line.books.dropped}")
+    if outcome.whole:
+        _check_prompts(place, used, master.gate.retries, leading_to(entries, number), report)
 
 
-def _check_against_line(
-    place: str, master: MasterState, used: set[str], saved: SavedLine, outcome: Outcome, report: Report
+def _check_prompts(
+    place: str, used: set[str], retries: Iterable[tuple[int, int, int]], entries: Iterable[Entry], report: Report
 ) -> None:
-    line = saved.line
-    if (line.version, line.lineage) != (master.version, master.ledger.lineage):
-        report(
-            place,
-            f"is of version {master.version} and lineage {master.ledger.lineage}; its line of the ledger is of "
-            f"{line.version} and {line.lineage}",
-        )
-    if outcome.whole and used != (recorded := set(outcome.used[: saved.used])):
+    """Compare used prompts, and the tries of the others, with the lines that lead to the checkpoint."""
+    admitted: dict[str, Admitted] = {}
+    recorded: set[str] = set()
+    tries: dict[int, tuple[int, int]] = {}
+    for line in (entry.line for entry in entries):
+        match line:
+            case Admitted():
+                admitted[line.rollout] = line
+                tries[line.order] = line.attempt, line.failures
+            case Trained():
+                recorded.add(line.prompt)
+                tries.pop(line.order, None)
+            case Dropped() if (began := admitted.get(line.rollout)) is not None:
+                if line.prompt is PromptGoes.given_up:
+                    recorded.add(began.prompt)
+                    tries.pop(began.order, None)
+                else:
+                    tries[began.order] = line.attempt or 0, line.failures
+    if used != recorded:
         report(
             place,
             f"has {len(used)} used prompts and the ledger {len(recorded)}; {len(used ^ recorded)} are in one only, "
             f"for example {min(used ^ recorded)}",
         )
-    told = {reason: count for reason, count in master.dropped.items() if count}
-    if line.books is not None and told != line.books.dropped:
-        report(place, f"has dropped {told}, its line of the ledger {line.books.dropped}")
+    tried = {(order, *each) for order, each in tries.items() if any(each)}
+    if different := {each for each in retries if any(each[1:])} ^ tried:
+        report(place, f"has other tries (order, attempt, failures) than the ledger, for example {min(different)}")
 
 
 def _wrong_with(file: Path, name: str, entry: FileEntry) -> str | None:

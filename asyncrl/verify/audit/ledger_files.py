@@ -1,13 +1,17 @@
-"""The ledger's lines in the files. They must be complete and sealed, and a later launch may rule out some of them.
+"""The ledger's lines in the files. They must be complete and sealed, and a later lineage may rule out some of them.
 
-A launch continues after the line that its checkpoint names. The lines between are ruled out, even if one of them ruled
-out others. The remaining lines are the history of the run's present policy.
+A lineage continues after the line of its checkpoint: the line of a step, whose state the ranks kept in memory, or of a
+checkpoint on disk. The lines between no longer count. The lines that lead to the last line, from lineage to lineage,
+are the history of the run's present policy.
+
+A checkpoint on disk stays where it is if its line is ruled out: after a death the run continues from memory, after the
+line of the step, which is before that of the checkpoint. If the memory is lost too, the run continues from disk.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,38 +76,69 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
     return entries
 
 
-def surviving(entries: list[Entry], report: Report) -> Iterator[Entry]:
-    """Yield the lines that no later launch ruled out; check that each launch continues at an allowed place."""
-    kept: list[Entry] = []
-    lineage = -1
+def surviving(entries: Sequence[Entry], report: Report) -> Iterator[Entry]:
+    """Yield the lines that lead to the last line; check that each lineage begins at an allowed place."""
+    begins: list[Entry] = []
     for entry in entries:
         line = entry.line
         if isinstance(line, Begin):
-            lineage += 1
-            if line.lineage != lineage:
-                report(entry.place, f"begins lineage {line.lineage}, expected {lineage}")
-            while kept and kept[-1].number > line.after:
-                kept.pop()
-            _check_begin(entry.place, line, kept[-1] if kept else None, report)
-        elif not kept and entry.number == 1:
+            if line.lineage != len(begins):
+                report(entry.place, f"begins lineage {line.lineage}, expected {len(begins)}")
+            _check_begin(entry, line, entries, begins, report)
+            begins.append(entry)
+        elif entry.number == 1:
             report(entry.place, "the first line does not begin a launch")
-        kept.append(entry)
-    yield from kept
+    yield from leading_to(entries, len(entries))
 
 
-def _check_begin(place: str, begin: Begin, from_entry: Entry | None, report: Report) -> None:
-    """Check that a launch begins at version 0, after a checkpoint's line, or with counts carried from elsewhere."""
+def leading_to(entries: Sequence[Entry], number: int) -> list[Entry]:
+    """Return the lines that lead to line `number`: those of its lineage, those of the lineage that this one continues,
+    up to the line after which it continues, and so on.
+    """
+    parts: list[Sequence[Entry]] = []
+    for entry in reversed(entries[:number]):
+        if isinstance(entry.line, Begin) and entry.number <= number:
+            parts.append(entries[entry.number - 1 : number])
+            number = max(0, min(entry.line.after, entry.number - 1))
+    parts.append(entries[:number])  # empty, unless the first line is missing
+    return [entry for part in reversed(parts) for entry in part]
+
+
+def is_ruled_out(entry: Entry, later: Iterable[Entry]) -> bool:
+    """True if a `begin` line among `later` ruled the line out for good.
+
+    A checkpoint on disk is not ruled out by a lineage that begins at its version: that one continues from memory.
+    """
+    return any(
+        begin.line.after < entry.number < begin.number
+        and not (isinstance(entry.line, Saved) and entry.line.version == begin.line.version)
+        for begin in later
+        if isinstance(begin.line, Begin)
+    )
+
+
+def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: Iterable[Entry], report: Report) -> None:
+    """Check that a lineage begins at version 0, after a checkpoint's line, or with counts carried from elsewhere."""
+    place, after = entry.place, begin.after
     if begin.carried is not None:
         report(place, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps")
         return
-    if not begin.after:
+    if not after:
         if begin.version:
             report(place, f"begins at version {begin.version} without a checkpoint")
         return
-    if from_entry is None or from_entry.number != begin.after:
-        report(place, f"continues after line {begin.after}, which was ruled out or does not exist")
-    elif not isinstance(from_entry.line, Saved):
-        report(place, f"continues after line {begin.after} ({from_entry.place}), which is not a line of a checkpoint")
-    elif from_entry.line.version != begin.version:
-        saved = from_entry.line.version
-        report(place, f"begins at version {begin.version} from the checkpoint of version {saved} ({from_entry.place})")
+    if not 0 < after < entry.number:
+        report(place, f"continues after line {after}, which does not exist")
+        return
+    origin = entries[after - 1]
+    if not isinstance(origin.line, Saved | Step):
+        report(place, f"continues after line {after} ({origin.place}), which has no checkpoint")
+    elif is_ruled_out(origin, begins):
+        report(place, f"continues after line {after} ({origin.place}), which was ruled out")
+    elif (version := version_of(origin.line)) != begin.version:
+        report(place, f"begins at version {begin.version} from the checkpoint of version {version} ({origin.place})")
+
+
+def version_of(line: Saved | Step) -> int:
+    """Return the version of a checkpoint's line."""
+    return line.step if isinstance(line, Step) else line.version

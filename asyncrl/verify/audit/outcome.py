@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.comm.ended_rollouts.ledger_lines import LedgerBooks, RunSettings, Saved, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings, Trained
 from asyncrl.plugins.datasets.queue.order import epoch_of
 
 
@@ -26,15 +26,13 @@ class StepTotals:
     policy_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of the samples of each trained policy, if there are several."""
     whole_tokens: int | None = 0
-    """Tokens including those of prompts and environments; None if a rollout was trained before it was reported
-    finished.
-    """
+    """Tokens including those of prompts and environments; None if a rollout has no line that it is finished."""
 
     def add(self, line: Trained, whole_tokens: int | None, eta: int | None) -> None:
         """Add a trained line.
 
         Args:
-            whole_tokens: all tokens of the rollout; None if it was trained before it was reported finished.
+            whole_tokens: all tokens of the rollout; None if it has no line that it is finished.
             eta: max_head_offpolicyness; None if unknown.
         """
         self.samples += line.samples
@@ -53,15 +51,6 @@ class StepTotals:
             self.whole_tokens = None
         else:
             self.whole_tokens += whole_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLine:
-    """The line after which a checkpoint continues."""
-
-    line: Saved
-    used: int
-    """Number of prompts in `Outcome.used` up to this step."""
 
 
 @dataclass(slots=True)
@@ -86,20 +75,18 @@ class Outcome:
     steps: dict[int, StepTotals] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
     """Prompts trained or dropped for good, in that order."""
-    saved: dict[int, SavedLine] = field(default_factory=dict)
-    """The lines of checkpoints, by number."""
     rollouts: dict[str, Trained] = field(default_factory=dict)
     """Trained lines by rollout."""
     tokens: dict[str, int] = field(default_factory=dict)
     """All tokens of each finished rollout."""
-    books_at: dict[int, LedgerBooks | None] = field(default_factory=dict)
+    books_at: dict[int, RolloutCounts] = field(default_factory=dict)
     """By step, the books in its line."""
     begun: list[int] = field(default_factory=list)
     """The versions at which the launches began."""
     steps_of_launch: int = 0
     """Steps of the last launch."""
     resumed: bool = False
-    """True if a launch continued from a checkpoint."""
+    """True if a lineage continued from a checkpoint on disk."""
     admitted: bool = False
     """True if a rollout was admitted to a worker, not read from kept samples."""
     whole: bool = True

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Begin, LedgerBooks
+from asyncrl.comm.ended_rollouts.ledger_lines import Begin, RolloutCounts
 
 RUNNING, FINISHED, TRAINED, ABANDONED, DROPPED = "running", "finished", "trained", "abandoned", "dropped"
 
@@ -21,7 +21,6 @@ class AuditedRollout:
         reason: reason of its drop.
         step: step that trained it.
         tokens: all tokens; None until it is finished.
-        late: True if it was trained while the manager did not answer, so that lines about the rollout may follow.
     """
 
     prompt: str
@@ -33,7 +32,6 @@ class AuditedRollout:
     reason: str = ""
     step: int = -1
     tokens: int | None = None
-    late: bool = False
 
 
 class Rollouts:
@@ -43,19 +41,17 @@ class Rollouts:
         by_id: all rollouts of the history, except those that were running or waiting when a launch ended.
         submitted: number of admissions.
         dropped: counts by reason.
-        unseen: trained rollouts that the gate has not admitted yet.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[str, AuditedRollout] = {}
         self.submitted = 0
         self.dropped: Counter[str] = Counter()
-        self.unseen = 0
         self._counts: Counter[str] = Counter()
 
-    def begin(self, line: Begin) -> int:
-        """Begin a launch; return the number of rollouts that were lost with the previous launch."""
-        lost = [key for key, known in self.by_id.items() if known.fate in (RUNNING, FINISHED)]
+    def begin(self, line: Begin) -> set[str]:
+        """Begin a lineage; return the rollouts that were live before, and are not unless they are adopted."""
+        lost = {key for key, known in self.by_id.items() if known.fate in (RUNNING, FINISHED)}
         for rollout_id in lost:
             self.move(self.by_id.pop(rollout_id), "")
         if line.carried is not None:
@@ -63,7 +59,7 @@ class Rollouts:
         # The gate counts the present train_batch_size per version, even if it was different in earlier launches.
         self._counts[TRAINED] = line.version * line.settings.train_batch_size
         self.submitted = self._counts[TRAINED] + self.dropped.total()
-        return len(lost)
+        return lost
 
     def move(self, rollout: AuditedRollout, fate: str, reason: str = "") -> None:
         """Change the fate of `rollout`, and the counters with it; an empty fate is not counted."""
@@ -86,11 +82,8 @@ class Rollouts:
         """Return the number of rollouts without an end."""
         return self._counts[RUNNING] + self._counts[FINISHED]
 
-    def check_books(self, books: LedgerBooks) -> Iterator[str]:
+    def check_books(self, books: RolloutCounts) -> Iterator[str]:
         """Yield a message for each counter in `books` that differs from the total of the lines."""
-        if self.unseen:
-            yield f"{self.unseen} rollouts were trained that the gate never admitted, although the manager answered"
-            self.unseen = 0
         added = {
             "submitted": self.submitted,
             "trained": self._counts[TRAINED],

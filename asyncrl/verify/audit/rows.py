@@ -105,11 +105,10 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
     """Check the drops since the previous step that someone has to look into, by the books of both steps.
 
-    Rows after a restart are left out, since a restarted MasterWorker may report some drops twice. The first row of a
-    launch is left out too, since its checkpoint may include drops after its step.
+    The first row of a lineage is left out, since its checkpoint may include drops after its step.
     """
     now, before = (outcome.books_at.get(row["step"] - back) for back in (0, 1))
-    if now is None or before is None or row["step"] - 1 in outcome.begun or row.get("restarts") != 0:
+    if now is None or before is None or row["step"] - 1 in outcome.begun:
         return
     for name, told in row.items():
         reason = name.removeprefix(_DROPPED)

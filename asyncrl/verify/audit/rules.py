@@ -1,10 +1,11 @@
 """Replay of the surviving history of a ledger, line by line, with the rules that every run must keep.
 
-- Exactly once: no prompt of an epoch is trained twice, or after it was dropped for good; a rollout has one end.
+- Exactly once: no prompt of an epoch is trained twice, or after it was dropped for good; a prompt has one live rollout
+  at most, and none once it is used; a rollout has one end.
 - Books: at every line with the gate's counters, they are the totals of the lines; at the end no rollout is left over.
 - Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
-- Times: each process's clock goes forward, or is set back for good (`clocks`).
+- Times: the writer's clock goes forward, or is set back for good (`clocks`).
 - Order: steps are numbered without a gap and have train_batch_size rollouts each, in the data order; a prompt's id is
   the one that the seed gives its place in the data order; no prompt was passed over (`data_order`).
 """
@@ -20,18 +21,18 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Dropped,
     End,
     Finished,
-    LedgerBooks,
     Line,
     PromptGoes,
+    RolloutCounts,
     Saved,
     Step,
     Trained,
 )
 from asyncrl.verify.audit.attempts import PromptAttempts
-from asyncrl.verify.audit.clocks import Clocks
+from asyncrl.verify.audit.clocks import Clock
 from asyncrl.verify.audit.data_order import DataOrder
 from asyncrl.verify.audit.ledger_files import Entry, Report
-from asyncrl.verify.audit.outcome import Outcome, SavedLine, StepTotals
+from asyncrl.verify.audit.outcome import Outcome, StepTotals
 from asyncrl.verify.audit.policy_checks import wrong_opponents, wrong_policies
 from asyncrl.verify.audit.rollouts import (
     ABANDONED,
@@ -43,7 +44,9 @@ from asyncrl.verify.audit.rollouts import (
     Rollouts,
 )
 
-_PROMPT_STAYS = ("worker_died", "lost_with_manager", "stale")
+_NOBODY = "nobody/0"
+"""Worker of an adopted rollout that only the trainer had."""
+_PROMPT_STAYS = ("worker_died", "stale")
 """Reasons of drops after which the prompt is tried again, unless it is used."""
 
 
@@ -60,11 +63,13 @@ class Replay:
         self.outcome = Outcome()
         self._report_to, self._note_to = report, note
         self._place = ""
-        self._clocks = Clocks()
+        self._before: Line | None = None
+        self._clock = Clock()
         self._data_order = DataOrder(rows, self._report)
         self._prompts = PromptAttempts(self._report)
         self._rollouts = Rollouts()
         self._lineage = 0
+        self._lost: set[str] = set()
         self._batch: list[AuditedRollout] = []
         self._totals = StepTotals()
 
@@ -73,10 +78,9 @@ class Replay:
         for entry in entries:
             self._place = entry.place
             self._take(entry.line)
-            if isinstance(entry.line, Saved):
-                self.outcome.saved[entry.number] = SavedLine(entry.line, len(self.outcome.used))
+            self._before = entry.line
         self._check_data_order()
-        self._clocks.check(self._report_to, self._note_to)
+        self._clock.check(self._report_to, self._note_to)
         if self._batch and self.outcome.ended:
             self._report(f"{len(self._batch)} trained rollouts belong to no complete step")
         outcome, rollouts = self.outcome, self._rollouts
@@ -90,7 +94,9 @@ class Replay:
         self._report_to(self._place, what)
 
     def _take(self, line: Line) -> None:
-        self._clocks.told(self._place, line)
+        self._clock.told(self._place, line)
+        if self.outcome.ended and not isinstance(line, Begin):
+            self._report("a line after the end of its lineage")
         match line:
             case Begin():
                 self._begin(line)
@@ -116,11 +122,12 @@ class Replay:
 
     def _begin(self, line: Begin) -> None:
         self._check_data_order()
-        self.outcome.lost += self._rollouts.begin(line)
+        self._lost = self._rollouts.begin(line)
+        self.outcome.lost += len(self._lost)
         self.outcome.lineages += 1
         self.outcome.ended, self.outcome.steps_of_launch = False, 0
         self.outcome.begun.append(line.version)
-        self.outcome.resumed |= line.after > 0
+        self.outcome.resumed |= isinstance(self._before, Saved)
         self.outcome.settings, self._lineage = line.settings, line.lineage
         if line.settings.seed < 0 or line.settings.workers < 0:
             self._report(
@@ -130,27 +137,31 @@ class Replay:
             self._report(f"on_stale is {line.settings.on_stale!r}, which does not exist")
         self.outcome.whole &= line.carried is None
         self.outcome.version = line.version
-        self._data_order.begin(line.settings, line.lineage, self._prompts.settled())
+        self._data_order.begin(line.settings, line.lineage, self._prompts.begin())
         self._batch, self._totals = [], StepTotals()
 
     def _admit(self, line: Admitted) -> None:
         rollouts = self._rollouts
         before = rollouts.by_id.get(line.rollout)
-        if before is not None and not before.late:
+        if before is not None:
             self._report(f"rollout {line.rollout} was admitted before, at {before.place}")
             return
         self._data_order.check_prompt(line.prompt, line.order)
-        if not 0 <= line.version <= self.outcome.version + 1:  # its report may come after the next step
+        if not 0 <= line.version <= self.outcome.version:
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
             )
+        if line.adopted and not self._lineage and self.outcome.whole:
+            self._report(f"rollout {line.rollout} was adopted, and no lineage came before")
+        if line.worker == _NOBODY and not line.adopted:
+            self._report(f"rollout {line.rollout} was admitted for {_NOBODY}, and not adopted")
+        if line.adopted and line.rollout in self._lost:
+            self._lost.remove(line.rollout)
+            self.outcome.lost -= 1
         self._prompts.admit(line)
         self._data_order.admit(line)
         rollouts.submitted += 1
         self.outcome.admitted |= bool(self.outcome.settings and self.outcome.settings.workers)
-        if before is not None:
-            rollouts.unseen -= 1
-            return
         known = AuditedRollout(line.prompt, line.order, line.version, self._place, line.attempt)
         rollouts.by_id[line.rollout] = known
         rollouts.move(known, RUNNING)
@@ -158,8 +169,6 @@ class Replay:
     def _finish(self, line: Finished) -> None:
         known = self._known(line.rollout)
         if known is None:
-            return
-        if known.late:
             return
         if known.fate != RUNNING:
             self._report(f"rollout {line.rollout} finished and was {known.fate} before")
@@ -173,6 +182,8 @@ class Replay:
         known = self._ending(line.rollout, DROPPED)
         if known is None:
             return
+        if line.prompt is PromptGoes.used:
+            self._report(f"rollout {line.rollout} was dropped, and its prompt is used: it had another live rollout")
         if not line.reason or (line.reason in _PROMPT_STAYS and line.prompt is PromptGoes.given_up):
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: both cannot be"
@@ -185,6 +196,7 @@ class Replay:
                 f"tried again as attempt {line.attempt}"
             )
         self._rollouts.move(known, DROPPED, line.reason)
+        self._prompts.end(known.prompt, line.rollout)
         if line.prompt is PromptGoes.returned and line.attempt:
             self._prompts.put_off(known.prompt)
         if line.prompt is PromptGoes.given_up:
@@ -193,7 +205,7 @@ class Replay:
     def _ending(self, rollout_id: str, how: str) -> AuditedRollout | None:
         """Return the rollout that ends now in the way `how`; None if it is unknown or has ended before."""
         known = self._known(rollout_id)
-        if known is None or known.late:
+        if known is None:
             return None
         if known.fate not in (RUNNING, FINISHED):
             self._report(f"rollout {rollout_id} was {how} and {known.fate} before: it has two ends")
@@ -204,19 +216,18 @@ class Replay:
         known = self._ending(line.rollout, ABANDONED)
         if known is not None:
             self._rollouts.move(known, ABANDONED)
+            self._prompts.end(known.prompt, line.rollout)
 
     def _train(self, line: Trained) -> None:
-        rollouts = self._rollouts
-        known = rollouts.by_id.get(line.rollout)
+        known = self._known(line.rollout)
         self._data_order.check_prompt(line.prompt, line.order)
-        if known is None:  # valid only if the manager did not answer
-            rollouts.unseen += 1
-            known = rollouts.by_id[line.rollout] = AuditedRollout(line.prompt, line.order, 0, self._place, late=True)
-        elif known.fate == TRAINED:
+        if known is None:
+            return
+        if known.fate == TRAINED:
             self._report(f"rollout {line.rollout} was trained before")
             return
-        elif known.fate in (DROPPED, ABANDONED):
-            self._report(f"rollout {line.rollout} was trained and {known.fate} before: it does not count any more")
+        if known.fate != FINISHED:
+            self._report(f"rollout {line.rollout} was trained and {known.fate} before: it does not count")
         if (line.prompt, line.order) != (known.prompt, known.order):
             self._report(
                 f"rollout {line.rollout} is of prompt {line.prompt} (order {line.order}), and was admitted "
@@ -226,7 +237,8 @@ class Replay:
         self._check_ages(line, known)
         for wrong in (*wrong_opponents(line), *wrong_policies(line)):
             self._report(wrong)
-        rollouts.move(known, TRAINED)
+        self._rollouts.move(known, TRAINED)
+        self._prompts.end(known.prompt, line.rollout)
         self._use(line.prompt, f"trained at step {line.step}")
         known.step = line.step
         self._batch.append(known)
@@ -242,7 +254,7 @@ class Replay:
         if not line.versions or settings is None:
             return
         oldest, newest = min(line.versions), max(line.versions)
-        if oldest < known.version:
+        if settings.workers and oldest < known.version:  # kept samples have the ages that they had
             self._report(f"{name} has tokens of version {oldest}, and was admitted at version {known.version}")
         if newest >= line.step:
             self._report(f"{name} has tokens of version {newest}, and was trained at step {line.step}")
@@ -265,8 +277,6 @@ class Replay:
         orders = [known.order for known in self._batch]
         if orders != sorted(orders):
             self._report(f"the rollouts of step {line.step} are not in the data order")
-        for known in self._batch if line.books is None else ():
-            known.late = True
         self.outcome.version = line.step
         self.outcome.steps[line.step], self.outcome.books_at[line.step] = self._totals, line.books
         self.outcome.steps_of_launch += 1
@@ -282,8 +292,8 @@ class Replay:
             self._report(f"the launch ended, and {live} rollouts have no end")
         self.outcome.ended = True
 
-    def _check_books(self, books: LedgerBooks | None) -> None:
-        for wrong in self._rollouts.check_books(books) if books is not None else ():
+    def _check_books(self, books: RolloutCounts) -> None:
+        for wrong in self._rollouts.check_books(books):
             self._report(wrong)
 
     def _use(self, prompt: str, how: str) -> None:

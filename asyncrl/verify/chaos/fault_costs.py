@@ -22,7 +22,7 @@ _OF_BRAIN = (names.MASTER_WORKER, names.GSERVER_MANAGER, names.MODEL_WORKER)
 READY_SEEN_S = 0.5
 """Longest delay, in s, until a ready process is seen to be ready (`launcher.REFRESH_S`, plus the time of the check).
 """
-_DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker, DropReason.lost_with_manager})
+_DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker})
 
 
 @dataclass(slots=True)
@@ -140,40 +140,33 @@ def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
     """Fill in the cost of each fault: the rollouts and steps that the ledger shows were discarded because of it.
 
     A rollout that was dropped because its worker died counts for the last kill of that worker, if there was a kill.
-    Lines that a launch ruled out count for the last killed launcher. All others count for the last fault before them.
+    Lines that a lineage ruled out count for the last kill of the launcher or the brain, but for rollouts that went on.
+    All others count for the last fault before them.
     """
     workers = {line.rollout: line.worker for line in (entry.line for entry in entries) if isinstance(line, Admitted)}
-    drops, tokens, undone = _drops(entries)
+    drops, tokens = _drops(entries)
     for rollout, at in drops.items():
-        if rollout not in undone and (cause := _last_before(done, at, workers.get(rollout))) is not None:
+        if (cause := _last_before(done, at, workers.get(rollout))) is not None:
             cause.rollouts += 1
             cause.tokens += tokens.get(rollout, 0)
+    adopted = {
+        line.rollout for line in (entry.line for entry in entries) if isinstance(line, Admitted) and line.adopted
+    }
     for begin, forgotten in _forgotten(entries):
-        if (cause := _last_before(done, begin.at, LAUNCHER)) is None:
+        if (cause := _last_before(done, begin.at, LAUNCHER, *_OF_BRAIN)) is None:
             continue
         lines = [entry.line for entry in forgotten]
-        rollouts = {line.rollout for line in lines if isinstance(line, Admitted | Trained | Finished)}
-        cause.rollouts += len(rollouts)
-        cause.tokens += sum(line.tokens for line in lines if isinstance(line, Finished))
+        lost = {line.rollout for line in lines if isinstance(line, Admitted | Trained | Finished)} - adopted
+        cause.rollouts += len(lost)
+        cause.tokens += sum(line.tokens for line in lines if isinstance(line, Finished) and line.rollout in lost)
         cause.steps_again += sum(isinstance(line, Step) for line in lines)
 
 
-def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int], set[str]]:
-    """Return the times of drops because of a death, the tokens of rollouts, and the rollouts that were trained or
-    finished after all.
-    """
-    drops: dict[str, float] = {}
-    tokens: dict[str, int] = {}
-    undone: set[str] = set()
-    for line in (entry.line for entry in entries):
-        if isinstance(line, Dropped) and line.reason in _DEATHS:
-            drops[line.rollout] = line.at
-        elif isinstance(line, Finished):
-            tokens[line.rollout] = line.tokens
-            undone.update({line.rollout} & drops.keys())
-        elif isinstance(line, Trained):
-            undone.add(line.rollout)
-    return drops, tokens, undone
+def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the times of drops because of a death, and the tokens of rollouts that reached the trainer."""
+    lines = [entry.line for entry in entries]
+    drops = {line.rollout: line.at for line in lines if isinstance(line, Dropped) and line.reason in _DEATHS}
+    return drops, {line.rollout: line.tokens for line in lines if isinstance(line, Finished)}
 
 
 def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
@@ -191,8 +184,10 @@ def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
     return found
 
 
-def _last_before(done: Sequence[InjectedFault], at: float, target: str | None) -> InjectedFault | None:
-    """Return the last kill of `target` before `at`; the last fault if there was no such kill."""
+def _last_before(done: Sequence[InjectedFault], at: float, *targets: str | None) -> InjectedFault | None:
+    """Return the last kill of one of `targets`, processes or kinds, before `at`; the last fault if there was none."""
     before = [each for each in done if each.at <= at]
-    kills = [each for each in before if each.fault.kind is FaultKind.kill and each.fault.target == target]
+    kills = [
+        each for each in before if each.fault.kind is FaultKind.kill and {each.fault.target, each.kind} & set(targets)
+    ]
     return max(kills or before, key=lambda each: each.at, default=None)

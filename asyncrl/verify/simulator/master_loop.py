@@ -1,7 +1,7 @@
 """The master of a simulated run: its step in the order of `asyncrl.master.train_loop.TrainLoop`.
 
-Real: the buffer, the collector, which asks the manager what counts, the turns with guests, and the lines of the
-manager's replies. Simulated: the time that a step and its publishing take.
+Real: the buffer, the collector, which asks the manager what counts, and the turns with guests. Simulated: the time that
+a step and its publishing take.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.messages import GateBooks
+from asyncrl.manager.messages import TrainedRollout
 from asyncrl.master.data.batches import LEND_LOOK_S
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
-from asyncrl.master.recovery.recorded import Recorded
+from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import Discard, RolloutRecord
 from asyncrl.verify.simulator.device_turns import without_evaluations
@@ -73,29 +74,25 @@ class Reports:
     """Reports of trained and dropped rollouts to the manager, and its replies.
 
     Attributes:
-        trained: ids of trained rollouts that are not reported yet.
-        books: the gate's counters in the newest reply.
+        trained: trained rollouts that are not reported yet.
+        counts: the gate's counters in the newest reply.
     """
 
     def __init__(self, manager: SimulatedManagerClient, head: DataHead, buffer: SampleBuffer) -> None:
         self._manager, self._head, self._buffer = manager, head, buffer
-        self._recorded = Recorded()
         self._drops: list[Drop] = []
-        self.trained: list[str] = []
-        self.books = GateBooks(0, 0, {}, 0)
+        self.trained: list[TrainedRollout] = []
+        self.counts = RolloutCounts()
 
     async def send(self, version: int) -> None:
-        """Report trained and dropped rollouts, if there are any, and record the lines of the reply."""
+        """Report trained and dropped rollouts, if there are any."""
         self._drops += self._buffer.pop_drops()
         drops, trained = self._drops, self.trained
         if not trained and not drops:
             return
         self._drops, self.trained = [], []
-        messages = [drop.message for drop in drops]
-        reply = await self._manager.report_consumed(version, trained, messages, events_after=self._recorded.heard)
-        self.books = reply.books
-        for line in reply.events:
-            self._recorded.take(line)
+        reply = await self._manager.consumed(version, trained, [drop.message for drop in drops])
+        self.counts = reply.counts
         if drops:
             await self._head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
 
@@ -150,8 +147,8 @@ class MasterLoop:
         self.buffer.mark_trained(batch)
         self.version += 1
         self.counts.add_batch(batch, setup.eta, setup.grain)
-        self.reports.trained += [record.rollout_id for record in batch.records]
-        await self.head.call(Discard(tuple(self.reports.trained)), timeout_s=1.0)
+        self.reports.trained += map(trained_rollout, batch.records)
+        await self.head.call(Discard(tuple(record.rollout_id for record in batch.records)), timeout_s=1.0)
         await on.rank.work(self._trainer.publish_s)
         published = now()
         self._announcer.announced = self.version

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl.manager.messages import RunReport, ServerState
+from asyncrl.manager.messages import RunBegin, ServerState
 from asyncrl.master.settings import OnStale
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.verify.simulator.clock import run as run_virtual
@@ -99,7 +99,7 @@ class Simulation:
             ),
         ]
         self.master.collector.start()
-        self.manager.service.begin(RunReport())
+        self.manager.service.begin(RunBegin())
         await self.master.collector.confirm()
         training = asyncio.create_task(self._train())
         try:
@@ -163,14 +163,14 @@ class Simulation:
         decisions = self.manager.decisions
         guests = [life for life in decisions.servers if life.index in decisions.guests]
         while self._loop.time() < deadline and (  # noqa: ASYNC110 (virtual time)
-            gate.books().running or any(life.state is not ServerState.SERVING for life in guests)
+            gate.counts().running or any(life.state is not ServerState.SERVING for life in guests)
         ):
             await asyncio.sleep(1.0)
-        if running := gate.books().running:
+        if running := gate.counts().running:
             found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
         await asyncio.sleep(5.0)
         await master.take_rest()
-        books = gate.books()
+        books = gate.counts()
         if not books.balanced:
             found.append(f"the books do not balance: {books}")
         if books.trained != self.setup.steps * self.setup.batch:
@@ -214,7 +214,7 @@ class Simulation:
             long_share=answers[True] / answers.total(),
             interrupted=served.interrupted / served.generated if served.generated else 0.0,
             retracted=served.retracted,
-            dropped=dict(self.master.reports.books.dropped),
+            dropped=dict(self.master.reports.counts.dropped),
             deaths=self.faults.deaths,
             silences=self.faults.silences,
             virtual_s=virtual_s,

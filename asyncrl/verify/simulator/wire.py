@@ -9,6 +9,7 @@ which is slower but exact.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 import msgspec
@@ -71,6 +72,13 @@ class VirtualHttp(JsonHttp):
         except BadRequest as error:
             raise HttpRefused(url, 400, str(error).encode()) from error
         return decoded_reply(url, 200, msgspec.json.encode(answer), reply) if network.encode else answer
+
+    async def pieces(
+        self, url: str, *, silence_s: float, begin: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        """See `JsonHttp`: no host here tells anything piece by piece, as a server's figures are."""
+        raise HttpUnreachable(f"{url} is not simulated")
+        yield b""
 
     async def close(self) -> None:
         """Do nothing: no connection is open."""

@@ -5,6 +5,7 @@ Python imports a module of this name when it begins. There is no setting for thi
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
@@ -12,19 +13,28 @@ from after_import import after_import
 
 
 def _without_ledger(module: ModuleType) -> None:
-    """Nothing is written and nothing encoded; the lines are added up."""
+    """Nothing is written and nothing encoded."""
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         return None
 
-    for name in ("open", "append", "next_if_full", "hand_over", "begin_sync", "sync", "close"):
+    def at_once(self: Any, *args: Any, **kwargs: Any) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    for name, instead in {
+        "open": nothing,
+        "append": nothing,
+        "close": nothing,
+        "write": at_once,
+        "sync": at_once,
+    }.items():
         getattr(module.LedgerFiles, name)  # it is what is to be left out
-        setattr(module.LedgerFiles, name, nothing)
-    module.Ledger._seal = nothing
-    module.Ledger.begin = nothing
-    module.Ledger._add = lambda self, line: self.recorded.take(line)
-    module.Ledger.lines_written = lambda self: 0
-    module.Ledger.saved = lambda self, version, books: {"line": 0, "lineage": 0}
+        setattr(module.LedgerFiles, name, instead)
+    for name in ("add", "step", "saved", "end", "_seal"):
+        getattr(module.Ledger, name)
+        setattr(module.Ledger, name, nothing)
 
 
-after_import({"asyncrl.master.books.ledger": _without_ledger})
+after_import({"asyncrl.manager.rollouts.ledger": _without_ledger})

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import asdict
+from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, Step, Trained
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import (
-    Books,
-    ConsumedReply,
-    DroppedRollout,
-    GateBooks,
-    ReceivedRollout,
-    RunReport,
-    WaitRestingReply,
-)
+from asyncrl.manager import messages as m
+from asyncrl.manager.client import GateStatus, ManagerGone
+from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+from asyncrl.manager.service import ManagerService
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.observe.history.tail import read_rows
+from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult, StillThere
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
@@ -59,8 +58,14 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
+from asyncrl.verify.audit.rules import Replay
 
 _Q = TypeVar("_Q", bound=Request[Any])
+WORKER, SILENT = "rollout_worker/0", "rollout_worker/1"
+"""RolloutWorkers: the one that plays what the ranks receive, and one that falls silent."""
+ROWS = 1000
+"""Rows of the training data."""
 TRAIN_STATS = {
     "ppo/clip_fraction": 0.1, "ppo/behave_imp_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
     "lr": 1e-4, "ppo/loss_per_minibatch": [0.1, 0.2],
@@ -73,6 +78,7 @@ def make_config(**changes: Any) -> ExperimentConfig:
     config.eval.interval = 0
     config.checkpoint.interval = 0
     config.logging.tensorboard = False
+    config.dataset.shuffle = False
     for name, value in changes.items():
         group, _, leaf = name.rpartition("__")
         setattr(vars(config)[group] if group else config, leaf, value)
@@ -102,6 +108,7 @@ class FakeWorkers:
     discarded: list[str] = field(default_factory=list)
     fail: dict[type[Request[Any]], Exception] = field(default_factory=dict)
     filtered_in_graph: float | None = None
+    left: frozenset[str] = frozenset()
     train_gate: asyncio.Event | None = None
     write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
@@ -146,6 +153,7 @@ class FakeWorkers:
                     assert self.memory_checkpoint is not None
                     commit(request, self.memory_checkpoint.state_root / request.path)
                     self.kept = json.loads(json.dumps(begun.master_state))
+                    self.left |= self._begun_before(begun)
                 else:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
@@ -156,7 +164,7 @@ class FakeWorkers:
                     return self.pulse(len(self.requests(AskPulse)))
                 return RankPulse()
             case LoadCheckpoint() | LoadMemoryCheckpoint():
-                self.received = {head: self._held(records) for head, records in self.received.items()}
+                self.received = {head: self.held(records) for head, records in self.received.items()}
                 return LoadedCheckpoint(self.stored if isinstance(request, LoadCheckpoint) else self.kept)
             case Publish():
                 return PublishedWeights(f"weights/actor/v{request.version}")
@@ -179,10 +187,17 @@ class FakeWorkers:
                     await self._arrived.wait_for(lambda: len(received) > poll.cursor)
         return PolledBuffer(len(received), tuple(received[poll.cursor :]))
 
-    def _held(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-        """Those that were neither trained nor discarded."""
-        begun = {rollout for _, request in self.log if isinstance(request, BeginStep) for rollout in request.leaving}
-        return [record for record in records if record.rollout_id not in begun.union(self.discarded)]
+    def held(self, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
+        """Return those of `records` that are neither discarded nor trained in a step whose state is whole."""
+        gone = (
+            self.left.union(self.discarded) if self.memory_checkpoint else {*self.trained_rollouts(), *self.discarded}
+        )
+        return [record for record in records if record.rollout_id not in gone]
+
+    def _begun_before(self, save: SaveCheckpoint) -> set[str]:
+        """Return the rollouts of the steps that a state has."""
+        before = itertools.takewhile(lambda request: request is not save, (request for _, request in self.log))
+        return {rollout for request in before if isinstance(request, BeginStep) for rollout in request.leaving}
 
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """Return the requests of this kind that worker 0 received."""
@@ -213,22 +228,29 @@ class FakeWorker:
 
 @dataclass
 class FakeManager:
-    """Keeps books of what was submitted."""
+    """The real gate, prompts and ledger of a GserverManager, without HTTP and servers.
 
-    submitted: int = 0
-    trained: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    reports: list[tuple[int, list[str], list[DroppedRollout]]] = field(default_factory=list)
+    `admit`, `give_up`, `lose` and `measure` are what its RolloutWorkers do. They wait until its gate is open.
+
+    Attributes:
+        number: counts the managers of a launch; `start` makes the next one.
+        told: what the master brought it.
+        reports: version, trained rollouts and drops of each report.
+        dead, silent: it refuses calls, or does not answer them.
+        lost: rollouts that it does not account for at the end.
+    """
+
+    run_dir: Path
+    config: ExperimentConfig
+    number: int = -1
+    told: m.RunBegin | None = None
+    reports: list[tuple[int, list[str], list[m.DroppedRollout]]] = field(default_factory=list)
     expiring: list[list[str]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     closed: bool = False
     lost: int = 0
     dead: bool = False
-    lines: list[RolloutLine] = field(default_factory=list)
-    given_up: list[str] = field(default_factory=list)
-    told: RunReport | None = None
-    abandoned: int | None = None
-    measured: list[tuple[str, float]] = field(default_factory=list)
+    silent: bool = False
     versions_in_use: list[int] = field(default_factory=list)
     resting: list[list[str]] = field(default_factory=list)
     rests: list[int] = field(default_factory=list)
@@ -236,77 +258,154 @@ class FakeManager:
     wake_s: float = 0.0
     seen: GateStatus = GateStatus()
 
-    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
-        self.rests.append(turn)
-        return WaitRestingReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
+    def __post_init__(self) -> None:
+        self.ledger: Ledger | None = None
+        self.start()
 
-    async def report_consumed(
-        self,
-        version: int,
-        trained: Sequence[str],
-        dropped: Sequence[DroppedRollout],
-        events_after: int = 0,
-        measured_after: int = 0,
-    ) -> ConsumedReply:
-        if self.dead:
-            raise ConnectionError("the manager is gone")
-        told = {rollout for _, trained_before, _ in self.reports for rollout in trained_before}
-        self.reports.append((version, list(trained), list(dropped)))
-        self.trained += len(set(trained) - told)
-        for drop in dropped:
-            self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
-        books = Books(**asdict(self.books()), version=version, trained_version=version)
-        events, measured = self.lines[events_after:], self.measured[measured_after:]
-        answered = (events, len(self.lines), measured, len(self.measured))
-        return ConsumedReply(books, *answered, versions_in_use=self.versions_in_use)
+    def start(self) -> None:
+        """Be the next manager, which knows nothing; the one before is dead."""
+        self.die()
+        config, curriculum = self.config, self.config.dataset.curriculum
+        self.number, self.told = self.number + 1, None
+        self._later: list[Callable[[], Any]] = []
+        self.ledger = Ledger.of_run(self.run_dir, config)
+        self.service = ManagerService(
+            batch_size=config.train_batch_size,
+            max_staleness=config.max_head_offpolicyness,
+            routing="round_robin",
+            lease_s=300.0,
+            order=DataOrder(ROWS, config.seed, shuffle=False),
+            number=self.number,
+            versions_in_use=lambda: self.versions_in_use,
+            curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
+            ledger=self.ledger,
+        )
+        self.service.await_workers({WORKER: 0})
+        _LIVING.append(self)
 
-    async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
-        if self.dead:
-            raise ConnectionError("the manager is gone")
-        trained = {rollout for _, trained_before, _ in self.reports for rollout in trained_before}
-        return [each.rollout_id for each in rollouts if each.rollout_id in trained.union(self.given_up)]
+    def die(self) -> None:
+        """Take away what a process takes along: the kernel got half of what was handed to it last."""
+        if self.ledger is not None:
+            unwritten = self.ledger._files._appended
+            del unwritten[len(unwritten) // 2 :]
+            self.ledger.close()
+            self.ledger = None
 
-    async def report_run(self, report: RunReport) -> int:
-        self.told = report
-        return 0
+    @property
+    def counts(self) -> RolloutCounts:
+        return self.service.gate.counts()
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return self.counts.dropped
+
+    @property
+    def used(self) -> set[str]:
+        """Prompts that are trained or dropped for good."""
+        return set(self.service.rollouts.used)
+
+    def admit(self, rollout_id: str, order: int, version: int = 0, worker: str = WORKER) -> None:
+        """Let `worker` play a rollout now, whatever the gate's limit is."""
+        rollouts, ticket = self.service.rollouts, RolloutTicket(rollout_id, worker, f"e0-{order}", order)
+        rollouts.gate.enter(ticket, version)
+        rollouts.queue.enter(order)
+        rollouts.lines.admitted(ticket, version)
+
+    def give_up(self, prompt_id: str, reason: str = "failed") -> None:
+        """A RolloutWorker drops a rollout of `prompt_id` for good."""
+
+        def end() -> None:
+            self.admit(f"of {prompt_id}", int(prompt_id.partition("-")[2]))
+            self.service.rollouts.finish(m.FinishedRollout(f"of {prompt_id}", False, reason))
+
+        self.once_begun(end)
+
+    def lose(self, order: int, tag: str = "r") -> None:
+        """The RolloutWorker that runs the rollout of this order falls silent; the prompt is played again."""
+
+        def end() -> None:
+            self.admit(f"{tag}{order}", order, worker=SILENT)
+            self.service.worker_died(SILENT)
+
+        self.once_begun(end)
+
+    def measure(self, rollout_id: str, success: float) -> None:
+        """The RolloutWorker of a rollout that the ranks received reports how many of its answers were right."""
+        end = m.FinishedRollout(rollout_id, True, success=success)
+        self.once_begun(lambda: self.service.rollouts.finish(end))
+
+    def once_begun(self, does: Callable[[], Any]) -> None:
+        """Call `does` now, or when the gate opens, and then await what it returns."""
+        if self.service.begun:
+            does()
+        else:
+            self._later.append(does)
+
+    async def begin_run(self, begin: m.RunBegin) -> None:
+        await self._answers()
+        self.told = begin
+        await self.service.begin_run(begin)
+        await self.service.open_session(m.HeldReport(WORKER))
+        for does in self._later:
+            if (waiting := does()) is not None:
+                await waiting
+
+    async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
+        await self._answers()
+        return (await self.service.received(m.ReceivedReport(list(rollouts), manager=self.number))).refused
+
+    async def consumed(
+        self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
+    ) -> m.ConsumedReply:
+        await self._answers()
+        self.reports.append((version, [each.rollout_id for each in trained], list(dropped)))
+        report = m.ConsumedReport(version, list(trained), list(dropped), manager=self.number)
+        return await self.service.consumed(report)
+
+    async def saved(self, version: int) -> m.ConsumedReply:
+        await self._answers()
+        return await self.service.saved(m.SavedReport(version, manager=self.number))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
         self.asked.append(version)
         return self.expiring.pop(0) if self.expiring else []
 
+    async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
+        self.rests.append(turn)
+        return m.WaitRestingReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
+
     async def close_gate(self) -> None:
+        await self._answers()
         self.closed = True
+        await self.service.close_gate(m.TrainerRequest(manager=self.number))
 
-    async def abandon(self) -> GateBooks:
-        self.abandoned = self.books().running - self.lost
-        return self.books()
-
-    def give_up(self, prompt_id: str, reason: str = "failed") -> None:
-        """A RolloutWorker dropped a rollout of `prompt_id` for good."""
-        self._drop(f"of {prompt_id}", int(prompt_id.partition("-")[2]), reason, PromptGoes.given_up)
-
-    def lose(self, order: int, tag: str = "r") -> None:
-        """The RolloutWorker that runs the rollout of this order fell silent; the prompt is played again."""
-        self._drop(f"{tag}{order}", order, "worker_died", PromptGoes.returned)
-        self.given_up.append(f"{tag}{order}")
-
-    def _drop(self, rollout: str, order: int, reason: str, goes: PromptGoes) -> None:
-        self.submitted += 1
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        self.lines.append(Admitted(rollout, f"e0-{order}", order, 0, "rollout_worker/0", 0, 1.0))
-        self.lines.append(Dropped(rollout, reason, goes, 1.0))
-
-    def books(self) -> GateBooks:
-        running = self.submitted - self.trained - sum(self.dropped.values())
-        if self.abandoned is not None:
-            return GateBooks(self.submitted, self.trained, dict(self.dropped), self.abandoned)
-        return GateBooks(self.submitted, self.trained, dict(self.dropped), 0, running)
+    async def end_run(self, version: int) -> RolloutCounts:
+        await self._answers()
+        counts = await self.service.end_run(m.EndReport(version, manager=self.number))
+        return structs.replace(counts, abandoned=counts.abandoned - self.lost)
 
     async def status(self) -> GateStatus:
-        return replace(self.seen, versions_in_use=frozenset(self.versions_in_use), dropped=dict(self.dropped))
+        known = self.seen.rebuilt and self.service.begun
+        in_use = frozenset(self.versions_in_use)
+        return replace(self.seen, versions_in_use=in_use, dropped=self.dropped, rebuilt=known)
 
     async def describe(self) -> str:
-        return f"gate: running 7; trained {self.trained}; servers: 0 updating"
+        return f"gate: running 7; trained {self.counts.trained}; servers: 0 updating"
+
+    async def _answers(self) -> None:
+        if self.dead:
+            raise ManagerGone("the manager is gone")
+        if self.silent:
+            await asyncio.Event().wait()
+
+
+_LIVING: list[FakeManager] = []
+
+
+def end_managers() -> None:
+    """End the managers that a test has left."""
+    while _LIVING:
+        _LIVING.pop().die()
 
 
 @dataclass
@@ -344,7 +443,6 @@ class FakeBoard:
 
     versions: list[int] = field(default_factory=list)
     starting: bool = False
-    begun: int | None = None
     turns: list[TrainerTurn] = field(default_factory=list)
 
     def trainer_turn(self) -> TrainerTurn | None:
@@ -362,12 +460,6 @@ class FakeBoard:
     def announced_version(self) -> int:
         return self.versions[-1] if self.versions else 0
 
-    def ledger_has_begun(self) -> bool:
-        return self.begun is not None
-
-    def ledger_begun(self, lineage: int) -> None:
-        self.begun = lineage
-
 
 class Run:
     """A loop with its fake peers."""
@@ -381,19 +473,24 @@ class Run:
         memory_checkpoint: MemoryCheckpoint | None = None,
         follows: Run | None = None,
     ) -> None:
+        """Args:
+        follows: run whose brain has died; this one has the next.
+        """
         self.run_dir, self.config = run_dir, config
-        self.workers = workers or (FakeWorkers() if follows is None else follows.workers)
-        self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
-        if follows is not None:
+        self.workers: FakeWorkers = workers or (FakeWorkers() if follows is None else follows.workers)
+        self.memory_checkpoint: MemoryCheckpoint | None = memory_checkpoint
+        if follows is None:
+            self.manager, self.rollouts, self.board = FakeManager(run_dir, config), FakeRollouts(), FakeBoard()
+        else:
             self.manager, self.rollouts, self.board = follows.manager, follows.rollouts, follows.board
+            self.memory_checkpoint = memory_checkpoint or follows.memory_checkpoint
+            self.manager.start()
+        self.workers.memory_checkpoint = self.memory_checkpoint
         self.stop = asyncio.Event()
         graph = grpo(config)
         assert self.workers.placed is not None
-        peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
-        self.memory_checkpoint = self.workers.memory_checkpoint = memory_checkpoint or (
-            None if follows is None else follows.memory_checkpoint
-        )
-        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.memory_checkpoint)
+        fakes: list[Any] = [list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board]
+        parts = assemble(config, run_dir, graph, Peers(*fakes), self.stop, clock, self.memory_checkpoint)
         self.loop = TrainLoop(parts, ready=self._begin)
         self.begun = 0
 
@@ -401,15 +498,24 @@ class Run:
         self.begun += 1
 
     async def deliver(self, orders: Iterable[int], oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
-        for order in orders:
-            self.manager.submitted += 1
+        """The RolloutWorker plays these prompts, and the ranks receive them; at once, or when the gate opens."""
+
+        async def play(order: int) -> None:
+            self.manager.admit(f"{tag}{order}", order, oldest)
             await self.workers.deliver(rollout(order, oldest, tag, worker))
+
+        for order in orders:
+            if self.manager.service.begun:
+                await play(order)
+            else:
+                self.manager.once_begun(partial(play, order))
 
     def rows(self) -> list[dict[str, Any]]:
         return read_rows(self.run_dir / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "summary.json").read_text())
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
 
 
 def rollout(order: int, oldest: int, tag: str = "r", worker: int = 0) -> RolloutRecord:
@@ -428,6 +534,25 @@ def rollout(order: int, oldest: int, tag: str = "r", worker: int = 0) -> Rollout
     )
 
 
+def check_history(run_dir: Path, steps: int, dropped: int | None = None) -> None:
+    """The surviving lines of the ledger have each step once, and each prompt but the one that was dropped for good; the
+    audit finds nothing.
+    """
+    findings: list[str] = []
+
+    def find(place: str, what: str) -> None:
+        findings.append(f"{place}: {what}")
+
+    entries = list(surviving(read_ledger(run_dir / "ledger", find), find))
+    outcome = Replay(None, find).run(entries)
+    assert [entry.line.step for entry in entries if isinstance(entry.line, Step)] == list(range(1, steps + 1))
+    trained = [entry.line.prompt for entry in entries if isinstance(entry.line, Trained)]
+    orders = [order for order in range(4 * steps + 1) if order != dropped][: 4 * steps]
+    assert sorted(trained) == sorted(f"e0-{order}" for order in orders)
+    assert not findings, findings
+    assert outcome.ended
+
+
 @asynccontextmanager
 async def running(run: Run) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.create_task(run.loop.run())
@@ -436,6 +561,7 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        run.manager.die()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -447,4 +573,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def kill(run: Run) -> None:
     """Disconnect the run: the end of anything from here on is not reported."""
-    run.loop.parts.announcer._on_end = run.loop.parts.announcer._announce = lambda *_: None
+    announcer: Any = run.loop.parts.announcer
+    announcer._on_end = announcer._announce = lambda *_: None

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.master.books.run_files import BooksError
 from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master.recovery.run_files import BooksError
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from tests.integration.master.fakes import (
     FakeWorkers,
@@ -33,28 +33,24 @@ async def test_a_rollout_unaccounted_for_fails_the_run(tmp_path: Path) -> None:
 async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_path: Path) -> None:
     first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
     await first.deliver(range(12), oldest=1)
-    first.manager.give_up("e0-20", "zero_variance")
+    first.manager.give_up("e0-20", "filter: zero_variance")
     async with running(first) as task:  # killed in step 4
-        await until(lambda: first.loop.parts.run.version == 2)
+        await until(lambda: first.workers.saved() == [2])
         first.manager.give_up("e0-21", "failed")
         await until(lambda: first.loop.parts.run.version == 3)
         task.cancel()
-    assert first.workers.stored is not None
 
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=first.workers.stored))
     async with running(second):
-        await until(lambda: second.manager.told is not None)
-    used = second.loop.parts.run.buffer.used
-    assert "e0-20" in used
-    assert "e0-8" not in used
-    assert len(used) in (9, 10), "of the second nobody may have heard before the checkpoint"
+        await until(lambda: second.begun == 1)
+    assert second.manager.used == {"e0-20", *(f"e0-{order}" for order in range(8))}, "of e0-21 no checkpoint knows"
 
 
 async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_path: Path) -> None:
     first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
     await first.deliver(range(4), oldest=0)
     for prompt in ("e0-20", "e0-21"):
-        first.manager.give_up(prompt, "zero_variance")
+        first.manager.give_up(prompt, "filter: zero_variance")
     async with running(first) as task:
         await until(lambda: first.workers.saved() == [1])
         task.cancel()
@@ -63,16 +59,15 @@ async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_pat
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     async with running(second) as task:
         await until(lambda: second.manager.told is not None)
-        assert second.manager.told.dropped == {"zero_variance": 2}
+        assert second.manager.told is not None
+        assert second.manager.told.checkpoint.dropped == {"filter: zero_variance": 2}
         known = json.loads((tmp_path / "books.json").read_text())
         assert known["step"] == 1
-        assert (known["books"]["submitted"], known["books"]["dropped"]) == (6, {"zero_variance": 2})
-        second.manager.submitted, second.manager.trained = 6, 4
-        second.manager.dropped = dict(second.manager.told.dropped)  # as the gate counts from there on
+        assert (known["books"]["submitted"], known["books"]["dropped"]) == (6, {"filter: zero_variance": 2})
         await second.deliver(range(4, 8), oldest=1)
         await task
     assert second.rows()[-1]["filter/dropped_groups"] == 0, "what the first launch dropped is in no row of the second"
-    assert second.summary()["books"]["dropped"] == {"zero_variance": 2}
+    assert second.summary()["books"]["dropped"] == {"filter: zero_variance": 2}
 
 
 async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
@@ -84,8 +79,17 @@ async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_s
         run.stop.set()
         await task
     assert run.workers.saved() == [1, 1]
-    assert run.workers.stored is not None
-    assert "e0-20" in UsedPrompts.from_json(run.workers.stored["buffer"]["used_prompts"])
+    assert "e0-20" in stored_prompts(run)
+
+
+async def test_a_stop_after_a_checkpoint_saves_nothing_where_nothing_happened_since(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(checkpoint__interval=1))
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.workers.saved() == [1])
+        run.stop.set()
+        await task
+    assert run.workers.saved() == [1]
 
 
 async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
@@ -99,10 +103,14 @@ async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_goo
         run.manager.give_up("e0-21")
         with pytest.raises(Stalled):
             await task
-    assert run.workers.stored is not None
-    used = UsedPrompts.from_json(run.workers.stored["buffer"]["used_prompts"])
-    assert {"e0-20", "e0-21"} <= set(used)
+    assert {"e0-20", "e0-21"} <= stored_prompts(run)
     assert json.loads((tmp_path / "books.json").read_text())["books"]["dropped"] == {"failed": 2}
+
+
+def stored_prompts(run: Run) -> set[str]:
+    """Return the prompts that the newest checkpoint has as used."""
+    assert run.workers.stored is not None
+    return set(UsedPrompts.from_json(run.workers.stored["gate"]["used"]))
 
 
 async def test_a_rollout_that_expires_leaves_the_gate_while_the_step_waits(tmp_path: Path) -> None:
@@ -116,8 +124,8 @@ async def test_a_rollout_that_expires_leaves_the_gate_while_the_step_waits(tmp_p
         await until(lambda: run.manager.dropped.get("stale") == 1)
         assert run.loop.parts.run.version == 2
         await until(lambda: run.workers.discarded == ["r8"])
-    assert "e0-20" in run.loop.parts.run.buffer.used, "as the reply said"
-    assert "e0-8" not in run.loop.parts.run.buffer.used
+    assert "e0-20" in run.manager.used
+    assert "e0-8" not in run.manager.used
     assert len(run.loop.parts.run.buffer) == 0
 
 
@@ -130,7 +138,7 @@ async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_b
         await run.deliver(range(8, 9), oldest=0, tag="late")
         await run.deliver(range(9, 13), oldest=2)
         await task
-    assert sorted(run.loop.parts.run.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
+    assert run.manager.used == {f"e0-{order}" for order in range(13) if order != 8}
 
 
 async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
@@ -141,11 +149,11 @@ async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_eve
         return value["step"], value["books"]
 
     async with running(run):
-        await until(lambda: run.manager.told is not None)
+        await until(lambda: run.begun == 1)
         assert known() == (0, run_books(0, 0))
         await run.deliver(range(7))
         await until(lambda: len(run.rows()) == 1 and known()[0] == 1)
-        assert known() == (1, run_books(7, 4) | {"running": 3})
+        assert known() == (1, run_books(7, 4) | {"finished_untrained": 3})
 
 
 def run_books(submitted: int, trained: int) -> dict[str, Any]:
@@ -155,32 +163,23 @@ def run_books(submitted: int, trained: int) -> dict[str, Any]:
     }
 
 
-async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path, make_config())
-    await run.deliver(range(5))
-    async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1 and len(run.rows()) == 1)
-        run.manager.dead = True
-        run.stop.set()
-        with pytest.raises(ConnectionError):
-            await task
-    assert run.workers.saved() == [1]
-    assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4
-
-
-async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_goes_on(tmp_path: Path) -> None:
+async def test_measured_success_is_part_of_a_checkpoint_and_of_the_curriculum_when_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     config = make_config(total_train_steps=1, checkpoint__interval=1)
     config.dataset.curriculum.high = 0.8
     first = Run(tmp_path, config)
-    first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
     await first.deliver(range(4))
+    first.manager.measure("r1", 1.0)
+    first.manager.measure("r2", 0.5)
     await first.loop.run()
-    assert first.loop.parts.reports.state.curriculum.state() == [(1, 0, 1.0), (2, 0, 0.5)]
+    assert first.workers.stored is not None
+    assert first.workers.stored["gate"]["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
 
     config = dataclasses.replace(config, total_train_steps=2)
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
-    second.manager.submitted = second.manager.trained = 4
     await second.deliver(range(4, 8), oldest=1)
     await second.loop.run()
-    assert second.manager.told is not None
-    assert second.manager.told.curriculum == [(1, 0, 1.0), (2, 0, 0.5)]
+    curriculum = second.manager.service.rollouts.curriculum
+    assert curriculum is not None
+    assert [curriculum.rests(prompt) for prompt in ("e1-1", "e1-2")] == [True, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Publish,
 )
+from asyncrl.trainer.settings import BestDirection
 from tests.integration.master.fakes import (
     FakeWorkers,
     Run,
@@ -110,8 +112,8 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
         usual, stall.limit_s = stall.limit_s, 0.05  # below the setting's least value
         await run.deliver(range(8, 9), oldest=2)  # from here on it counts
         await until(lambda: len(run.loop.parts.run.buffer) == 1)
-        before = next(looks)
-        await until(lambda: next(looks) > before + 10 or task.done())
+        before = next(copy(looks))
+        await until(lambda: next(copy(looks)) > before + 10 or task.done())
         assert not task.done()
         stall.limit_s = usual
         run.rollouts.finish.set()
@@ -175,7 +177,6 @@ async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) ->
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
-    second.manager.submitted = second.manager.trained = 8
     await second.deliver(range(8, 12), oldest=2)
     await second.loop.run()
     assert [row["step"] for row in second.rows()] == [0, 1, 2, 3]
@@ -196,7 +197,6 @@ async def test_an_evaluation_of_a_version_before_the_checkpoint_counts_as_failed
     (tmp_path / "metrics.jsonl").write_text("")
 
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
-    second.manager.submitted = second.manager.trained = 8
     await second.deliver(range(8, 16), oldest=3)
     await second.loop.run()
     assert [row["step"] for row in second.rows()] == [0, 1, 2, 3, 4]
@@ -219,7 +219,6 @@ async def test_an_evaluation_that_ended_after_the_last_checkpoint_is_known_when_
     assert [item["version"] for item in first.summary()["evaluations"]] == [0, 2]
 
     second = Run(tmp_path, make_config(total_train_steps=3, eval__interval=2), FakeWorkers(stored=first.workers.stored))
-    second.manager.submitted = second.manager.trained = 8
     await second.deliver(range(8, 12), oldest=2)
     await second.loop.run()
     assert [row["step"] for row in second.rows()] == [0, 1, 2, 3]
@@ -230,17 +229,19 @@ async def test_an_evaluation_that_ended_after_the_last_checkpoint_is_known_when_
 
 async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path: Path) -> None:
     config = make_config(total_train_steps=6, checkpoint__interval=1, checkpoint__keep=1, eval__interval=2)
-    config.checkpoint.keep_best, config.checkpoint.keep_best_direction = "eval/held_out/len_mean", "lowest"
+    config.checkpoint.keep_best = "eval/held_out/len_mean"
+    config.checkpoint.keep_best_direction = BestDirection.lowest
     run = Run(tmp_path, config)
     run.rollouts.lengths = {0: 1, 2: 5, 4: 3, 6: 9}
+    of_4 = asyncio.Event()
     async with running(run) as task:
         for step in range(1, 7):
             if step == 4:
                 await until(lambda: 2 in run.loop.parts.metrics_log.evaluations.scores("eval/held_out/len_mean"))
-                run.rollouts.finish = asyncio.Event()
+                run.rollouts.finish = of_4
             await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
             if step == 6:
-                run.rollouts.finish.set()
+                of_4.set()
             else:
                 await until(lambda: len(run.workers.saved()) == step)  # noqa: B023 - called before the next round
         await task
@@ -256,7 +257,7 @@ async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_v
 ) -> None:
     config = make_config(total_train_steps=4, eval__interval=2 if next_is_due else 3)
     first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
-    first.rollouts.finish = asyncio.Event()
+    first.rollouts.finish = of_0 = asyncio.Event()
     async with running(first):
         await first.deliver(range(8), oldest=1)
         await until(lambda: memory_checkpoint.version == 2)
@@ -269,7 +270,7 @@ async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_v
         await until(lambda: second.rollouts.started == [0, 0])
         assert (second.begun, second.board.versions) == (1, [])
         assert second.rows() == []
-        second.rollouts.finish.set()
+        of_0.set()
         await until(lambda: second.board.versions == [2])
         await second.deliver(range(8, 16), oldest=2)
         await task

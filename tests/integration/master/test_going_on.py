@@ -6,14 +6,20 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from asyncrl.comm.typed import convert
+from asyncrl.manager.messages import ConsumedReply
+from asyncrl.master.peers import reports
+from asyncrl.master.recovery.run_files import BooksError
+from asyncrl.master.recovery.step_end import CompleteStep
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     CollectWeights,
@@ -22,9 +28,12 @@ from asyncrl.trainer.messages import (
     LoadMemoryCheckpoint,
     Publish,
 )
+from asyncrl.verify.audit.folders import MasterState
 from tests.integration.master.fakes import (
     FakeWorkers,
     Run,
+    check_history,
+    kill,
     make_config,
     rollout,
     running,
@@ -88,13 +97,9 @@ async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_pat
 
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=stored))
     async with running(second) as task:
-        await until(lambda: second.manager.told is not None)
-        assert second.manager.told is not None
-        assert second.manager.told.used is not None
-        used = UsedPrompts.from_json(second.manager.told.used)
-        assert set(used) == {f"e0-{order}" for order in range(8)}, "the manager plays the others"
+        await until(lambda: second.begun == 1)
+        assert second.manager.used == {f"e0-{order}" for order in range(8)}, "the manager plays the others"
         assert second.board.versions == [2]
-        second.manager.submitted = second.manager.trained = 8  # as the gate counts after it saw version 2
         await second.deliver(range(8, 16), oldest=3, tag="second")
         await task
     assert second.workers.trained_rollouts() == [f"second{order}" for order in range(8, 16)]
@@ -125,6 +130,26 @@ async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path
     assert second.summary()["evaluations_failed"] == []
 
 
+async def test_a_run_that_was_stopped_before_its_gate_opened_leaves_a_checkpoint_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "STOPPING_LIMIT_S", 0.05)
+    monkeypatch.setattr(reports, "SAVING_LIMIT_S", 0.05)
+    run = Run(tmp_path, make_config())
+    run.manager.silent = True
+    run.stop.set()
+    with pytest.raises(BooksError):
+        await run.loop.run()
+    assert run.workers.saved() == [0]
+    state: dict[str, Any] = {"roles": {"actor": {}}, "master_state": run.workers.stored}
+    (tmp_path / "checkpoints" / "v0" / "state.json").write_text(json.dumps(state))
+    progress = newest_progress(tmp_path)
+    assert progress is not None
+    assert (progress.version, progress.used_prompts, progress.ledger_lines) == (0, 0, 0)
+    master = convert(run.workers.stored, MasterState)
+    assert (master.gate.used.ids(), master.gate.line) == (set(), 0), "as the audit reads it"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_brain_that_follows_goes_on_with_the_last_step(
     tmp_path: Path, memory_checkpoint: MemoryCheckpoint, ranks: int
@@ -134,7 +159,7 @@ async def test_a_brain_that_follows_goes_on_with_the_last_step(
     async with running(first):  # killed while it waits for the data of step 3, of which a half is there
         await first.deliver(range(8), oldest=1)
         await first.deliver(range(8, 10), oldest=2)
-        await until(lambda: len(first.manager.reports) == 2)
+        await until(lambda: first.loop.parts.run.recorded == 2)
     asked = len(first.workers.log)
 
     second = Run(tmp_path, first.config, follows=first)
@@ -151,38 +176,53 @@ async def test_a_brain_that_follows_goes_on_with_the_last_step(
     assert second.summary()["books"]["trained"] == 16
     lines = [json.loads(line) for line in (tmp_path / "ledger" / "000001.jsonl").read_text().splitlines()]
     assert [line["rollout"] for line in lines if line["kind"] == "trained"] == second.workers.trained_rollouts()
-    assert [line["kind"] for line in lines if line["kind"] in ("begin", "end")] == ["begin", "end"]
+    first_line, second_line = (line for line in lines if line["kind"] == "begin")
+    assert (first_line["version"], second_line["version"]) == (0, 2)
+    assert lines[second_line["after"] - 1]["step"] == 2
+    adopted = [line["rollout"] for line in lines if line["kind"] == "admitted" and line.get("adopted")]
+    assert adopted == ["r8", "r9"], "the ranks had them"
 
 
-async def test_a_brain_that_follows_hears_what_is_dropped_for_good_before_it_trains(
-    tmp_path: Path, memory_checkpoint: MemoryCheckpoint
+@pytest.mark.parametrize("dropped", ["before the last step", "after it"])
+async def test_a_brain_that_follows_knows_what_was_dropped_for_good_up_to_the_last_step(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, dropped: str
 ) -> None:
-    """The one before it may have written that into the ledger."""
+    """Of what happened after the step nobody but the manager had heard: that prompt is tried again."""
     first = Run(tmp_path, make_config(total_train_steps=2), memory_checkpoint=memory_checkpoint)
+    if dropped == "before the last step":
+        first.manager.give_up("e0-20")
     async with running(first):
         await first.deliver(range(6), oldest=1)
-        await until(lambda: len(first.manager.reports) == 1)
-    first.manager.give_up("e0-20")
-    await first.deliver(range(6, 8), oldest=1)
+        await until(lambda: first.loop.parts.run.recorded == 1)
+        if dropped == "after it":
+            first.manager.give_up("e0-20")
 
     second, known = Run(tmp_path, first.config, follows=first), list[bool]()
-    second.workers.on_train = lambda: known.append("e0-20" in second.loop.parts.run.buffer.used)
+    second.workers.on_train = lambda: known.append("e0-20" in second.manager.used)
     async with running(second) as task:
+        await second.deliver(range(6, 8), oldest=1)
         await task
-    assert known == [True]
+    assert known == [dropped == "before the last step"]
     assert second.workers.trained_rollouts() == [f"r{order}" for order in range(8)]
-    assert second.manager.dropped == {"failed": 1}
+    assert second.summary()["books"]["dropped"] == ({"failed": 1} if known[0] else {})
 
 
+@pytest.mark.parametrize("lost", ["before the last step", "after it"])
 async def test_what_the_new_manager_does_not_count_is_freed_before_a_brain_that_follows_trains(
-    tmp_path: Path, memory_checkpoint: MemoryCheckpoint
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, lost: str
 ) -> None:
-    """A given-up worker delivered it, and the brain died before the ranks had freed it. Its prompt was played again."""
+    """A given-up worker delivered it, and the brain died before the ranks had freed it. Its prompt was played again.
+
+    If the worker was given up after the last step, nobody knows that any more: the first of the two counts.
+    """
     first = Run(tmp_path, make_config(total_train_steps=2), memory_checkpoint=memory_checkpoint)
+    if lost == "before the last step":
+        first.manager.lose(4)
     async with running(first):
         await first.deliver(range(4), oldest=1)
-        await until(lambda: len(first.manager.reports) == 1)
-    first.manager.lose(4)
+        await until(lambda: first.loop.parts.run.recorded == 1)
+        if lost == "after it":
+            first.manager.lose(4)
     await first.workers.deliver(rollout(4, 1))
     await first.deliver(range(4, 8), oldest=1, tag="again")
 
@@ -190,9 +230,10 @@ async def test_what_the_new_manager_does_not_count_is_freed_before_a_brain_that_
     await second.loop.run()
     assert second.manager.told is not None
     assert "r4" in [each.rollout_id for each in second.manager.told.received], "as long as nobody has said so, it waits"
-    assert second.workers.discarded == ["r4"]
-    assert second.workers.trained_rollouts()[4:] == ["again4", "again5", "again6", "again7"]
-    assert second.summary()["books"]["dropped"] == {"worker_died": 1}
+    counts, does_not = ("again4", "r4") if lost == "before the last step" else ("r4", "again4")
+    assert second.workers.discarded == [does_not]
+    assert second.workers.trained_rollouts()[4:] == [counts, "again5", "again6", "again7"]
+    assert second.summary()["books"]["dropped"] == ({"worker_died": 1} if counts == "again4" else {})
 
 
 async def test_a_step_whose_state_was_not_whole_is_trained_again(
@@ -208,6 +249,8 @@ async def test_a_step_whose_state_was_not_whole_is_trained_again(
     assert first.workers.trained_rollouts() == ["r0", "r1", "r2", "r3"]
     first.workers.write_gate.set()
     first.workers.log.clear()
+    lines = [json.loads(line) for line in (tmp_path / "ledger" / "000001.jsonl").read_text().splitlines()]
+    assert lines[-1]["kind"] == "step", "the ledger has it, and the next lineage begins before it"
 
     second = Run(tmp_path, first.config, follows=first)
     await second.loop.run()
@@ -215,6 +258,90 @@ async def test_a_step_whose_state_was_not_whole_is_trained_again(
     assert second.board.versions == [1, 2]
     assert [row["step"] for row in second.rows()] == [1, 2]
     assert second.summary()["books"]["trained"] == 8
+    begins = [json.loads(line) for line in (tmp_path / "ledger" / "000001.jsonl").read_text().splitlines()]
+    assert [line["after"] for line in begins if line["kind"] == "begin"] == [0, 0]
+
+
+async def test_a_checkpoint_from_before_a_death_of_the_brain_is_gone_on_with_after_it(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint
+) -> None:
+    """The brain went on from the step's line; the checkpoint's line comes after that, and has more prompts as used."""
+    first = Run(tmp_path, make_config(checkpoint__interval=1), memory_checkpoint=memory_checkpoint)
+    saved = first.manager.saved
+
+    async def give_up_before(version: int) -> ConsumedReply:
+        first.manager.give_up("e0-6")
+        return await saved(version)
+
+    first.manager.saved = give_up_before  # type: ignore[method-assign]
+    await first.deliver(range(6), oldest=0)
+    async with running(first):
+        await until(lambda: first.workers.saved() == [1, 1])  # in memory and on disk
+    stored = first.workers.stored
+    del vars(first.manager)["saved"]
+
+    second = Run(tmp_path, make_config(checkpoint__interval=0), follows=first)
+    async with running(second):
+        await second.deliver(range(6, 8), oldest=1)
+        await until(lambda: second.loop.parts.run.recorded == 2)
+        assert "r6" in second.workers.trained_rollouts(), "of its drop no step knew"
+
+    third = Run(tmp_path, make_config(), FakeWorkers(stored=stored))
+    await third.deliver([4, 5, *range(7, 13)], oldest=1, tag="third")
+    await third.loop.run()
+    assert third.summary()["books"]["dropped"] == {"failed": 1}
+    assert [row["step"] for row in third.rows()] == [1, 2, 3]
+    check_history(tmp_path, steps=3, dropped=6)
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_the_row_of_a_step_that_its_master_did_not_write_is_written_by_the_next(
+    tmp_path: Path,
+    memory_checkpoint: MemoryCheckpoint,
+    required_metrics: set[str],
+    is_announced: bool,
+    is_evaluated: bool,
+) -> None:
+    """Its state is whole; whether its version was announced or not, its evaluation is still due."""
+    config = make_config(total_train_steps=3, eval__interval=2 if is_evaluated else 0)
+    first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
+    end = first.loop._step_end
+    announce, reached = end.announce, asyncio.Event()
+
+    async def announce_and_wait(step: CompleteStep) -> None:
+        if step.version == 2:
+            first.rollouts.finish = asyncio.Event()
+            end.write_down = lambda step: None  # type: ignore[method-assign]
+        if step.version < 2 or is_announced:
+            await announce(step)
+        if step.version == 2:
+            reached.set()
+            await asyncio.Event().wait()
+
+    end.announce = announce_and_wait  # type: ignore[method-assign]
+    await first.deliver(range(8), oldest=1)
+    async with running(first):
+        await reached.wait()
+        kill(first)
+    written = [row["step"] for row in first.rows()]
+    assert written == ([0, 1] if is_evaluated else [1])
+    assert (2 in first.board.versions) == is_announced
+
+    first.rollouts.finish, evaluated = None, len(first.rollouts.started)
+    second = Run(tmp_path, config, follows=first)
+    async with running(second) as task:
+        await until(lambda: len(second.rows()) == len(written) + 1)
+        assert second.rows()[-1]["policy_version"] == 2
+        assert second.rows()[-1].keys() >= required_metrics
+        await second.deliver(range(8, 12), oldest=2)
+        await task
+    rows = {row["step"]: row for row in second.rows()}
+    assert len(rows) == len(second.rows())
+    assert list(rows) == [*written, 2, 3]
+    assert second.rollouts.started[evaluated:] == ([2, 3] if is_evaluated else [])
+    assert ("eval/held_out/accuracy" in rows[2]) == is_evaluated
+    assert second.summary()["evaluations_failed"] == []
 
 
 @pytest.mark.parametrize("left", ["nothing", "an older version", "a part"])
@@ -231,7 +358,8 @@ async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
     with pytest.raises(StateLost, match="only a checkpoint is left"):
         await run.loop.run()
     assert not memory_checkpoint.can_go_on(0)
-    assert workers.requests(LoadCheckpoint) == workers.requests(Publish) == []
+    assert not workers.requests(LoadCheckpoint)
+    assert not workers.requests(Publish)
 
 
 @pytest.mark.parametrize("cause", ["no room", "a rank died"])
@@ -251,8 +379,10 @@ async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
             with pytest.raises(PeerGone):
                 await task
         else:
-            await until(lambda: bool(first.manager.reports))
+            await until(lambda: bool(first.board.versions))
     assert first.board.versions == ([] if cause == "a rank died" else [1])
+    assert [row["step"] for row in first.rows()] == first.board.versions, "else a step has a row that is trained again"
+    assert first.workers.saved() == []
     if cause == "no room":
         said = json.loads((tmp_path / "remarks.jsonl").read_text())["remark"]
         assert said.startswith("WARNING: in-memory checkpoints are now off: no room. A crash of the trainer would cost")
@@ -274,7 +404,6 @@ async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(
     await first.deliver(range(12))
     await first.loop.run()
     second = Run(tmp_path / "cut", config, FakeWorkers(stored=first.workers.stored))
-    second.manager.submitted = second.manager.trained = 4
     await second.deliver([order for order in range(12) if f"r{order}" not in first.workers.trained_rollouts()])
     await second.loop.run()
     assert whole.workers.trained_rollouts() == [*first.workers.trained_rollouts(), *second.workers.trained_rollouts()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.request_reply import Request
-from asyncrl.manager.messages import ConsumedReply, DroppedRollout
+from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.manager import messages as m
+from asyncrl.manager.client import GateStatus
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -133,10 +136,10 @@ async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None
     run.workers.train_gate = asyncio.Event()
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.workers.requests(RunCall) and "e0-0" not in run.loop.parts.run.buffer.used)
+        await until(lambda: bool(run.workers.requests(RunCall)))
         await run.deliver(range(4, 8))
         await until(lambda: len(run.loop.parts.run.buffer) == 4)
-        assert run.loop.parts.run.version == 0
+        assert (run.loop.parts.run.version, run.manager.used) == (0, set())
         run.workers.train_gate.set()
         await task
     assert run.loop.parts.run.version == 2
@@ -155,8 +158,8 @@ async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_p
         await task
     assert run.workers.discarded == ["late8"]
     drops = [drop for _, _, drops in run.manager.reports for drop in drops]
-    assert drops == [DroppedRollout("late8", "stale")]
-    assert "e0-8" not in run.loop.parts.run.buffer.used
+    assert drops == [m.DroppedRollout("late8", "stale")]
+    assert "e0-8" not in run.manager.used
     assert sum(row["rollout/dropped_stale"] for row in run.rows()) == 1
     assert max(row["staleness/max"] for row in run.rows()) <= 1
 
@@ -174,7 +177,7 @@ async def test_what_a_given_up_worker_delivers_late_does_not_count_and_its_promp
 
     await run.deliver(range(3))
     async with running(run) as task:
-        await until(lambda: len(run.loop.parts.run.buffer) == 3)
+        await until(lambda: run.begun == 1 and len(run.loop.parts.run.buffer) == 3)
         if late == "before the other":
             await arrives()
             assert len(run.loop.parts.run.buffer) == 3
@@ -204,23 +207,34 @@ async def test_wait_holds_the_step_until_nothing_would_expire(tmp_path: Path) ->
     assert run.manager.asked == [0, 0, 0]
 
 
-async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(tmp_path: Path) -> None:
+async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The work that the step waits for is running, each part within its own limit."""
-    run, now = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait")), 0.0
-    stall = run.loop.parts.stall
-    stall._clock = lambda: now  # type: ignore[assignment]
-    stall.progressed()
+    monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.0)
+    now = 0.0
+    config = make_config(total_train_steps=1, on_stale="wait")
+    run = Run(tmp_path, config, clock=RunningClock(lambda: now))
+    run.loop.parts.stall.limit_s = 1.0
+
+    async def status() -> GateStatus:
+        nonlocal now
+        now += 0.3
+        run.loop.parts.stall.clock()  # else it looks like a pause of this process
+        return GateStatus(running=7)
 
     async def still_running(version: int, timeout_s: float) -> Sequence[str]:
-        nonlocal now
-        assert timeout_s < stall.limit_s
-        now += 0.6 * stall.limit_s
-        return ["r9"] if now < 3 * stall.limit_s else []
+        assert timeout_s < run.loop.parts.stall.limit_s
+        asked = now
+        await until(lambda: now > asked + 0.5)
+        return ["r9"] if now < 10.0 else []
 
+    run.manager.status = status  # type: ignore[method-assign]
     run.manager.wait_expiring = still_running  # type: ignore[method-assign]
     await run.deliver(range(4))
     await run.loop.run()
     assert run.loop.parts.run.version == 1
+    assert now > 10.0
 
 
 async def test_wait_takes_what_arrived_by_the_time_the_way_was_clear(tmp_path: Path) -> None:
@@ -228,7 +242,7 @@ async def test_wait_takes_what_arrived_by_the_time_the_way_was_clear(tmp_path: P
     await run.deliver(range(4, 8), oldest=1)
 
     async def clear_after_an_old_one_arrived(version: int, timeout_s: float) -> Sequence[str]:
-        run.manager.submitted += 1
+        run.manager.admit("old0", 0)
         run.workers.received[0].append(rollout(0, 0, "old"))  # without waking the poll that is open
         return []
 
@@ -241,20 +255,26 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     run = Run(tmp_path, make_config())
     run.workers.filtered_in_graph = 2.0
 
-    async def report_consumed(version: int, *report: Any) -> ConsumedReply:
-        dropped = {"zero_variance": 3 * version, "too_hard": version, "stale": 7, "failed": 5, "worker_died": 1}
-        run.manager.dropped = dropped | {"failed: reward my.py:score": version}
-        return await FakeManager.report_consumed(run.manager, version, *report)
+    orders = itertools.count(20)
 
-    run.manager.report_consumed = report_consumed  # type: ignore[method-assign]
-    run.manager.submitted += 28  # so many are dropped in the end
+    async def consumed(
+        version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
+    ) -> m.ConsumedReply:
+        once = {"failed": 5, "worker_died": 1, "stale": 7} if version == 1 else {}
+        each = {"filter: zero_variance": 3, "filter: too_hard": 1, "failed: reward my.py:score": 1} if trained else {}
+        for reason, count in (once | each).items():
+            for _ in range(count):
+                run.manager.give_up(f"e0-{next(orders)}", reason)
+        return await FakeManager.consumed(run.manager, version, trained, dropped)
+
+    run.manager.consumed = consumed  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
     assert [row["rollout/dropped_failed"] for row in run.rows()] == [5, 0, 0]
     assert [row["rollout/dropped_failed: reward my.py:score"] for row in run.rows()] == [1, 1, 1]
-    assert [row["rollout/dropped_zero_variance"] for row in run.rows()] == [3, 3, 3]
-    assert [row["rollout/dropped_too_hard"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_filter: zero_variance"] for row in run.rows()] == [3, 3, 3]
+    assert [row["rollout/dropped_filter: too_hard"] for row in run.rows()] == [1, 1, 1]
     assert [row["rollout/dropped_worker_died"] for row in run.rows()] == [1, 0, 0]
     assert [row["rollout/dropped_stale"] for row in run.rows()] == [0, 0, 0], "as the buffer counts them"
 

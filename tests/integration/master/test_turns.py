@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm.names import TrainerTurn
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.messages import BeginStep
 from tests.integration.master.fakes import Run, make_config, running, until
 
 
-def shared(**changes: object) -> object:
+def shared(**changes: object) -> ExperimentConfig:
     config = make_config(**changes)
     config.generation.guests = "all"
     return config

@@ -410,8 +410,11 @@ def test_a_wrong_reward_of_a_turn_refuses_its_trajectory_alone() -> None:
         rewards[2] = value
         mask_T = message.arrays["loss_mask"].copy()
         mask_T[3 + 2] = mask
-        flags = np.array([0, 1, 0], np.uint8)
-        arrays = message.arrays | {"token_rewards": rewards, "rewarded": flags, "loss_mask": mask_T}
+        arrays = message.arrays | {
+            "token_rewards": rewards,
+            "token_rewards_sizes": np.array([0, 7, 0]),
+            "loss_mask": mask_T,
+        }
         first, second, third = decode_each(again(Message(message.kind, message.meta, arrays)))
         assert why in str(second)
         assert isinstance(first, Trajectory)
@@ -506,10 +509,10 @@ def test_what_only_some_trajectories_have_does_not_come_without_its_sizes(name: 
 @pytest.mark.parametrize(
     ("name", "array", "sizes"),
     [
-        ("token_rewards", np.zeros(7, np.float32), np.zeros(1, np.uint8)),
-        ("token_rewards", np.zeros(7, np.float32), np.ones(2, np.uint8)),
-        ("token_rewards", np.zeros(7, np.float32), np.full(1, 2, np.uint8)),
-        ("groups", np.zeros(2, np.uint8), np.zeros(1, np.uint8)),
+        ("token_rewards", np.zeros(7, np.float32), np.zeros(1, np.int64)),
+        ("token_rewards", np.zeros(7, np.float32), np.full(1, 7, np.uint8)),
+        ("token_rewards", np.zeros(6, np.float32), np.full(1, 6)),
+        ("groups", np.zeros(1, np.uint8), np.full(1, 1)),
         ("routing", np.zeros(1, np.uint8), np.zeros(1, np.int64)),
         ("token_columns", np.zeros(7, np.float64), np.full(1, 7)),
         ("pictures", np.zeros(1, np.uint8), np.full(1, 2)),

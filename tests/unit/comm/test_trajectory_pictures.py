@@ -160,7 +160,7 @@ def forged(change: Any) -> list[Trajectory | CodecError]:
 
 
 def spoil(meta: dict[str, Any], arrays: dict[str, Array]) -> None:
-    arrays["pictures"][int(arrays["picture_sizes"][0]) + 60] ^= 1
+    arrays["pictures"][int(arrays["pictures_sizes"][0]) + 60] ^= 1
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> ExperimentConfig:
 def save_checkpoint(config: ExperimentConfig, record: DataRecord | None = None) -> None:
     folder = run_dir_of(config) / "checkpoints" / "v2"
     folder.mkdir(parents=True)
-    master = {"buffer": {"used_prompts": {"count": 2}}, "data_record": record and record.checksum}
+    master = {"gate": {"used": {"count": 2}, "line": 0}, "data_record": record and record.checksum}
     (folder / "state.json").write_text(json.dumps({"roles": {"actor": {"step": 2}}, "master_state": master}))
 
 
@@ -119,7 +119,8 @@ def test_rows_of_metrics_and_lines_of_the_ledger_that_are_gone_are_told(config: 
     shutil.rmtree(run_dir / "ledger")
     state = run_dir / "checkpoints" / "v2" / "state.json"
     content = json.loads(state.read_text())
-    content["master_state"] |= {"ledger": {"line": 7}, "metrics_log": {"rows": [{"step": 1}]}}
+    content["master_state"]["gate"]["line"] = 7
+    content["master_state"]["metrics_log"] = {"rows": [{"step": 1}]}
     state.write_text(json.dumps(content))
     (gone,) = missing_history(config)
     assert "it has 0 of the 7 lines before checkpoint v2" in gone

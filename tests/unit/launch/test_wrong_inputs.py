@@ -234,8 +234,8 @@ RANGES: list[Case] = [
     (["optimizer.lr=nan"], "optimizer.lr=nan: not a finite number"),
     (["system.stall_timeout_s=inf"], "system.stall_timeout_s=inf: not a finite number; give one (s)"),
     (
-        ["manager.rollout_lease_s=300", "system.stall_timeout_s=200"],
-        "manager.rollout_lease_s=300: a new GserverManager",
+        ["system.lease_s=100", "system.stall_timeout_s=200"],
+        "system.lease_s=100: a new GserverManager waits 300 s",
     ),
     (["rollout.sampling.max_new_tokens_from={0: 500}"], "max_new_tokens_from={0: 500}: 0: 500 is not valid"),
     (["rollout.sampling.temperature=nan"], "rollout.sampling.temperature=nan: not a finite number"),

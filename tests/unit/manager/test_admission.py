@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, RolloutLine
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.admission import Admission, WaitingCall, WaitingCalls
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
@@ -14,6 +15,7 @@ from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.router import ServerView
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 FAR = 1e6
 
@@ -23,12 +25,20 @@ class Manager:
 
     def __init__(self, batch: int = 2, first: m.RequestSize | None = None, begun: bool = True) -> None:
         self.now = 100.0
-        self.rollouts = RolloutState(batch, 0, DataOrder(1000, 0, shuffle=False))
+        self.lines: list[RolloutLine] = []
+        self.rollouts = self.state(batch)
         self.server: ServerView | None = ServerView(0, "http://a", 7, routable=True)
         self.placed: list[tuple[m.RouteRequest, str]] = []
         self.admission = Admission(self.rollouts, self.place, first=first, pacing=None, clock=lambda: self.now)
         if begun:
-            self.admission.begin(self.rollouts, None)
+            self.admission.begin(self.rollouts)
+
+    def state(self, batch: int, ended: dict[str, str] | None = None, version: int = 0) -> RolloutState:
+        known: RecentIds[str] = RecentIds(100)
+        for rollout, outcome in (ended or {}).items():
+            known.put(rollout, outcome)
+        order = DataOrder(1000, 0, shuffle=False)
+        return RolloutState(batch, 0, order, self.lines.append, version=version, ended=known)
 
     def place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
         self.placed.append((request, worker))
@@ -49,13 +59,17 @@ class Manager:
     def train(self, version: int, *rollouts: str) -> None:
         for rollout in rollouts:
             assert self.rollouts.receive(rollout, 1)
-        self.rollouts.consume(version, list(rollouts))
+        self.rollouts.train(version, [trained(each) for each in rollouts])
         self.rollouts.gate.advance(version)
         self.admission.admit()
 
     @property
     def admitted(self) -> list[str]:
-        return [line.rollout for line in self.rollouts.events.unrecorded if isinstance(line, Admitted)]
+        return [line.rollout for line in self.lines if isinstance(line, Admitted)]
+
+
+def trained(rollout: str) -> m.TrainedRollout:
+    return m.TrainedRollout(rollout, "", 0, {0: 1}, 1, 1, 1.0)
 
 
 def test_calls_are_served_in_turn_until_there_is_no_room_or_nobody_can_start_one() -> None:
@@ -109,7 +123,7 @@ async def test_before_the_state_is_rebuilt_nothing_is_admitted() -> None:
     manager = Manager(begun=False)
     assert await manager.granted("w0", "a") == []
     task = await manager.waiting("w0", "a")
-    manager.admission.begin(manager.rollouts, None)
+    manager.admission.begin(manager.rollouts)
     manager.admission.admit()
     assert await task == ["a"]
 
@@ -155,23 +169,26 @@ async def test_a_running_id_of_another_call_is_granted_to_both() -> None:
     assert manager.admitted == ["a", "c"]
 
 
-@pytest.mark.parametrize("how", ["worker", "manager", "abandoned"])
+@pytest.mark.parametrize("how", ["lost", "abandoned", "lost before"])
 async def test_ids_whose_rollouts_were_lost_are_gone_and_others_that_left_are_refused(how: str) -> None:
     manager = Manager()
     assert await manager.granted("w0", "a", "b") == ["a", "b"]
-    if how == "worker":
+    if how == "lost":
         manager.rollouts.died("w0")
-    elif how == "manager":
-        manager.rollouts.end_unclaimed("a")
-    else:
+    elif how == "abandoned":
         manager.rollouts.abandon()
+    else:
+        manager.rollouts = manager.state(2, {"a": "worker_died"})
+        manager.admission.begin(manager.rollouts)
     assert (await manager.ask("w0", "a", wait_s=FAR)).gone == ["a"], "at once"
     assert not manager.admission.is_gone("never")
     manager.rollouts.gate.drop("a", "failed")
     assert manager.admission.is_gone("a"), "how it left is final"
-    manager.rollouts.gate.remember("before", "failed")
-    with pytest.raises(m.BadRequest, match="'before' was used before"):
-        await manager.ask("w0", "before")
+    manager.rollouts = manager.state(2, {"before": "failed", "trained before": "trained"})
+    manager.admission.begin(manager.rollouts)
+    for name in ("before", "trained before"):
+        with pytest.raises(m.BadRequest, match=f"'{name}' was used before"):
+            await manager.ask("w0", name)
 
 
 async def test_a_call_that_waits_for_what_the_rebuilt_state_has_ended_is_told() -> None:
@@ -179,10 +196,7 @@ async def test_a_call_that_waits_for_what_the_rebuilt_state_has_ended_is_told() 
     told = asyncio.create_task(manager.ask("w0", "a", "b", wait_s=FAR))
     waits = await manager.waiting("w1", "c")
     await asyncio.sleep(0)
-    rebuilt = RolloutState(1, 0, manager.rollouts.order)
-    rebuilt.gate.remember("b", "worker_died")
-    rebuilt.gate.resume(1)
-    manager.admission.begin(rebuilt, None)
+    manager.admission.begin(manager.state(1, {"b": "worker_died"}, version=1))
     reply = await told
     assert (reply.gone, reply.granted) == (["b"], [])
     assert not waits.done()
@@ -235,8 +249,9 @@ async def test_an_admission_names_a_server_for_the_first_request_under_the_rollo
 async def test_a_prompt_that_rests_is_granted_without_a_server() -> None:
     manager, curriculum = Manager(first=m.RequestSize(3, 4, 2)), Curriculum(0.0, 0.9, 1)
     curriculum.measured("e0-0", 1.0)
-    manager.rollouts = rollouts = RolloutState(2, 0, DataOrder(1, 0), used=[0])
-    manager.admission.begin(rollouts, curriculum)
+    checkpoint = m.GateCheckpoint(used=UsedPrompts(["e0-0"]).to_json())
+    manager.rollouts = RolloutState(2, 0, DataOrder(1, 0), checkpoint=checkpoint, curriculum=curriculum)
+    manager.admission.begin(manager.rollouts)
     reply = await manager.ask("w0", "a", "b")
     assert [(each.prompt_id, each.rests, each.route is None) for each in reply.granted] == [
         ("e1-0", True, True),
@@ -284,7 +299,7 @@ async def test_the_pacing_hears_of_every_start_and_end_once_and_lowers_the_room(
     manager, pacing = Manager(batch=4), DeadlinePacing(1, 4)
     admission = Admission(manager.rollouts, manager.place, first=None, pacing=pacing, clock=lambda: manager.now)
     manager.admission = admission
-    admission.begin(manager.rollouts, None)
+    admission.begin(manager.rollouts)
     assert await manager.granted("w0", *"abcd") == ["a", "b"], "two batches of one, of the four that the gate allows"
     manager.now += 8.0
     manager.rollouts.receive("a", 1)
@@ -292,7 +307,7 @@ async def test_the_pacing_hears_of_every_start_and_end_once_and_lowers_the_room(
     admission.rollout_ended("a", kept=True)
     assert pacing.training, "the pacing's step begins with one finished rollout"
     assert (len(pacing._recent), pacing._recent.horizon) == (1, 8.0)
-    manager.rollouts.consume(1, ["a"])
+    manager.rollouts.train(1, [trained("a")])
     admission.batch_taken()
     assert not pacing.training
     admission.rollout_ended("b", kept=False)

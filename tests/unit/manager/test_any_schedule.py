@@ -2,7 +2,7 @@
 
 Gate, prompt queue, manager, its rebuilding, sample buffer and ledger are the real ones. Processes, messages and what
 outlives them (the last step, the inboxes, checkpoints) are played as `manager/client.py`, `rollout/loop.py`,
-`trainer/trajectories/receiver.py`, `master/train_loop.py` and `master/books/reports.py` have them.
+`trainer/trajectories/receiver.py`, `master/recovery/step_end.py` and `master/peers/reports.py` have them.
 
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
@@ -13,8 +13,11 @@ outlives them (the last step, the inboxes, checkpoints) are played as `manager/c
                gate counts by the older of the two servers, and a rollout has samples of both policies
     deaths     of a RolloutWorker, the brain (which resumes from its last step), or of the run (from its newest
                checkpoint); and a worker's lease that lapses though it lives
+    steps      end in points (trained, recorded by the gate, complete in memory, announced), and anything may happen
+               between two of them
+    ledger     a death leaves the lines that were written, and any part of those that were not
 
-Every schedule ends fairly: what was ever handed out comes to its end, the gate has no place less, the books balance,
+Every schedule ends fairly: what was ever handed out comes to its end, the gate has no place less, the counters balance,
 and the audit, which knows none of the run's code, finds nothing in the ledger. So one that cannot end is a hang.
 
 Hypothesis plays short ones, which it shortens further where something is found; long ones are random and have a seed.
@@ -49,19 +52,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.api.trajectory import GENERATED
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, LedgerBooks, PromptGoes, RunSettings
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings
 from asyncrl.comm.names import ACTOR
+from asyncrl.comm.typed import convert
 from asyncrl.manager import messages as m
+from asyncrl.manager.rollouts.ledger import TRAINED, Ledger
+from asyncrl.manager.rollouts.ledger_files import ledger_files
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.worker_session import HeldRollouts
-from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.books.reports import Due, given_up, run_report
-from asyncrl.master.books.run_files import check_books
 from asyncrl.master.data.collector import received
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.master.peers.reports import trained_rollout
+from asyncrl.master.recovery.run_files import check_books
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
@@ -70,11 +76,11 @@ ROWS, WORKERS, SEED, HEADS = 7, 2, 0, 2
 SCHEDULES = int(os.environ.get("ASYNCRL_FUZZ_SCHEDULES", "60"))
 LONG_SCHEDULES, LONG = int(os.environ.get("ASYNCRL_FUZZ_LONG_SCHEDULES", "6")), 700
 FIRST_SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))
-NO_BOOKS = m.GateBooks(0, 0, {}, 0)
 SIZE = m.RequestSize(1, 1, 1)
 ORDER = DataOrder(ROWS, SEED)
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BOTH, UP_TO_3 = (False, True), range(1, 4)
+RARELY = (False, False, False, True)
 PICK = range(10_001)
 JOINED = 2
 CURRICULUM = partial(Curriculum, 0.0, 0.9, 1)
@@ -99,6 +105,7 @@ BEGINNINGS: dict[str, Sequence[Any]] = {
     "own": range(1, 5),
     "judged": BOTH,
     "rests": BOTH,
+    "ends_twice": BOTH,
 }
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -109,7 +116,7 @@ class Move(NamedTuple):
     """An event and its condition: the name of a method of `Schedule`, and the choices for its arguments."""
 
     name: str
-    when: Callable[[Schedule], bool]
+    when: Callable[[Schedule], Any]
     choices: dict[str, Sequence[Any]]
 
 
@@ -140,12 +147,17 @@ def some_joined(self: Schedule) -> bool:
     return len(self.workers) > self.own
 
 
-def move(when: Callable[[Schedule], bool] | None = None, **choices: Sequence[Any]) -> Callable[[_Method], _Method]:
+def between_steps(self: Schedule) -> bool:
+    return self.announced == self.trainer.version
+
+
+def move(when: Callable[[Schedule], Any] | None = None, **choices: Sequence[Any]) -> Callable[[_Method], _Method]:
     """A method of `Schedule` that hypothesis and `play_long` call."""
 
     def note(method: _Method) -> _Method:
         MOVES.append(Move(method.__name__, when or (lambda schedule: True), choices))
-        ruled = rule(**{name: st.sampled_from(values) for name, values in choices.items()})(method)
+        chosen: dict[str, Any] = {name: st.sampled_from(values) for name, values in choices.items()}
+        ruled: _Method = rule(**chosen)(method)  # type: ignore[no-untyped-call]
         return ruled if when is None else precondition(when)(ruled)
 
     return note
@@ -197,21 +209,33 @@ class Trainer:
 
     buffer: SampleBuffer
     version: int = 0
-    trained: list[list[str]] = field(default_factory=list)
-    """Prompts by step."""
-    due: Due = field(default_factory=Due)
-    untold: TrainBatch | None = None
-    books: m.GateBooks = NO_BOOKS
-    in_step: list[str] = field(default_factory=list)
-    curriculum: Curriculum = field(default_factory=CURRICULUM)
-    measured: int = 0
-    """Number of the newest success that the curriculum has."""
+    checkpoint: m.GateCheckpoint = field(default_factory=m.GateCheckpoint)
+    """The gate's part of the state at `version`."""
+    counts: RolloutCounts = field(default_factory=RolloutCounts)
+    begin: m.RunBegin | None = None
+    """Its report to the manager, which it repeats until that answers."""
+    begun: bool = False
+    """The manager has answered it."""
     confirmed: bool = False
     """The manager has been asked what of the buffer counts."""
+    drops: list[Drop] = field(default_factory=list)
+    batch: TrainBatch | None = None
+    """Of the step that is trained, until the gate has recorded it."""
+    state: dict[str, Any] | None = None
+    """Of the step that the gate has recorded, until it is complete in memory."""
+    in_step: list[str] = field(default_factory=list)
+
+
+BEGINNING: dict[str, Any] = {name: st.sampled_from(values) for name, values in BEGINNINGS.items()}
 
 
 class Schedule(RuleBasedStateMachine):
-    @initialize(**{name: st.sampled_from(values) for name, values in BEGINNINGS.items()})
+    service: ManagerService
+    workers: list[Worker]
+    announced: int
+    """The newest version that others may know."""
+
+    @initialize(**BEGINNING)
     def begin(
         self,
         batch: int,
@@ -221,9 +245,10 @@ class Schedule(RuleBasedStateMachine):
         own: int = WORKERS,
         judged: bool = False,
         rests: bool = False,
+        ends_twice: bool = False,
     ) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
-        self.own, self.rests = own, rests
+        self.own, self.rests, self.ends_twice = own, rests, ends_twice
         self.trained = ("", JUDGE) if judged else ("",)
         """The trained policies."""
         self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
@@ -232,18 +257,26 @@ class Schedule(RuleBasedStateMachine):
         self.ids = (f"r{number}" for number in itertools.count())
         self.numbers = itertools.count(1)
         self.highest = -1
+        self.written = 0
+        """Number of lines that the ledger has for sure, whichever process dies."""
         self.checkpoint: dict[str, Any] | None = None
-        self.ledger: Ledger | None = None
+        """The newest one that is complete on disk."""
         self.doubtful: set[str] = set()
         """Prompts that may be played twice: a worker died, or was taken for dead, with an attempt in hand."""
+        self.strays: set[str] = set()
+        """Rollouts that a manager need not count: they had left the count, and a rank still had them as a brain died;
+        or they were delivered between the poll of the ranks and their worker's report to the next manager."""
         self.all_heard = True
         """No worker has died, left or been taken for dead since the launch."""
         self.launch()
 
     # The launch: everything begins, from the newest checkpoint.
 
-    @move(when=lambda self: self.checkpoint is not None)
-    def the_run_dies(self) -> None:
+    @move(cut=PICK, when=lambda self: self.checkpoint is not None)
+    def the_run_dies(self, cut: int = 0) -> None:
+        """The disk has the lines that lead to the checkpoint, and perhaps more."""
+        assert self.checkpoint is not None
+        self.leave_lines(self.checkpoint["gate"]["line"], cut)
         self.launch()
 
     def launch(self) -> None:
@@ -253,15 +286,14 @@ class Schedule(RuleBasedStateMachine):
         self.network: list[Call[Any]] = []  # calls to the manager that arrive late
         self.delayed: list[Callable[[], None]] = []  # replies that arrive late
         self.kept: dict[str, Any] | None = None
+        """State of the last step, in memory."""
+        self.unwritten: dict[str, Any] | None = None
+        """A checkpoint that is being written."""
         self.held: dict[tuple[int, str], RolloutRecord] = {}
-        self.trainer = self.new_trainer(state, [] if state is None else state["trained"])
-        if state is not None:
-            self.doubtful -= set(self.trainer.buffer.used)
-        if self.ledger is not None:
-            self.ledger.close()
-        self.ledger = self.new_ledger()
-        self.ledger.begin(self.trainer.version, None if state is None else state["ledger"], self.trainer.books)
-        self.check_recorded()
+        """What the ranks' files have, which outlive the ranks."""
+        self.take_up(state)
+        self.announced = self.trainer.version
+        self.doubtful -= set(self.used)
         self.versions = dict.fromkeys(self.trained, self.trainer.version)
         """By trained policy, the version that its server has."""
         self.workers = [Worker(index, 0, self.own) for index in range(self.own)]
@@ -269,26 +301,50 @@ class Schedule(RuleBasedStateMachine):
         self.service = self.new_manager()
         self.the_roll_is_called()
 
-    def new_ledger(self) -> Ledger:
-        run = RunSettings(self.batch, self.eta, str(self.on_stale), self.own, SEED)
-        return Ledger(self.folder, run, file_bytes=4000)
-
-    def new_trainer(self, state: dict[str, Any] | None, trained: list[list[str]]) -> Trainer:
-        trainer = Trainer(SampleBuffer(self.batch, self.eta, self.on_stale))
+    def take_up(self, state: dict[str, Any] | None) -> None:
+        """Continue from the state of a step, or of a checkpoint, as a new brain; the ranks have what they had."""
+        self.trainer = trainer = Trainer(SampleBuffer(self.batch, self.eta, self.on_stale))
+        self.history: list[list[str]] = []
+        """The prompts that were trained, by step."""
         if state is not None:
             trainer.version = state["version"]
             trainer.buffer.restore(state["buffer"])
             trainer.buffer.expire(trainer.version)
-            trainer.trained = [list(step) for step in trained[: trainer.version]]
-            count, dropped = trainer.version * self.batch, state["dropped"]
-            trainer.books = m.GateBooks(count + sum(dropped.values()), count, dropped, 0)
-            trainer.curriculum = CURRICULUM(state["curriculum"])
+            trainer.checkpoint = convert(state["gate"], m.GateCheckpoint)
+            self.history = [list(step) for step in state["trained"]]
+        trainer.counts = trainer.checkpoint.counts(trainer.version * self.batch)
         self.inbox = list(self.held.values())
-        return trainer
+
+    @property
+    def used(self) -> UsedPrompts:
+        """The prompts that are trained or dropped for good."""
+        if hasattr(self, "service") and self.service.begun:
+            return self.service.rollouts.used
+        used = self.trainer.checkpoint.used
+        return UsedPrompts() if used is None else UsedPrompts.from_json(used)
+
+    def leave_lines(self, written: int, cut: int) -> None:
+        """The manager dies: its ledger has the lines that were `written`, and a part of what came after, `cut` off."""
+        there = sum(file.read_bytes().count(b"\n") for file in ledger_files(self.folder))
+        assert there >= written, "a reply came before its lines were written"
+        self.ledger.close()
+        files = [(file, file.read_bytes()) for file in ledger_files(self.folder)]
+        whole = b"".join(data for _, data in files)
+        certain = sum(map(len, whole.splitlines(keepends=True)[:written]))
+        left = certain + (len(whole) - certain) * (10_000 - cut) // 10_000
+        self.written = whole[:left].count(b"\n")
+        for file, data in files:
+            if left <= 0 and file != files[0][0]:
+                file.unlink()
+            elif left < len(data):
+                os.truncate(file, left)
+            left = max(0, left - len(data))
 
     # The manager, and calls to it.
 
     def new_manager(self) -> ManagerService:
+        run = RunSettings(self.batch, self.eta, str(self.on_stale), self.own, SEED)
+        self.ledger = Ledger(self.folder, run, file_bytes=4000)
         service = ManagerService(
             batch_size=self.batch,
             max_staleness=self.eta,
@@ -300,6 +356,7 @@ class Schedule(RuleBasedStateMachine):
             first=SIZE,
             policies=["past", *self.trained[1:]],
             curriculum=CURRICULUM if self.rests else None,
+            ledger=self.ledger,
         )
         service.routes.router_of("past").update(0, "http://past", 0, routable=True)
         for policy in self.trained:
@@ -335,6 +392,13 @@ class Schedule(RuleBasedStateMachine):
         worker.manager = None
         number = self.service.number
         report = m.HeldReport(worker.name, worker.incarnation, worker.held.all())
+        if self.trainer.begin is not None:
+            polled = {each.rollout_id for each in self.trainer.begin.received}
+            self.are_strays(
+                each.granted.rollout_id
+                for each in report.held
+                if each.end is not None and each.end.accepted and each.granted.rollout_id not in polled
+            )
 
         async def answer(service: ManagerService) -> m.Session:
             if service.number != number:
@@ -346,6 +410,12 @@ class Schedule(RuleBasedStateMachine):
                 worker.manager = session.manager
 
         self.call(answer, opened, fate)
+
+    def are_strays(self, rollouts: Iterable[str]) -> None:
+        """The ranks have these rollouts, or had them, and no manager need count them."""
+        strays = set(rollouts)
+        self.strays |= strays
+        self.doubtful |= {record.prompt_id for record in self.held.values() if record.rollout_id in strays}
 
     def call(self, answer: Call[_T], then: Callable[[_T], None], fate: str) -> None:
         """Make a call, and take its reply, if it arrives; the next call tells again what was not answered."""
@@ -388,10 +458,10 @@ class Schedule(RuleBasedStateMachine):
         with contextlib.suppress(m.BadRequest):
             self.loop.run_until_complete(answer(self.service))
 
-    @move(share=range(1, 3), policy=BOTH, when=lambda self: self.trainer.version > self.served)
+    @move(share=range(1, 3), policy=BOTH, when=lambda self: self.announced > self.served)
     def the_server_updates(self, share: int, policy: bool = False) -> None:
         name = self.trained[policy and -1]
-        self.versions[name] += (self.trainer.version - self.versions[name]) * share // 2
+        self.versions[name] += (self.announced - self.versions[name]) * share // 2
         self.tell_version(self.service, name)
 
     # RolloutWorkers.
@@ -449,16 +519,15 @@ class Schedule(RuleBasedStateMachine):
         prompt_id = granted.prompt_id
         assert ORDER.ref(granted.order).prompt_id == prompt_id
         if prompt_id not in self.doubtful:
-            assert not any(prompt_id in step for step in self.trainer.trained)
-            assert prompt_id not in self.given_up | self.proposed()
+            assert not any(prompt_id in step for step in self.history)
+            assert prompt_id not in self.given_up
             playing = [
                 worker.running[name].prompt_id
                 for worker in self.workers
                 for name in worker.running.keys() - worker.arrived
             ]
             assert prompt_id not in playing, "a prompt is played twice at a time"
-            over = self.ledger.recorded.ended
-            there = [each for each in [*self.trainer.buffer.live(), *self.inbox] if each.rollout_id not in over]
+            there = [each for each in self.at_the_trainer() if self.service.gate.outcome(each.rollout_id) is None]
             oldest = self.trainer.version - self.eta  # what is older may be reported before the master died
             played = {record.prompt_id for record in there if self.decisive_version(record) >= oldest}
             assert prompt_id not in played, "the trainer has it already"
@@ -467,24 +536,23 @@ class Schedule(RuleBasedStateMachine):
         """So many rollouts exist at most; with a worker that is not heard the gate does not know of some."""
         if not self.all_heard or not new:
             return
-        buffer = self.trainer.buffer
         exist = {granted.rollout_id for granted in new}
-        exist |= {record.rollout_id for record in [*buffer.live(), *self.inbox] if record.prompt_id not in buffer.used}
+        exist |= {record.rollout_id for record in self.at_the_trainer()}
         exist |= {name for worker in self.workers for name in worker.running.keys() - worker.arrived}
         most = (self.eta + self.served + 1) * self.batch
         assert self.trainer.version * self.batch + len(exist) <= most, "more rollouts exist than the bound allows"
 
-    def proposed(self) -> set[str]:
-        """The prompts that the manager dropped for good and that the master may not know of."""
-        recorded, lines = self.ledger.recorded, self.service.rollouts.events.unrecorded
-        admitted = recorded.open | {line.rollout: line for line in lines if isinstance(line, Admitted)}
-        given_up = [line for line in lines if isinstance(line, Dropped) and line.prompt is PromptGoes.given_up]
-        return {admitted[line.rollout].prompt for line in given_up if line.rollout in admitted}
+    def at_the_trainer(self) -> list[RolloutRecord]:
+        """What waits there to be trained, as far as it may."""
+        used, strays = self.used, self.strays
+        there = [*self.trainer.buffer.live(), *self.inbox]
+        return [each for each in there if each.prompt_id not in used and each.rollout_id not in strays]
 
     @property
     def given_up(self) -> set[str]:
-        """The prompts that were dropped for good, as the master knows."""
-        return set(self.trainer.buffer.used).difference(*self.trainer.trained)
+        """The prompts that were dropped for good."""
+        in_training = [] if self.trainer.batch is None else [each.prompt_id for each in self.trainer.batch.records]
+        return set(self.used).difference(*self.history, in_training)
 
     @move(version=range(3), there=BOTH)
     def the_opponents_server_changes(self, version: int, there: bool) -> None:
@@ -514,8 +582,16 @@ class Schedule(RuleBasedStateMachine):
         n, tokens = len(self.trained), defaultdict[int, int](int)
         for bit, now in enumerate(self.versions.values()):
             tokens[now if n > 1 and newer >> bit & 1 else min(granted.version, now)] += 1
-        sizes = {"lengths": (2,) * n, "generated": (1,) * n, "rewards": (1.0,) * n, "truncated": (False,) * n}
-        policies = {"groups": self.trained, "metrics": {f"{GENERATED}{each or ACTOR}": 1.0 for each in self.trained}}
+        sizes: dict[str, Any] = {
+            "lengths": (2,) * n,
+            "generated": (1,) * n,
+            "rewards": (1.0,) * n,
+            "truncated": (False,) * n,
+        }
+        policies: dict[str, Any] = {
+            "groups": self.trained,
+            "metrics": {f"{GENERATED}{each or ACTOR}": 1.0 for each in self.trained},
+        }
         record = RolloutRecord(
             *(name, granted.prompt_id, granted.order, 0, min(tokens), dict(tokens)), **sizes, episodes=(1,) * n
         )
@@ -534,7 +610,7 @@ class Schedule(RuleBasedStateMachine):
             del worker.pushed[name]
             worker.running.pop(name)
             success = (pick % 3 / 2) if self.rests else None
-            worker.end(m.FinishedRollout(name, accepted=True, tokens=record.tokens, success=success))
+            worker.end(m.FinishedRollout(name, accepted=True, success=success))
             worker.delivered.add(record.prompt_id)
 
     @move(
@@ -596,47 +672,37 @@ class Schedule(RuleBasedStateMachine):
 
     # The trainer.
 
-    @property
-    def introduced(self) -> bool:
-        """The manager has the master's report."""
-        return self.ledger.recorded.manager == self.service.number
-
     @move(when=lambda self: self.inbox)
     def collect(self) -> None:
         """The master asks the manager what counts; until the manager has its report, all waits in the buffer."""
-        if self.introduced and not self.service.begun:
+        trainer = self.trainer
+        if trainer.begun and not self.service.begun:
             return
-        buffer = self.trainer.buffer
-        if self.introduced and not self.trainer.confirmed:
-            self.trainer.confirmed = True
-            self.free(buffer.refuse(self.refused(buffer.live())))
+        if trainer.begun and not trainer.confirmed:
+            trainer.confirmed = True
+            self.free(trainer.buffer.refuse(self.refused(trainer.buffer.live())))
         arrived, self.inbox = self.inbox, []
-        refused = self.refused(arrived) if self.introduced else []
+        refused = self.refused(arrived) if trainer.begun else []
         self.free(record for record in arrived if record.rollout_id in refused)
-        self.free(buffer.add(record for record in arrived if record.rollout_id not in refused))
+        self.free(trainer.buffer.add(record for record in arrived if record.rollout_id not in refused))
 
     def refused(self, records: Sequence[RolloutRecord]) -> list[str]:
-        report = m.ReceivedReport(list(map(received, records)), self.service.number)
+        report = m.ReceivedReport(list(map(received, records)), manager=self.service.number)
         return self.loop.run_until_complete(self.service.received(report)).refused
 
     def free(self, records: Iterable[RolloutRecord]) -> None:
         for record in records:
             self.held.pop((record.head, record.rollout_id), None)
 
-    @move(dies=BOTH, when=lambda self: not self.trainer.due.trained and len(self.trainer.buffer))
+    @move(dies=RARELY, when=lambda self: between_steps(self) and len(self.trainer.buffer))
     def train(self, dies: bool) -> None:
-        """A step, up to where its state is kept and the others hear of it; the ranks may die before that.
-
-        The step before it has been reported by then.
-        """
+        """A step, up to where others hear of it."""
         trainer = self.trainer
         self.collect()
         if not trainer.confirmed:
             return
         trainer.buffer.expire(trainer.version)
         if self.on_stale == OnStale.wait and len(trainer.buffer) >= self.batch:
-            if not self.service.begun:
-                return
             if self.loop.run_until_complete(self.service.wait_expiring(m.WaitExpiringRequest(trainer.version))).running:
                 return
             self.check_nothing_would_expire()
@@ -644,25 +710,51 @@ class Schedule(RuleBasedStateMachine):
         batch = trainer.buffer.take(trainer.version)
         if batch is None:
             return
-        names = [record.rollout_id for record in batch.records]
-        self.forget(trainer.in_step)
-        trainer.in_step = names
-        trainer.buffer.mark_trained(batch)
-        trainer.version += 1
-        if dies:
-            self.the_brain_dies()
-            return
-        oldest = trainer.version - 1 - self.eta
+        oldest = trainer.version - self.eta
         assert all(self.decisive_version(record) >= oldest for record in batch.records)
         assert self.on_stale != OnStale.mask or batch.min_version >= oldest, "older tokens carry no loss"
-        trainer.trained.append([record.prompt_id for record in batch.records])
-        trainer.due.trained += map(received, batch.records)
-        trainer.untold = batch
-        self.kept = self.state() | {
-            "due": list(trainer.due.trained),
-            "batch": batch,
-            "line": self.ledger.lines_written(),
-        }
+        self.forget(trainer.in_step)
+        trainer.in_step = [record.rollout_id for record in batch.records]
+        trainer.buffer.mark_trained(batch)
+        trainer.version += 1
+        trainer.batch = batch
+        if dies:
+            self.the_brain_dies()
+
+    @move(lost=BOTH, dies=RARELY, when=lambda self: self.trainer.batch is not None)
+    def the_gate_records_the_step(self, lost: bool = False, dies: bool = False) -> None:
+        """1 of `step_end`; its state is what is written into memory."""
+        trainer = self.trainer
+        assert trainer.batch is not None
+        reply = self.consumed([trained_rollout(record) for record in trainer.batch.records], lost, dies)
+        if reply is None:
+            return
+        assert reply.checkpoint is not None
+        trainer.checkpoint = reply.checkpoint
+        self.history.append([record.prompt_id for record in trainer.batch.records])
+        trainer.batch = None
+        used = set(UsedPrompts.from_json(reply.checkpoint.used or {}))
+        assert used <= set(self.used), "the checkpoint is of the step"
+        assert used.issuperset(prompt for step in self.history for prompt in step)
+        assert reply.counts.trained == trainer.version * self.batch
+        trainer.state = self.state(trainer.checkpoint)
+
+    @move(dies=RARELY, when=lambda self: self.trainer.state is not None)
+    def the_state_is_complete(self, dies: bool = False) -> None:
+        """4 of `step_end`: from here on others may hear of the step."""
+        self.kept, self.trainer.state = self.trainer.state, None
+        if dies:
+            self.the_brain_dies()
+
+    @move(
+        dies=RARELY,
+        when=lambda self: not between_steps(self) and self.kept and self.kept["version"] == self.trainer.version,
+    )
+    def the_version_is_announced(self, dies: bool = False) -> None:
+        """5 of `step_end`, also by a brain that goes on after the step."""
+        self.announced = self.trainer.version
+        if dies:
+            self.the_brain_dies()
 
     def decisive_version(self, record: RolloutRecord) -> int:
         """The version of the token that decides when a rollout expires: under `mask`, those in range are trained."""
@@ -672,9 +764,7 @@ class Schedule(RuleBasedStateMachine):
         """Under `on_stale=wait` the step may be taken: (H) of `staleness_gate` holds after it, for what there is."""
         if not self.all_heard:
             return
-        buffer = self.trainer.buffer
-        records = [each for each in [*buffer.live(), *self.inbox] if each.prompt_id not in buffer.used]
-        there = {record.rollout_id: record.oldest_version for record in records}
+        there = {record.rollout_id: record.oldest_version for record in self.at_the_trainer()}
         running = {
             name: granted.version
             for worker in self.workers
@@ -687,123 +777,143 @@ class Schedule(RuleBasedStateMachine):
             places = max(0, version + self.eta - self.trainer.version) * self.batch
             assert live - min(finished, self.batch) <= places, "the step did not wait for what will expire"
 
-    def state(self) -> dict[str, Any]:
-        trainer = self.trainer
-        content = {"version": trainer.version, "buffer": trainer.buffer.state(), "dropped": dict(trainer.books.dropped)}
-        content["curriculum"] = trainer.curriculum.state()
-        return msgspec.json.decode(msgspec.json.encode(content))
-
-    def check_recorded(self) -> None:
-        """The ledger's lines add up to the books that came with the last of them, and to what the buffer knows."""
-        recorded = self.ledger.recorded
-        told = msgspec.structs.asdict(self.trainer.books)
-        assert {name: told[name] for name in LedgerBooks.__struct_fields__} == msgspec.structs.asdict(recorded.books())
-        assert set(recorded.used) == set(self.trainer.buffer.used)
-        assert not recorded.retries.keys() & set(recorded.used)
+    def state(self, gate: m.GateCheckpoint) -> dict[str, Any]:
+        state = {"version": self.trainer.version, "gate": gate, "buffer": self.trainer.buffer.state()}
+        read: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state | {"trained": self.history}))
+        return read
 
     def forget(self, names: list[str]) -> None:
         for name in names:
             for head in range(HEADS):
                 self.held.pop((head, name), None)
 
-    @move(lost=BOTH, dies=BOTH)
-    def report_step(self, lost: bool = False, dies: bool = False) -> None:
-        trainer = self.trainer
-        trainer.due.drops += trainer.buffer.pop_drops()
-        if self.on_stale == OnStale.wait and self.all_heard:
-            assert not any(drop.reason == DropReason.stale for drop in trainer.due.drops), "the step did not wait"
-        if not self.introduced:
-            self.introduce(lost)
-        if not self.introduced or not self.service.begun:
-            return
+    @move(lost=BOTH, dies=RARELY, when=lambda self: between_steps(self) and self.trainer.confirmed)
+    def report_drops(self, lost: bool = False, dies: bool = False) -> None:
+        """What expired takes up room at the gate."""
         self.collect()
-        trained, drops = [each.rollout_id for each in trainer.due.trained], [drop.message for drop in trainer.due.drops]
-        heard = self.ledger.recorded.heard
-        report = m.ConsumedReport(trainer.version, trained, drops, self.service.number, heard, trainer.measured)
-        reply = self.loop.run_until_complete(self.service.report_consumed(report))
-        if lost:
-            self.network.append(lambda service: service.report_consumed(report))
-            return
-        discarded, trainer.due.trained, trainer.due.drops = trainer.due.drops, [], []
-        for prompt in given_up(self.ledger.recorded, reply.events):
-            trainer.buffer.used.add(prompt)
-        self.ledger.take(reply.events)
-        trainer.books = reply.books
-        for prompt_id, success in reply.measured:
-            trainer.curriculum.measured(prompt_id, success)
-        trainer.measured = reply.measured_seq
-        if trainer.untold is not None:
-            self.ledger.step(trainer.untold, trainer.books)
-            trainer.untold = None
-        self.check_recorded()
-        assert set(self.ledger.recorded.open) == set(self.service.gate.live), "what is open is not what is live"
+        if self.trainer.drops or self.trainer.buffer.has_drops:
+            self.consumed([], lost, dies)
+
+    def consumed(self, trained: list[m.TrainedRollout], lost: bool, dies: bool) -> m.ConsumedReply | None:
+        """Report, and have the ranks free what was dropped; None if the reply is `lost`, or the brain dies by then."""
+        trainer = self.trainer
+        trainer.drops += trainer.buffer.pop_drops()
+        if self.on_stale == OnStale.wait and self.all_heard:
+            stale = [drop.record.rollout_id for drop in trainer.drops if drop.reason == DropReason.stale]
+            assert not any(name in self.service.gate.live for name in stale), "the step did not wait"
+        drops = [drop.message for drop in trainer.drops]
+        report = m.ConsumedReport(trainer.version, trained, drops, manager=self.service.number)
+        reply = self.answered(self.service.consumed(report))
         if dies:
             self.the_brain_dies()
-            return
-        for drop in discarded:
-            self.held.pop((drop.record.head, drop.record.rollout_id), None)
+            return None
+        if lost:
+            self.network.append(lambda service: service.consumed(report))
+            return None
+        discarded, trainer.drops, trainer.counts = trainer.drops, [], reply.counts
+        self.free(drop.record for drop in discarded)
+        return reply
 
-    def introduce(self, lost: bool) -> None:
-        """Tell a manager that begins what the trainer's side knows, with what the ranks hold by then."""
+    def answered(self, call: Coroutine[Any, Any, m.ConsumedReply]) -> m.ConsumedReply:
+        """The manager's reply, which comes once the lines are written that lead to its checkpoint."""
+        reply = self.loop.run_until_complete(call)
+        if reply.checkpoint is not None:
+            self.written = max(self.written, reply.checkpoint.line)
+        assert reply.counts.balanced
+        return reply
+
+    @move(lost=BOTH, dies=RARELY, when=lambda self: not self.trainer.begun)
+    def the_run_begins(self, lost: bool = False, dies: bool = False) -> None:
+        """5 of `beginning`: tell the manager what the ranks hold by now, and from where the run continues."""
         trainer = self.trainer
-        self.collect()
-        trainer.due.drops += trainer.buffer.pop_drops()
-        report = run_report(self.ledger.recorded, trainer.buffer, trainer.curriculum, trainer.due, trainer.version)
-        number = self.service.number
+        if trainer.begin is None:
+            self.collect()
+            trainer.drops += trainer.buffer.pop_drops()
+            records = [*trainer.buffer.live(), *(drop.record for drop in trainer.drops)]
+            trainer.begin = m.RunBegin(trainer.version, trainer.checkpoint, list(map(received, records)))
+            self.written += 1  # the line that begins the lineage, after all lines that were left
+        begin, number = trainer.begin, self.service.number
 
         async def answer(service: ManagerService) -> m.Session:
             if service.number != number:
                 raise m.BadRequest("its connection broke")
-            return await service.report_run(report)
+            return await service.begin_run(begin)
 
-        self.call(answer, lambda session: self.ledger.begin_manager(session.manager), "answered and repeated late")
-        if lost:
+        def begun(session: m.Session) -> None:
+            trainer.begun = True
+
+        self.call(answer, begun, "reply lost" if lost else "answered and repeated late")
+        if dies:
             self.the_brain_dies()
 
-    @move()
-    def the_brain_dies(self) -> None:
+    def report_step(self) -> None:
+        """All that is left to do up to the next step."""
+        if not self.trainer.begun:
+            self.the_run_begins()
+        if not self.service.begun:
+            return
+        self.collect()
+        if self.trainer.batch is not None:
+            self.the_gate_records_the_step()
+        if self.trainer.state is not None:
+            self.the_state_is_complete()
+        if not between_steps(self):
+            self.the_version_is_announced()
+        self.report_drops()
+
+    @move(cut=PICK)
+    def the_brain_dies(self, cut: int = 0) -> None:
         """Master, ranks and manager begin again with the last step, with what the inboxes hold and the workers have."""
+        gate = self.service.gate
         for worker in self.workers:
-            self.granted_before[worker.name] |= set(self.service.gate.live.prompts_of(worker.name))
-        kept, trained = self.kept, self.trainer.trained
-        self.ledger.close()
-        self.ledger = self.new_ledger()
-        self.trainer = trainer = self.new_trainer(kept or self.checkpoint, trained)
-        if kept is None:  # no step is complete since the launch
-            self.ledger.go_on(0)
-        else:
-            has_step = self.ledger.go_on(kept["line"])
-            trainer.due.trained = list(kept["due"])
-            trainer.buffer.know_trained(each.rollout_id for each in trainer.due.trained)
-            trainer.untold = None if has_step else kept["batch"]
-        trainer.buffer.used.update(self.ledger.recorded.used)
-        trainer.books = m.GateBooks(**msgspec.structs.asdict(self.ledger.recorded.books()))
+            self.granted_before[worker.name] |= set(gate.live.prompts_of(worker.name))
+        if self.service.begun:
+            here = {record.rollout_id for record in self.held.values()}
+            self.are_strays(name for name in here if name not in gate.live and gate.outcome(name) != TRAINED)
+        self.leave_lines(self.written, cut)
+        self.unwritten = None
+        if self.kept is None and self.announced:  # what others have seen is lost
+            self.launch()
+            return
+        self.take_up(self.kept)
         self.service = self.new_manager()
         self.the_roll_is_called()
 
-    @move(when=lambda self: not self.trainer.due.trained and self.trainer.version)
-    def save(self) -> None:
-        trainer = self.trainer
-        books = None if trainer.due.trained else trainer.books
-        self.checkpoint = self.state() | {
-            "ledger": self.ledger.saved(trainer.version, books),
-            "trained": [list(step) for step in trainer.trained],
-        }
+    @move(
+        answered=BOTH,
+        when=lambda self: between_steps(self) and self.trainer.version and self.trainer.begun and self.service.begun,
+    )
+    def save(self, answered: bool = True) -> None:
+        """Begin a checkpoint, once the one before is complete; if the manager does not answer, of the step's gate."""
+        self.the_checkpoint_is_complete()
+        gate = self.trainer.checkpoint
+        if answered:
+            request = m.SavedReport(self.trainer.version, manager=self.service.number)
+            reply = self.answered(self.service.saved(request))
+            assert reply.checkpoint is not None
+            gate = reply.checkpoint
+        self.unwritten = self.state(gate)
+
+    @move(when=lambda self: self.unwritten is not None)
+    def the_checkpoint_is_complete(self) -> None:
+        self.checkpoint, self.unwritten = self.unwritten or self.checkpoint, None
 
     # What must hold.
 
     @invariant()
-    def books_balance_and_nothing_is_trained_twice(self) -> None:
+    def counts_balance_and_nothing_is_trained_twice(self) -> None:
         if not hasattr(self, "service"):
             return
         gate = self.service.gate
-        assert gate.books().balanced
+        assert gate.counts().balanced
         for worker in self.workers if self.service.begun and self.all_heard else ():
             if worker.manager == self.service.number:
-                counted = all(rollout in gate.live for rollout in worker.running.keys() - worker.arrived)
-                assert counted, "a rollout runs that the gate does not count"
-        trained = [prompt for step in self.trainer.trained for prompt in step]
+                for name in worker.running.keys() - worker.arrived:
+                    known = name in gate.live or worker.running[name].prompt_id in self.doubtful
+                    assert known, "a rollout runs that the gate does not count"
+        trained = [prompt for step in self.history for prompt in step]
         assert len(trained) == len(set(trained)), "a prompt was trained twice"
+        assert not self.service.begun or set(trained) <= set(self.used)
 
     def teardown(self) -> None:
         if not hasattr(self, "service"):
@@ -829,14 +939,13 @@ class Schedule(RuleBasedStateMachine):
         settled: set[int] = set()
         for turn in range(6 * (len(own) + 10)):
             self.fair_turn(turn)
-            trained = [prompt for step in self.trainer.trained for prompt in step]
-            settled = set(map(ORDER.order_of, [*trained, *self.given_up]))
+            settled = set(map(ORDER.order_of, self.used))
             if own <= settled:
                 break
         assert own <= settled, "a prompt was lost"
         self.report_step()
-        books = self.service.gate.books()
-        assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
+        counts = self.service.gate.counts()
+        assert (counts.running, counts.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
         placed = [self.service.routes.router_of(policy).placed for policy in ("past", *self.trained)]
         assert not any(placed), "a server keeps the load of what is over"
         waiting = {name for worker in self.workers for name in worker.ids}
@@ -854,9 +963,7 @@ class Schedule(RuleBasedStateMachine):
                 self.push(0)
                 self.arrive(0, 0, True)
             self.report(pick, "answered")
-        self.collect()
-        if self.trainer.due.trained:
-            self.report_step()
+        self.report_step()
         self.train(dies=False)
         self.report_step()
         for policy in (False, True):
@@ -868,19 +975,18 @@ class Schedule(RuleBasedStateMachine):
             self.open_session(pick, "answered")
         if not self.service.begun:
             self.the_roll_is_called()
-            self.report_step()
+        self.report_step()
         assert self.service.begun
 
     def end(self) -> None:
-        """As the master ends: what is not trained is abandoned, the books balance, the ledger is complete."""
+        """As the master ends: what is not trained is abandoned, the counters balance, the ledger is complete."""
         self.all_speak()
-        self.report_step()
-        self.loop.run_until_complete(self.service.close_gate(m.Empty()))
-        self.loop.run_until_complete(self.service.abandon(m.Empty()))
-        self.report_step()
-        trainer = self.trainer
-        check_books(trainer.books, trainer.version * self.batch)
-        self.ledger.end(trainer.version, trainer.books)
+        self.account_for_all()
+        if self.ends_twice:
+            self.the_brain_dies()
+            self.all_speak()
+            self.account_for_all()
+        self.ledger.close()
         findings: list[str] = []
 
         def find(place: str, what: str) -> None:
@@ -888,7 +994,19 @@ class Schedule(RuleBasedStateMachine):
 
         outcome = Replay(ROWS, find).run(surviving(read_ledger(self.folder, find), find))
         assert not findings, findings
-        assert outcome.trained == trainer.version * self.batch
+        assert outcome.trained == self.trainer.version * self.batch
+        recorded: list[list[str]] = [[] for _ in self.history]
+        for line in outcome.rollouts.values():
+            recorded[line.step - 1].append(line.prompt)
+        assert recorded == self.history, "what was trained is what the ledger says"
+        assert set(outcome.used) == set(self.used)
+
+    def account_for_all(self) -> None:
+        number, version = self.service.number, self.trainer.version
+        self.loop.run_until_complete(self.service.close_gate(m.TrainerRequest(manager=number)))
+        counts = self.loop.run_until_complete(self.service.end_run(m.EndReport(version, manager=number)))
+        self.written = self.ledger.lines
+        check_books(counts, version * self.batch)
 
 
 def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
@@ -897,6 +1015,7 @@ def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> N
     schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
     schedule.fair_turn(0)
     schedule.save()
+    schedule.the_checkpoint_is_complete()
     schedule.the_brain_dies()
     schedule.fair_turn(0)
     schedule.the_run_dies()
@@ -940,10 +1059,10 @@ def play_long(seed: int, steps: int = LONG) -> None:
                 arguments["fate"] = "answered"
             played.moves.append((chosen.name, arguments))
             getattr(schedule, chosen.name)(**arguments)
-            schedule.books_balance_and_nothing_is_trained_twice()
+            schedule.counts_balance_and_nothing_is_trained_twice()
         schedule.teardown()
     except Exception as error:
-        again = shortened(played) if Phase.shrink in settings.default.phases else played
+        again = shortened(played) if Phase.shrink in settings().phases else played
         raise AssertionError(f"seed {seed}: {error!r}; play it again:\n{again.command}") from error
 
 
@@ -972,7 +1091,7 @@ def play(played: Played) -> None:
     for name, arguments in played.moves:
         if when[name](schedule):
             getattr(schedule, name)(**arguments)
-            schedule.books_balance_and_nothing_is_trained_twice()
+            schedule.counts_balance_and_nothing_is_trained_twice()
     schedule.teardown()
 
 
@@ -1008,11 +1127,26 @@ def batches_without_lag(seed: int, batch: int, rejected: Callable[[int, int], bo
             schedule.arrive(0, random.randrange(HEADS), random.random() < 0.8)
 
     def train() -> None:
-        before = schedule.trainer.version
-        if not schedule.trainer.due.trained:
+        """A step whose death would cost it is left out of the batches once the brain has died."""
+        if between_steps(schedule):
             schedule.train(dies=False)
-        if schedule.trainer.version > before:
+        if schedule.trainer.batch is not None:
+            del batches[schedule.trainer.version - 1 :]
             batches.append({played[name] for name in schedule.trainer.in_step})
+
+    def step_end() -> None:
+        """One point of the step's end, or what leads to the next step."""
+        trainer, lost = schedule.trainer, random.random() < 0.3
+        if not trainer.begun:
+            schedule.the_run_begins(lost)
+        elif trainer.batch is not None:
+            schedule.the_gate_records_the_step(lost)
+        elif trainer.state is not None:
+            schedule.the_state_is_complete()
+        elif not between_steps(schedule):
+            schedule.the_version_is_announced()
+        elif trainer.confirmed:
+            schedule.report_drops(lost)
 
     def late_call() -> None:
         if schedule.network:
@@ -1024,7 +1158,7 @@ def batches_without_lag(seed: int, batch: int, rejected: Callable[[int, int], bo
         (5, lambda: schedule.report(random.randrange(3), random.choice(FATE))),
         (5, schedule.collect),
         (5, train),
-        (5, lambda: schedule.report_step(lost=random.random() < 0.3)),
+        (5, step_end),
         (5, lambda: schedule.the_server_updates(random.randrange(3))),
         (1, lambda: schedule.the_brain_dies()),
         (5, lambda: schedule.open_session(random.randrange(3), random.choice(FATE))),

@@ -21,12 +21,23 @@ def call(service: ManagerService, path: str, **fields: Any) -> Any:
     return asyncio.run(handler(kind(**fields)))  # type: ignore[arg-type]
 
 
-def begun(run: m.RunReport | None = None) -> ManagerService:
+def begun(curriculum: Curriculum | None = None, run: m.RunBegin | None = None) -> ManagerService:
     service = ManagerService(
-        batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
+        batch_size=2,
+        max_staleness=0,
+        routing="least_requests",
+        lease_s=1e9,
+        clock=lambda: 0.0,
+        order=ORDER,
+        curriculum=None if curriculum is None else lambda state: curriculum,
     )
-    service.begin(run or m.RunReport())
+    service.begin(run or m.RunBegin())
     return service
+
+
+def resting() -> Curriculum:
+    """Rows that were answered well rest for an epoch."""
+    return Curriculum(0.0, 0.9, rest=1)
 
 
 def admitted(service: ManagerService, *orders: int, incarnation: int = 0) -> list[m.GrantedRollout]:
@@ -46,14 +57,18 @@ def received(service: ManagerService, *rollouts: str) -> None:
     assert call(service, "/received", rollouts=report).refused == []
 
 
+def trained_rollout(name: str) -> m.TrainedRollout:
+    return m.TrainedRollout(name, "", 0, {0: 1}, 1, 1, 1.0)
+
+
 def trained(service: ManagerService, version: int, *rollouts: str) -> None:
     received(service, *rollouts)
-    call(service, "/report_consumed", version=version, trained=list(rollouts), dropped=[])
+    call(service, "/consumed", version=version, trained=list(map(trained_rollout, rollouts)))
     service.routes_changed(version)
 
 
 def told(service: ManagerService, *rollouts: str, incarnation: int = 0, success: float = 1.0) -> None:
-    ended = [m.FinishedRollout(rollout, accepted=True, tokens=1, success=success) for rollout in rollouts]
+    ended = [m.FinishedRollout(rollout, accepted=True, success=success) for rollout in rollouts]
     call(service, "/finish_rollout", worker=WORKER, incarnation=incarnation, finished=ended)
 
 
@@ -74,8 +89,8 @@ def test_a_suspect_that_the_trainer_has_is_cleared_so_that_the_next_one_has_its_
 
 
 def test_no_row_begins_another_epoch_before_it_is_known_how_it_was_answered() -> None:
-    service = begun()
-    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+    curriculum = resting()
+    service = begun(curriculum)
     assert len(admitted(service, 0, 1)) == 2
     told(service, "0/0")
     trained(service, 1, "0/0", "0/1")
@@ -83,12 +98,11 @@ def test_no_row_begins_another_epoch_before_it_is_known_how_it_was_answered() ->
     told(service, "0/1")
     again = admitted(service, 2, 3)
     assert [(grant.rollout_id, grant.rests) for grant in again] == [("0/2", True), ("0/3", True)]
-    assert service.rollouts.measured.unrecorded == [(ORDER.ref(order).prompt_id, 1.0) for order in (0, 1)]
+    assert curriculum.state() == [(0, 0, 1.0), (1, 0, 1.0)]
 
 
 def test_who_died_before_it_told_is_not_waited_for() -> None:
-    service = begun()
-    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+    service = begun(resting())
     assert len(admitted(service, 0, 1)) == 2
     trained(service, 1, "0/0", "0/1")
     assert service.rollouts.awaits_ends
@@ -100,20 +114,19 @@ def test_who_died_before_it_told_is_not_waited_for() -> None:
 def test_nobody_is_waited_for_where_only_the_trainer_knows_the_rollout(consumed: str) -> None:
     """Its worker and the manager before this one have died."""
     only_there = m.ReceivedRollout("early/0", ORDER.ref(0).prompt_id, 0, 0, 1)
-    service = begun(m.RunReport(received=[only_there]))
-    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+    service = begun(resting(), m.RunBegin(received=[only_there]))
     received(service, "early/0")
     assert not service.rollouts.awaits_ends
     drops = [m.DroppedRollout("early/0", "stale")] * (consumed == "dropped")
-    call(service, "/report_consumed", version=1, trained=["early/0"] * (consumed == "trained"), dropped=drops)
+    step = [trained_rollout("early/0")] * (consumed == "trained")
+    call(service, "/consumed", version=len(step), trained=step, dropped=drops)
     assert not service.rollouts.awaits_ends
     assert len(ask(service, "0", incarnation=0)) == 1
 
 
 @pytest.mark.parametrize("ended", ["worker_died", "rejected"])
 def test_nobody_is_waited_for_where_what_arrives_late_does_not_count(ended: str) -> None:
-    service = begun()
-    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
+    service = begun(resting())
     assert len(admitted(service, 0, 1)) == 2
     if ended == "worker_died":
         service.worker_died(WORKER)
@@ -128,7 +141,7 @@ def test_nobody_is_waited_for_where_what_arrives_late_does_not_count(ended: str)
 
 async def test_a_step_that_waits_for_a_rollout_goes_on_once_the_trainer_has_it_and_not_before() -> None:
     service = ManagerService(batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, order=ORDER)
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     await service.allocate_rollout(m.AllocateRequest(worker=WORKER, rollouts=["0", "1"]))
     waiting = asyncio.create_task(service.wait_expiring(m.WaitExpiringRequest(0, 60.0)))
     for name in ("0", "1"):

@@ -11,22 +11,24 @@ import asyncio
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
 from asyncrl.comm.push_pull.outbox import Outbox
 from asyncrl.manager import messages as m
 from asyncrl.manager import service
-from asyncrl.manager.rollouts import staleness_gate
+from asyncrl.manager.rollouts import ledger, staleness_gate
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.reports import given_up
 from asyncrl.master.data import sample_buffer as buffers
 from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.recovery.recorded import Recorded
+from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
@@ -37,7 +39,7 @@ REMEMBERED = 128
 """Number of recent ids that rings keep here, so that they are full after the warm-up; in a run they are larger."""
 SLACK = 128
 GROWS = {
-    "SampleBuffer.used": "a bit for each prompt used: what a checkpoint has to know",
+    "RolloutState.used": "a bit for each prompt used: what a checkpoint has to know",
 }
 CONTAINERS = (dict, set, list, deque, OrderedDict, bytearray, np.ndarray)
 
@@ -75,7 +77,7 @@ def largest(*things: Any) -> dict[str, int]:
 class Run:
     """Workers, manager, trainer and senders, with failures, returns, lost workers and stale rollouts among the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.chance = random.Random(3)
         self.now = 0.0
         self.service = ManagerService(
@@ -87,16 +89,17 @@ class Run:
             clock=lambda: self.now,
             order=DataOrder(ROWS, 0),
             first=m.RequestSize(3, 4, 2),
+            ledger=Ledger(folder, RunSettings(B, ETA, str(OnStale.drop), WORKERS, 0)),
         )
         self.service.router.update(0, "http://a", 0, routable=True)
         self.service.router.update(1, "http://b", 0, routable=True)
-        self.service.begin(m.RunReport())
+        self.service.await_workers({})
         self.buffer = SampleBuffer(B, ETA, OnStale.drop)
         self.ids: list[list[str]] = [[] for _ in range(WORKERS)]
         self.running: list[dict[str, m.GrantedRollout]] = [{} for _ in range(WORKERS)]
         self.outbox: Outbox[str] = Outbox(["x", "y"], high_water=64, resend_after_s=5.0)
         self.version = self.made = self.incarnation = 0
-        self.recorded, self.measured, self.refused = Recorded(), 0, 0
+        self.refused = 0
         self.inbox: list[RolloutRecord] = []
 
     @property
@@ -104,6 +107,7 @@ class Run:
         return self.service, self.buffer, self.outbox
 
     async def play(self, until: int) -> None:
+        await self.service.begin_run(m.RunBegin())  # has an effect once
         while self.made < until:
             self.now += 1.0
             for index in range(WORKERS):
@@ -116,9 +120,13 @@ class Run:
                 self.service.incarnation_seen("rollout_worker/1", self.incarnation)
                 self.ids[1].clear()
                 self.running[1].clear()
+        await self.service.saved(m.SavedReport(self.version))  # the disk has the ledger's lines
 
     async def turn(self, index: int) -> None:
-        who = {"worker": f"rollout_worker/{index}", "incarnation": self.incarnation if index == 1 else 0}
+        who: dict[str, Any] = {
+            "worker": f"rollout_worker/{index}",
+            "incarnation": self.incarnation if index == 1 else 0,
+        }
         ids, running = self.ids[index], self.running[index]
         finished = [self.finish(running.pop(name)) for name in list(running) if self.chance.random() < 0.5]
         if self.chance.random() < 0.3:
@@ -147,12 +155,18 @@ class Run:
             self.outbox.lost("x")
             self.outbox.take(("y",), self.now)
         self.outbox.acked(entry.seq)
-        sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
+        sizes: dict[str, Any] = {
+            "lengths": (2,),
+            "generated": (1,),
+            "rewards": (1.0,),
+            "truncated": (False,),
+            "episodes": (1,),
+        }
         oldest = max(0, granted.version - self.chance.choice((0, 0, 0, 3)))
-        tokens = {"oldest_version": oldest, "version_tokens": {oldest: 1}}
-        of = {"rollout_id": name, "prompt_id": granted.prompt_id, "order": granted.order, "head": 0}
+        tokens: dict[str, Any] = {"oldest_version": oldest, "version_tokens": {oldest: 1}}
+        of: dict[str, Any] = {"rollout_id": name, "prompt_id": granted.prompt_id, "order": granted.order, "head": 0}
         self.inbox.append(RolloutRecord(**of, **tokens, **sizes))
-        return m.FinishedRollout(name, True, tokens=2)
+        return m.FinishedRollout(name, True)
 
     async def collect(self) -> None:
         records, self.inbox = self.inbox, []
@@ -165,33 +179,38 @@ class Run:
         while (batch := self.buffer.take(self.version)) is not None:
             self.buffer.mark_trained(batch)
             self.version += 1
-            await self.report([record.rollout_id for record in batch.records])
+            await self.report([trained_rollout(record) for record in batch.records])
         await self.report([])
 
-    async def report(self, trained: list[str]) -> None:
+    async def report(self, trained: list[m.TrainedRollout]) -> None:
         dropped = [drop.message for drop in self.buffer.pop_drops()]
-        known = {"events_after": self.recorded.heard, "measured_after": self.measured}
-        reply = await self.service.report_consumed(m.ConsumedReport(self.version, trained, dropped, **known))
-        self.measured = reply.measured_seq
-        for prompt in given_up(self.recorded, reply.events):
-            self.buffer.used.add(prompt)
-        for line in reply.events:
-            self.recorded.take(line)
+        await self.service.consumed(m.ConsumedReport(self.version, trained, dropped))
         for index in (0, 1):
             self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)
         self.service.routes_changed(self.version)
 
 
-def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (service, staleness_gate, buffers):
+def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for room in (service, staleness_gate, buffers, ledger):
         monkeypatch.setattr(room, "ids_remembered", lambda *_: REMEMBERED)
-    run = Run()
-    asyncio.run(run.play(WARM_UP))
-    before = largest(*run.machines)
-    asyncio.run(run.play(ROLLOUTS))
-    after = largest(*run.machines)
+    run = Run(tmp_path)
+
+    async def play() -> tuple[dict[str, int], dict[str, int]]:
+        await run.play(WARM_UP)
+        before = largest(*run.machines)
+        await run.play(ROLLOUTS)
+        return before, largest(*run.machines)
+
+    before, after = asyncio.run(play())
     assert run.version > ROLLOUTS // B // 3
     assert run.refused, "some came after their workers were given up"
     grown = {name: (before.get(name, 0), size) for name, size in after.items() if size > before.get(name, 0) + SLACK}
     assert not grown
-    assert {"PromptQueue.back", "Router._placements", "RecentIds._generations[]"} <= after.keys()
+    assert {
+        "PromptQueue.back",
+        "Router._placements",
+        "RecentIds._generations[]",
+        "LedgerFiles._appended",
+    } <= after.keys()

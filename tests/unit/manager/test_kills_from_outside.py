@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,10 +18,9 @@ import pytest
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.reports import given_up
 from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.recovery.recorded import Recorded
+from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
@@ -63,20 +63,19 @@ class Cluster:
             clock=lambda: self.now,
             order=ORDER,
         )
-        self.service.begin(m.RunReport())
+        self.service.begin(m.RunBegin())
         self.service.router.update(0, "http://server", 0, routable=True)
         self.buffer = SampleBuffer(BATCH, ETA, OnStale.wait)
         self.version, self.deadly = 0, {ORDER.ref(order).prompt_id for order in deadly}
         self.trained: list[str] = []
         self.deaths: list[tuple[float, str]] = []
-        self.recorded = Recorded()
         self.training = False
         self.ids = itertools.count()
         self.turns: list[tuple[float, int, Callable[[], None]]] = []
         self.highest = 0
         self.workers = [Worker(index, 0) for index in range(workers)]
         for worker in self.workers:
-            self.after(0.0, lambda worker=worker: self.begin(worker))
+            self.after(0.0, partial(self.begin, worker))
 
     def after(self, seconds: float, turn: Callable[[], None]) -> None:
         heapq.heappush(self.turns, (self.now + seconds, next(self.ids), turn))
@@ -120,7 +119,7 @@ class Cluster:
         def end() -> None:
             if not worker.dead:
                 del worker.running[rollout]
-                worker.ended.append(m.FinishedRollout(rollout, True, tokens=2))
+                worker.ended.append(m.FinishedRollout(rollout, True))
                 self.receive(record(granted))
 
         if granted.prompt_id in self.deadly:
@@ -156,35 +155,33 @@ class Cluster:
             self.buffer.mark_trained(batch)
             self.version += 1
             self.trained += [each.prompt_id for each in batch.records]
-            self.report([each.rollout_id for each in batch.records])
+            self.report(list(map(trained_rollout, batch.records)))
             self.service.router.update(0, "http://server", self.version, routable=True)
             self.service.routes_changed(self.version)
 
         self.after(STEP_S, done)
 
-    def report(self, trained: list[str]) -> None:
+    def report(self, trained: list[m.TrainedRollout]) -> None:
         dropped = [drop.message for drop in self.buffer.pop_drops()]
-        report = m.ConsumedReport(self.version, trained, dropped, events_after=self.recorded.heard)
-        reply = self.runner.run(self.service.report_consumed(report))
-        for prompt in given_up(self.recorded, reply.events):
-            self.buffer.used.add(prompt)
-        for line in reply.events:
-            self.recorded.take(line)
+        self.runner.run(self.service.consumed(m.ConsumedReport(self.version, trained, dropped)))
+
+    @property
+    def used(self) -> set[str]:
+        """Prompts that are trained or dropped for good."""
+        return set(self.service.rollouts.used)
 
     @property
     def crashed(self) -> int:
         """Prompts that were dropped as they killed their worker."""
-        return self.service.gate.books().dropped.get("crashed_worker", 0)
+        return self.service.gate.counts().dropped.get("crashed_worker", 0)
 
     def close(self) -> None:
         self.runner.close()
 
 
 def record(granted: m.GrantedRollout) -> RolloutRecord:
-    sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
-    tokens = {"oldest_version": granted.version, "version_tokens": {granted.version: 1}}
-    of = {"rollout_id": granted.rollout_id, "prompt_id": granted.prompt_id, "order": granted.order, "head": 0}
-    return RolloutRecord(**of, **tokens, **sizes)
+    head = (granted.rollout_id, granted.prompt_id, granted.order, 0, granted.version, {granted.version: 1})
+    return RolloutRecord(*head, lengths=(2,), generated=(1,), rewards=(1.0,), truncated=(False,), episodes=(1,))
 
 
 def kill_from_outside(cluster: Cluster, kills: int, mean_s: float) -> None:
@@ -198,7 +195,7 @@ def kill_from_outside(cluster: Cluster, kills: int, mean_s: float) -> None:
     cluster.after(cluster.random.expovariate(1 / mean_s), kill)
     cluster.run(lambda: len(cluster.deaths) == kills)
     end = {ORDER.ref(order).prompt_id for order in range(cluster.highest)}
-    cluster.run(lambda: end <= set(cluster.buffer.used))
+    cluster.run(lambda: end <= cluster.used)
 
 
 @pytest.mark.parametrize("mean_s", [3.5, 20.0])
@@ -207,9 +204,9 @@ def test_a_hundred_kills_from_outside_drop_no_prompt(mean_s: float) -> None:
     kill_from_outside(cluster, kills=100, mean_s=mean_s)
     assert cluster.crashed == 0
     assert len(set(cluster.trained)) == len(cluster.trained)
-    books = cluster.service.gate.books()
-    assert books.balanced
-    assert set(books.dropped) == {"worker_died"}
+    counts = cluster.service.gate.counts()
+    assert counts.balanced
+    assert set(counts.dropped) == {"worker_died"}
     assert not cluster.service.rollouts.suspects, "all are cleared"
     cluster.close()
 
@@ -242,6 +239,6 @@ def test_prompts_that_kill_are_dropped_before_they_use_up_the_restarts(
     alone = [policy.died(worker, now) is AfterDeath.alone for now, worker in cluster.deaths]
     assert all(alone)
     end = {ORDER.ref(order).prompt_id for order in range(max(deadly) + 1)}
-    cluster.run(lambda: end <= set(cluster.buffer.used))
-    assert set(cluster.buffer.used) - set(cluster.trained) == cluster.deadly
+    cluster.run(lambda: end <= cluster.used)
+    assert cluster.used - set(cluster.trained) == cluster.deadly
     cluster.close()

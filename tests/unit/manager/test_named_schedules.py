@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,14 +14,16 @@ import pytest
 from asyncrl.comm.ended_rollouts.ledger_lines import Dropped
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import RollCall
-from asyncrl.manager.rollouts.staleness_gate import StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.verify.audit.ledger_files import read_ledger
+from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from tests.unit.manager.test_any_schedule import Schedule, Worker
 
 
@@ -60,16 +63,21 @@ def deliver(schedule: Schedule, prompt: str, *, acknowledged: bool = False) -> N
     del schedule.pick_of
 
 
+def one_step(schedule: Schedule) -> None:
+    """Worker 1 plays a rollout, and a step trains it."""
+    schedule.allocate(1, 1, "answered")
+    (prompt,) = (each.prompt_id for each in schedule.workers[1].running.values())
+    deliver(schedule, prompt, acknowledged=True)
+    schedule.collect()
+    schedule.train(dies=False)
+    schedule.report_step()
+
+
 def played_twice(steps: int = 0) -> tuple[Schedule, str]:
     """A rank has a rollout of the prompt whose worker died; the successor plays the prompt again."""
     schedule = begun()
     for _ in range(steps):
-        schedule.allocate(1, 1, "answered")
-        schedule.push(0)
-        schedule.arrive(0, 0, True)
-        schedule.collect()
-        schedule.train(dies=False)
-        schedule.report_step()
+        one_step(schedule)
     schedule.allocate(0, 1, "answered")
     (prompt,) = schedule.workers[0].in_hand
     deliver(schedule, prompt)
@@ -102,13 +110,13 @@ def play_again(schedule: Schedule, prompt: str) -> None:
 
 
 def dropped_lines(schedule: Schedule) -> list[tuple[str, str]]:
-    """Reason and fate of the prompt of every drop in the ledger."""
-    schedule.ledger.lines_written()
+    """Reason and fate of the prompt of every drop in the ledger that counts."""
+    schedule.loop.run_until_complete(schedule.ledger.written())
 
     def find(place: str, what: str) -> None:
         raise AssertionError(what)
 
-    lines = [entry.line for entry in read_ledger(schedule.folder, find)]
+    lines = [entry.line for entry in surviving(read_ledger(schedule.folder, find), find)]
     return [(line.reason, line.prompt.value) for line in lines if isinstance(line, Dropped)]
 
 
@@ -139,33 +147,38 @@ def test_what_a_given_up_worker_delivers_late_does_not_count_and_its_prompt_is_s
     schedule.report_step()
     lost = ("worker_died", "returned")
     if again == "trained":
-        assert (schedule.trainer.trained, schedule.given_up) == ([[prompt]], set())
+        assert (schedule.history, schedule.given_up) == ([[prompt]], set())
         assert dropped_lines(schedule) == [lost]
     else:
-        assert (schedule.trainer.trained, schedule.given_up) == ([], {prompt})
+        assert (schedule.history, schedule.given_up) == ([], {prompt})
         assert dropped_lines(schedule) == [lost, ("rejected", "given_up")]
     schedule.teardown()
 
 
-@pytest.mark.parametrize("settled", ["dropped for good", "played again"])
+@pytest.mark.parametrize("settled", ["dropped for good before the last step", "dropped for good since", "played again"])
 def test_a_brain_that_goes_on_trains_nothing_of_what_the_ranks_hold_before_it_has_asked(settled: str) -> None:
-    """The one before it died before it asked; the ranks hold an attempt that was lost, of a prompt that is settled."""
+    """The one before it died before it asked; the ranks hold an attempt that was lost. What became of its prompt counts
+    if it came before the last step.
+    """
     schedule, prompt = played_twice(steps=1)
     (late,), schedule.inbox = schedule.inbox, []
-    if settled == "dropped for good":
+    if settled != "played again":
         drop_for_good(schedule, prompt)
-    schedule.report_step(dies=True)
+    if settled == "dropped for good before the last step":
+        one_step(schedule)
+    steps = len(schedule.history)
+    schedule.the_brain_dies()
     schedule.collect()
     assert late.rollout_id in ids_in_buffer(schedule), "it waits there"
-    assert schedule.trainer.due.trained, "it reports the last step again before it trains"
     schedule.train(dies=False)
-    assert len(schedule.trainer.trained) == 1
+    assert schedule.trainer.version == steps
     schedule.all_speak()
-    schedule.report_step()
-    assert late.rollout_id not in ids_in_buffer(schedule)
+    counts = settled == "dropped for good since"
+    assert (late.rollout_id in ids_in_buffer(schedule)) == counts
     schedule.train(dies=False)
-    assert len(schedule.trainer.trained) == 1
-    assert schedule.given_up == ({prompt} if settled == "dropped for good" else set())
+    schedule.report_step()
+    assert ([prompt] in schedule.history) == counts
+    assert schedule.given_up == ({prompt} if settled == "dropped for good before the last step" else set())
     schedule.teardown()
 
 
@@ -190,7 +203,7 @@ def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropp
     schedule.train(dies=False)
     schedule.report_step()
     crashed = ("crashed_worker", "given_up") in dropped_lines(schedule)
-    assert (schedule.trainer.trained, crashed) == (([[prompt]], False) if asked else ([], True))
+    assert (schedule.history, crashed) == (([[prompt]], False) if asked else ([], True))
     schedule.teardown()
 
 
@@ -203,7 +216,7 @@ def only_the_trainer_has_it(schedule: Schedule) -> None:
     assert not schedule.workers[0].held.all()
     schedule.the_brain_dies()
     schedule.all_speak()
-    assert schedule.service.gate.books().finished_untrained == 1, "it is played again"
+    assert schedule.service.gate.counts().finished_untrained == 1, "it is played again"
 
 
 def a_grant_is_read_late(schedule: Schedule) -> None:
@@ -212,11 +225,11 @@ def a_grant_is_read_late(schedule: Schedule) -> None:
     schedule.the_brain_dies()
     schedule.all_speak()
     schedule.a_reply_arrives_late(0)
-    schedule.books_balance_and_nothing_is_trained_twice()
+    schedule.counts_balance_and_nothing_is_trained_twice()
 
 
 def one_speaks_late(schedule: Schedule) -> None:
-    """A worker holds what the ledger does not have, and another one speaks before it."""
+    """A worker holds a rollout, and another one speaks before it."""
     schedule.allocate(0, 1, "answered")
     schedule.the_brain_dies()
     schedule.open_session(1, "answered")
@@ -234,24 +247,25 @@ def test_an_end_counts_whose_worker_is_replaced_before_the_gate_opens() -> None:
     (prompt,) = schedule.workers[0].in_hand
     schedule.the_brain_dies()
     schedule.report_step()
+    schedule.open_session(0, "answered")
     deliver(schedule, prompt, acknowledged=True)
     schedule.allocate(0, 1, "answered")
     schedule.a_worker_dies(0, by_status=False, on_its_way=0)
     schedule.all_speak()
     schedule.collect()
-    assert schedule.service.gate.books().finished_untrained == 1
+    assert schedule.service.gate.counts().finished_untrained == 1
     schedule.teardown()
 
 
 def no_poll(patch: pytest.MonkeyPatch) -> None:
-    introduce = Schedule.introduce
+    begins = Schedule.the_run_begins
 
-    def unpolled(self: Schedule, lost: bool) -> None:
+    def unpolled(self: Schedule) -> None:
         with patch.context() as inner:
             inner.setattr(self, "collect", lambda: None)
-            introduce(self, lost)
+            begins(self)
 
-    patch.setattr(Schedule, "introduce", unpolled)
+    patch.setattr(Schedule, "the_run_begins", unpolled)
 
 
 def no_sessions(patch: pytest.MonkeyPatch) -> None:
@@ -280,7 +294,7 @@ def test_each_part_of_a_managers_rebuilding_is_needed(
         play(broken)
 
 
-WORKER = {"worker": "rollout_worker/0"}
+WORKER: dict[str, Any] = {"worker": "rollout_worker/0"}
 
 
 def record(name: str, version: int) -> RolloutRecord:
@@ -303,7 +317,7 @@ class Manager:
             clock=lambda: 0.0,
             order=DataOrder(1, 0),
         )
-        self.service.begin(m.RunReport())
+        self.service.begin(m.RunBegin())
 
     def admit(self, rollout: str) -> list[str]:
         """The prompts that are played."""
@@ -323,12 +337,12 @@ class Manager:
         """The rollouts that do not count."""
         return asyncio.run(self.service.received(m.ReceivedReport(list(map(received, records))))).refused
 
-    def train(self, version: int, *rollouts: str) -> None:
-        asyncio.run(self.service.report_consumed(m.ConsumedReport(version, list(rollouts), [])))
+    def train(self, version: int, rollout: str) -> None:
+        asyncio.run(self.service.consumed(m.ConsumedReport(version, [trained_rollout(record(rollout, 0))])))
 
     def report(self, buffer: SampleBuffer, version: int) -> None:
         dropped = [drop.message for drop in buffer.pop_drops()]
-        asyncio.run(self.service.report_consumed(m.ConsumedReport(version, [], dropped)))
+        asyncio.run(self.service.consumed(m.ConsumedReport(version, [], dropped)))
 
 
 def test_a_stale_attempt_that_is_received_again_does_not_count_and_the_next_one_does() -> None:
@@ -361,10 +375,11 @@ def test_a_rollout_that_was_refused_does_not_come_back_at_the_next_manager(death
         schedule.all_speak()
     schedule.collect()
     gate = schedule.service.gate
-    assert (list(gate.live), gate.outcome(first)) == ([second], "worker_died")
+    assert list(gate.live) == [second]
     assert schedule.workers[0].held.all(), "it has not reported the end yet"
     schedule.report(0, "answered")
-    assert (list(gate.live), gate.outcome(first)) == ([second], "worker_died")
+    assert list(gate.live) == [second]
+    assert gate.has_ended(first)
     schedule.teardown()
 
 
@@ -380,10 +395,11 @@ def test_of_two_rollouts_of_a_prompt_that_a_manager_first_hears_of_as_it_begins_
         schedule.the_brain_dies()
         schedule.all_speak()
         schedule.collect()
-    books = schedule.service.gate.books()
-    assert (books.running, books.finished_untrained, len(schedule.trainer.buffer)) == (0, 1, 1)
+    counts = schedule.service.gate.counts()
+    assert (counts.running, counts.finished_untrained, len(schedule.trainer.buffer)) == (0, 1, 1)
     schedule.train(dies=False)
-    assert len(schedule.trainer.trained) == 1
+    schedule.report_step()
+    assert len(schedule.history) == 1
     schedule.teardown()
 
 
@@ -415,8 +431,8 @@ def test_a_rollout_that_its_worker_says_failed_though_the_trainer_has_it_is_sett
         assert manager.received(record("r1", 0)) == []
         manager.finish(failed)
         manager.train(1, "r1")
-    books = manager.service.gate.books()
-    assert (books.trained, books.balanced) == (1, True)
+    counts = manager.service.gate.counts()
+    assert (counts.trained, counts.balanced) == (1, True)
     manager.service.routes_changed(1)
     assert manager.admit("r3") == ["e1-0"], "its prompt is used once"
 
@@ -451,7 +467,8 @@ def test_a_step_that_would_make_a_running_rollout_expire_waits_whichever_manager
     schedule.report(1, "answered")
     schedule.collect()
     schedule.train(dies=False)
-    assert [prompt] in schedule.trainer.trained
+    schedule.report_step()
+    assert [prompt] in schedule.history
     schedule.teardown()
     monkeypatch.setattr(StalenessGate, "_blocking_versions", lambda self, step: [])
     with pytest.raises(AssertionError, match="the step did not wait for what will expire"):
@@ -462,24 +479,221 @@ def test_a_rollout_that_no_process_had_as_the_manager_began_does_not_count() -> 
     """Its worker had died after the poll of the ranks; its trajectory came then, and its prompt is trained once."""
     schedule = begun()
     schedule.allocate(1, 1, "answered")
-    schedule.report_step()
     ((first, granted),) = schedule.workers[1].running.items()
     schedule.push(0)
     schedule.the_brain_dies()
     schedule.report_step()
     schedule.a_worker_dies(1, by_status=True, on_its_way=1)
+    assert first in [record.rollout_id for record in schedule.inbox]
     schedule.all_speak()
-    assert schedule.service.gate.outcome(first) == "lost_with_manager"
-    schedule.collect()
-    assert not ids_in_buffer(schedule)
+    assert not schedule.held, "the rank has freed it"
+    assert schedule.service.gate.outcome(first) == WORKER_LOST
     schedule.allocate(0, 1, "answered")
     _, second = running(schedule, granted.prompt_id)
-    schedule.report_step()
     schedule.the_brain_dies()
     schedule.all_speak()
     deliver(schedule, granted.prompt_id, acknowledged=True)
     schedule.train(dies=False)
     assert schedule.trainer.in_step == [second]
     schedule.report_step()
-    assert dropped_lines(schedule) == [("lost_with_manager", "returned")]
+    assert dropped_lines(schedule) == []
+    schedule.teardown()
+
+
+POINTS = ("trained", "recorded", "complete in memory", "announced")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_death_costs_the_step_until_its_state_is_complete_and_then_none(point: str) -> None:
+    """A step that it costs is trained again on the same rollouts, which the ranks still have."""
+    schedule = begun()
+    one_step(schedule)
+    schedule.allocate(1, 1, "answered")
+    ((rollout, granted),) = schedule.workers[1].running.items()
+    deliver(schedule, granted.prompt_id, acknowledged=True)
+    schedule.train(dies=False)
+    moves = (schedule.the_gate_records_the_step, schedule.the_state_is_complete, schedule.the_version_is_announced)
+    for move in moves[: POINTS.index(point)]:
+        move()
+    kept = point in POINTS[2:]
+    schedule.the_brain_dies()
+    assert schedule.trainer.version == len(schedule.history) == 1 + kept
+    schedule.all_speak()
+    assert schedule.announced == 1 + kept, "a version that is complete is announced, by whichever brain"
+    assert ids_in_buffer(schedule) == ([] if kept else [rollout])
+    assert schedule.service.gate.counts().trained == 1 + kept
+    schedule.train(dies=False)
+    schedule.report_step()
+    assert [granted.prompt_id] in schedule.history
+    assert len(schedule.history) == 2
+    schedule.teardown()
+
+
+def test_the_reply_to_a_step_is_the_same_each_time() -> None:
+    """The first one was lost, and a prompt was dropped for good since: that is not of the step."""
+    schedule = begun()
+    schedule.allocate(0, 2, "answered")
+    first, second = (each.prompt_id for each in schedule.workers[0].running.values())
+    deliver(schedule, first, acknowledged=True)
+    schedule.train(dies=False)
+    schedule.the_gate_records_the_step(lost=True)
+    line = schedule.ledger.lines
+    drop_for_good(schedule, second)
+    schedule.the_gate_records_the_step()
+    assert schedule.trainer.checkpoint.line == line
+    schedule.the_state_is_complete()
+    assert schedule.given_up == {second}
+    schedule.the_brain_dies()
+    schedule.all_speak()
+    assert (schedule.history, schedule.given_up) == ([[first]], set())
+    schedule.teardown()
+
+
+def test_a_checkpoint_that_was_being_written_as_the_brain_died_is_as_if_it_had_not_begun() -> None:
+    schedule = begun()
+    one_step(schedule)
+    schedule.save()
+    schedule.the_checkpoint_is_complete()
+    one_step(schedule)
+    schedule.save()
+    schedule.the_brain_dies()
+    assert schedule.trainer.version == 2
+    schedule.the_run_dies()
+    assert schedule.trainer.version == len(schedule.history) == 1
+    schedule.teardown()
+
+
+def test_what_was_measured_up_to_the_last_step_survives_a_death() -> None:
+    schedule = Schedule()
+    schedule.begin(batch=1, eta=2, on_stale=OnStale.drop, stops_early=False, rests=True)
+    for _ in range(3):
+        schedule.fair_turn(0)
+    measured = set(map(tuple, schedule.trainer.checkpoint.curriculum))
+    assert len(measured) >= 3
+    schedule.the_brain_dies()
+    schedule.all_speak()
+    curriculum = schedule.service.rollouts.curriculum
+    assert curriculum is not None
+    assert measured <= set(map(tuple, curriculum.state()))
+    schedule.teardown()
+
+
+def fail(schedule: Schedule, *, as_next_attempt: bool) -> None:
+    """The rollout of worker 0 is dropped, and its prompt tried again."""
+    (rollout,) = schedule.workers[0].running
+    schedule.workers[0].running.pop(rollout)
+    schedule.workers[0].end(m.FinishedRollout(rollout, False, "failed", True, as_next_attempt))
+    schedule.report(0, "answered")
+
+
+def test_the_tries_of_a_prompt_that_waits_survive_a_death() -> None:
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    fail(schedule, as_next_attempt=True)
+    one_step(schedule)
+    schedule.the_brain_dies()
+    schedule.all_speak()
+    assert schedule.service.rollouts.queue.waiting(0) == NextTry(0, attempt=1)
+    schedule.teardown()
+
+
+def test_the_tries_of_a_prompt_survive_a_death_of_all_who_had_its_rollout() -> None:
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    fail(schedule, as_next_attempt=False)
+    schedule.allocate(0, 1, "answered")
+    one_step(schedule)
+    schedule.the_brain_dies()
+    schedule.a_worker_dies(0, by_status=True, on_its_way=0)
+    schedule.all_speak()
+    assert schedule.service.rollouts.queue.waiting(0) == NextTry(0, failures=1)
+    schedule.allocate(0, 1, "answered")
+    (granted,) = schedule.workers[0].running.values()
+    assert (granted.order, granted.failures) == (0, 1)
+    schedule.teardown()
+
+
+@pytest.mark.parametrize("speaks", ["in time", "late"])
+def test_what_a_rank_has_freed_since_the_last_step_takes_no_place_after_a_death(speaks: str) -> None:
+    """Its worker has delivered it, and no manager has confirmed that; the prompt was played elsewhere meanwhile."""
+    schedule = begun(eta=0)
+    schedule.allocate(0, 1, "answered")
+    ((first, granted),) = schedule.workers[0].running.items()
+    schedule.a_lease_lapses(0)
+    deliver(schedule, granted.prompt_id, acknowledged=True)
+    schedule.collect()
+    assert not schedule.held, "the rank has freed it"
+    schedule.the_brain_dies()
+    if speaks == "late":
+        schedule.the_roll_is_called(over=True)
+        schedule.report_step()
+        assert schedule.service.begun
+    schedule.all_speak()
+    assert not schedule.workers[0].running
+    assert first not in schedule.service.gate.live
+    assert schedule.service.gate.capacity == 1
+    schedule.teardown()
+
+
+def test_what_was_refused_before_its_worker_spoke_does_not_count_when_it_comes_again() -> None:
+    """The rank's acknowledgement was lost, so the worker still has it; the trainer would free it as a copy."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    ((first, granted),) = schedule.workers[0].running.items()
+    schedule.the_brain_dies()
+    schedule.the_roll_is_called(over=True)
+    schedule.report_step()
+    deliver(schedule, granted.prompt_id)
+    schedule.collect()
+    assert not schedule.held, "the rank has freed it"
+    schedule.all_speak()
+    schedule.arrive(0, 0, True)
+    schedule.collect()
+    assert (ids_in_buffer(schedule), schedule.service.gate.counts().finished_untrained) == ([], 0)
+    assert first not in schedule.service.gate.live
+    schedule.teardown()
+
+
+def test_the_next_try_of_a_prompt_counts_and_not_the_one_whose_end_no_manager_has_confirmed() -> None:
+    """A manager has heard that worker 0 dropped its rollout, but its reply was lost; worker 1 plays the next try."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    ((first, granted),) = schedule.workers[0].running.items()
+    schedule.workers[0].running.pop(first)
+    schedule.workers[0].end(m.FinishedRollout(first, False, "failed", return_prompt=True))
+    schedule.report(0, "reply lost")
+    schedule.allocate(1, 1, "answered")
+    worker, second = running(schedule, granted.prompt_id)
+    assert worker is schedule.workers[1]
+    schedule.the_brain_dies()
+    schedule.all_speak()
+    assert list(schedule.service.gate.live) == [second]
+    schedule.allocate(0, 3, "answered")
+    running(schedule, granted.prompt_id)  # one plays it
+    schedule.teardown()
+
+
+@pytest.mark.parametrize("ends", ["after it was lost", "before"])
+def test_a_request_of_a_lost_rollout_is_placed_until_its_worker_has_reported_the_end(ends: str) -> None:
+    """A call that arrives after that would load a server for good."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    (granted,) = schedule.workers[0].running.values()
+    routes = schedule.service.routes.router_of("past")
+
+    def lapse() -> None:
+        schedule.a_lease_lapses(0)
+        schedule.schedule(0, "answered", "past")
+        assert routes.placed == 1, "its worker need not know that it is lost"
+
+    if ends == "after it was lost":
+        lapse()
+    schedule.schedule(0, "late", "past")
+    deliver(schedule, granted.prompt_id, acknowledged=True)
+    schedule.report(0, "answered")
+    if ends == "before":
+        schedule.a_lease_lapses(0)
+    for _ in list(schedule.network):
+        schedule.a_call_arrives_late(0, again=False)
+    assert routes.placed == 0
     schedule.teardown()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,12 +16,12 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.names import PublishedVersion
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m
-from asyncrl.manager.fleet.decisions import FleetDecisions, UpdateMode
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.messages import ServerState
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
+from asyncrl.manager.settings import PickVersion, PolicyConfig, UpdateMode, VersionPoolConfig
 from asyncrl.master.peers.policy_versions import Publishing
 from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, write_manifest
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -56,9 +57,16 @@ def test_a_server_plays_a_member_whose_weights_are_kept_and_a_resumed_run_the_sa
     assert chosen == pool.choose(since, seed, server), "it holds the member that it chose"
 
 
+def chosen(pool: VersionPoolConfig, newest: int, server: int, rates: Mapping[int, float] | None = None) -> int:
+    """The version that a server plays where the pool has members."""
+    version = pool.choose(newest, 1, server) if rates is None else pool.choose(newest, 1, server, rates)
+    assert version is not None
+    return version
+
+
 def test_the_members_of_a_pool_are_drawn_alike_and_differ_between_servers() -> None:
     pool = VersionPoolConfig(every=1, keep=4)
-    drawn = [pool.choose(newest, 1, server) - newest for newest in range(4, 404) for server in (0, 1)]
+    drawn = [chosen(pool, newest, server) - newest for newest in range(4, 404) for server in (0, 1)]
     assert all(150 < drawn.count(-back) < 250 for back in range(4))
     assert drawn[::2] != drawn[1::2]
 
@@ -66,10 +74,10 @@ def test_the_members_of_a_pool_are_drawn_alike_and_differ_between_servers() -> N
 def test_members_that_win_more_often_are_chosen_more_often() -> None:
     pool = VersionPoolConfig(every=1, keep=3, pick=PickVersion.prioritised)
     rates = [{newest - 2: 0.5, newest - 1: 0.75, newest: 0.99} for newest in range(3, 2003)]
-    drawn = [newest - pool.choose(newest, 1, 0, rate) for newest, rate in zip(range(3, 2003), rates, strict=True)]
+    drawn = [newest - chosen(pool, newest, 0, rate) for newest, rate in zip(range(3, 2003), rates, strict=True)]
     assert drawn.count(2) / 2000 == pytest.approx(0.8, abs=0.04)  # 0.25 : 0.0625 : 0.0001
     assert drawn.count(0) < 10
-    unknown = [newest - pool.choose(newest, 1, 0) for newest in range(3, 2003)]
+    unknown = [newest - chosen(pool, newest, 0) for newest in range(3, 2003)]
     assert all(unknown.count(back) / 2000 == pytest.approx(1 / 3, abs=0.05) for back in range(3))
 
 
@@ -123,17 +131,17 @@ def service_of(policies: Sequence[str] = ("past", "judge"), trained: Sequence[st
         trained=trained,
         clock=lambda: 0.0,
     )
-    service.begin(m.RunReport(version=5))
+    service.begin(m.RunBegin(version=5))
     service.router.update(0, "http://policy", 5, True)
     service.routes_changed(5)
     return service
 
 
-def place(service: ManagerService, policy: str, rollout: str = "r") -> m.ScheduledRequest | None:
+def place(service: ManagerService, policy: str, rollout: str = "r") -> str | None:
     asks = [m.RouteRequest(1, 1, 1, request_id=f"{rollout}/{policy}", rollout_id=rollout, policy=policy)]
     request = m.ScheduleRequest(worker="rollout_worker/0", manager=service.number, timeout_s=0.0, requests=asks)
     placed = asyncio.run(service.schedule_request(request)).scheduled
-    return placed[0] if placed else None
+    return placed[0].url if placed else None
 
 
 def test_an_opponent_answers_whatever_its_version_and_never_moves_the_gate() -> None:
@@ -142,8 +150,8 @@ def test_an_opponent_answers_whatever_its_version_and_never_moves_the_gate() -> 
     assert place(service, "past") is None, "no server of it is there"
     service.routes.router_of("past").update(0, "http://past", 1, True)
     service.routes_changed(None)
-    assert place(service, "past").url == "http://past"
-    assert place(service, "").url == "http://policy"
+    assert place(service, "past") == "http://past"
+    assert place(service, "") == "http://policy"
     assert service.gate_state() == before
     service.worker_died("rollout_worker/0")
     assert [service.routes.router_of(policy).placed for policy in ("", "past")] == [0, 0]
@@ -158,7 +166,8 @@ class _Ranks:
     """Records which versions are kept."""
 
     def __init__(self) -> None:
-        self.master, self.kept = "m", []
+        self.master = "m"
+        self.kept: list[tuple[str, set[int]]] = []
 
     async def some(self, actors: object, request: Publish) -> list[PublishedWeights]:
         return [PublishedWeights(f"/{request.role}/v{request.version}")]
@@ -173,7 +182,8 @@ class _Announcer:
 
 def test_weights_of_a_pools_members_stay_over_steps_and_restarts() -> None:
     ranks = _Ranks()
-    publishing = Publishing(ranks, {"actor": [], "judge": []}, _Announcer(), [VersionPoolConfig(every=2, keep=2)])
+    pools = [VersionPoolConfig(every=2, keep=2)]
+    publishing = Publishing(cast(Any, ranks), {"actor": [], "judge": []}, cast(Any, _Announcer()), pools)
     assert asyncio.run(publishing.publish(7, {1}, to_disk=True)) == "/actor/v7"
     asyncio.run(publishing.forget_others(7))
     kept = [{1, 4, 6, 7}, {4, 6, 7}]

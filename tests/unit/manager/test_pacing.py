@@ -321,7 +321,7 @@ async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
     service = paced_service(clock=lambda: clock[0])
     pacing = service.admission._pacing
     assert pacing is not None
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     running = await granted(service, *range(30))
     assert len(running) == 4, "two batches, of the 18 that the bound allows"
     waiting = asyncio.create_task(granted(service, 99, timeout_s=3600.0))
@@ -336,18 +336,19 @@ async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
     for _ in range(2):
         assert (await service.received(m.ReceivedReport(received))).refused == []
     assert [pacing.training, len(pacing._recent._durations)] == [True, 4], "each is counted once"
-    await service.report_consumed(m.ConsumedReport(1, running[:2], []))
+    trained = [m.TrainedRollout(name, "", order, {0: 1}, 1, 1, 1.0) for order, name in enumerate(running[:2])]
+    await service.consumed(m.ConsumedReport(1, trained))
     assert await waiting == ["99"]
 
 
 async def test_a_manager_that_is_rebuilt_paces_with_what_runs() -> None:
     first = paced_service()
-    first.begin(m.RunReport())
+    first.begin(m.RunBegin())
     request = m.AllocateRequest(worker="rollout_worker/0", rollouts=[str(number) for number in range(30)])
     running = (await first.allocate_rollout(request)).granted
     assert len(running) == 4
     second = paced_service()
     held = [m.HeldRollout(each) for each in running]
     await second.open_session(m.HeldReport(worker="rollout_worker/0", held=held))
-    second.begin(m.RunReport())
+    second.begin(m.RunBegin())
     assert await granted(second, *range(40, 50)) == []

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -29,7 +31,7 @@ def begun() -> ManagerService:
         clock=lambda: 0.0,
         order=DataOrder(100, 0),
     )
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     assert ask(service, "first", 0) == [0]
     service.incarnation_seen(WORKER, 1)
     return service
@@ -44,12 +46,18 @@ def ask(service: ManagerService, rollout: str, incarnation: int = 1) -> list[int
 def received(service: ManagerService, rollout: str) -> bool:
     """True if it counts."""
     rollouts = [m.ReceivedRollout(rollout, service.rollouts.prompt_id(0), 0, 0, 1)]
-    return call(service, "/received", rollouts=rollouts).refused == []
+    reply: m.ReceivedReply = call(service, "/received", rollouts=rollouts)
+    return reply.refused == []
 
 
-def consumed(service: ManagerService, *trained: str, **dropped: str) -> None:
-    drops = [m.DroppedRollout(rollout, reason) for rollout, reason in dropped.items()]
-    call(service, "/report_consumed", version=0, trained=list(trained), dropped=drops)
+def trained(service: ManagerService, rollout: str) -> None:
+    step = [m.TrainedRollout(rollout, service.rollouts.prompt_id(0), 0, {0: 1}, 1, 1, 1.0)]
+    call(service, "/consumed", version=service.gate.trained_version + 1, trained=step)
+
+
+def dropped(service: ManagerService, rollout: str) -> None:
+    drops = [m.DroppedRollout(rollout, "stale")]
+    call(service, "/consumed", version=service.gate.trained_version, dropped=drops)
 
 
 def end(service: ManagerService, rollout: str, reason: str = "", *, again: bool = False) -> None:
@@ -59,14 +67,15 @@ def end(service: ManagerService, rollout: str, reason: str = "", *, again: bool 
 
 def speak_of_the_first(service: ManagerService) -> None:
     """All that the trainer and its worker may say of it."""
-    before = service.gate.books()
+    before = service.gate.counts()
     end(service, "first")
     assert not received(service, "first")
-    consumed(service, "first")
-    consumed(service, first="stale")
+    with pytest.raises(m.BadRequest, match=r"\['first'\] do not count"):
+        trained(service, "first")
+    dropped(service, "first")
     end(service, "first", "failed", again=True)
     end(service, "first", "invalid_prompt")
-    assert service.gate.books() == before
+    assert service.gate.counts() == before
 
 
 def test_the_prompt_is_not_played_while_another_attempt_at_it_runs_or_waits_at_the_trainer() -> None:
@@ -83,28 +92,28 @@ def test_the_prompt_is_played_though_its_worker_is_heard_after_all() -> None:
     service = begun()
     speak_of_the_first(service)
     assert ask(service, "second") == [0]
-    assert service.gate.books().balanced
+    assert service.gate.counts().balanced
 
 
 def test_the_prompt_is_played_once_more_where_the_second_attempt_leaves_as_stale() -> None:
     service = begun()
     assert ask(service, "second") == [0]
     assert received(service, "second")
-    consumed(service, second="stale")
+    dropped(service, "second")
     for _ in range(2):
         speak_of_the_first(service)
     assert [ask(service, "third"), ask(service, "fourth")] == [[0], [1]]
-    assert service.gate.books().balanced
+    assert service.gate.counts().balanced
 
 
 def test_the_prompt_is_not_played_once_the_second_attempt_is_trained() -> None:
     service = begun()
     assert ask(service, "second") == [0]
     assert received(service, "second")
-    consumed(service, "second")
+    trained(service, "second")
     speak_of_the_first(service)
     assert ask(service, "third") == [1]
-    assert service.gate.books().trained == 1
+    assert service.gate.counts().trained == 1
 
 
 def test_the_prompt_is_not_played_where_the_second_attempt_was_given_up_for_good() -> None:

@@ -1,86 +1,26 @@
-"""A manager that is rebuilt has the state of the one before it, and sees to who speaks while its gate is shut."""
+"""A manager that begins has what all others know, and sees to who speaks while its gate is shut."""
 
 from __future__ import annotations
 
 import asyncio
-from random import Random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutLine
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
-from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.manager.rollouts.staleness_gate import GONE
+from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.books.reports import Due, run_report
-from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
-from tests.unit.manager.test_any_schedule import BEGINNINGS, MOVES, ORDER, Schedule
-from tests.unit.master.test_recorded import admitted, fold
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
-WORKER = "rollout_worker/0"
-
-
-def settle(schedule: Schedule) -> None:
-    """All have been heard: what the manager knows now, others know too."""
-    schedule.all_speak()
-    for index in schedule.incarnations.keys() - {worker.index for worker in schedule.workers}:
-        schedule.service.worker_died(f"rollout_worker/{index}")
-    for pick, worker in enumerate(schedule.workers):
-        schedule.report(pick, "answered")
-        if worker.ids:
-            schedule.allocate(pick, 0, "answered")
-    schedule.collect()
-    schedule.report_step()
-    schedule.report_step()
-
-
-def rebuilt(schedule: Schedule) -> RolloutState:
-    trainer = schedule.trainer
-    run = run_report(schedule.ledger.recorded, trainer.buffer, Curriculum(0.0, 1.0, 1), trainer.due, trainer.version)
-    reports = [m.HeldReport(each.name, each.incarnation, each.held.all()) for each in schedule.workers]
-    books = rebuild(RolloutState(schedule.batch, schedule.eta, ORDER), run, reports)
-    books.gate.advance(schedule.service.gate.version)
-    return books
-
-
-def what_matters(books: RolloutState, orders: int) -> dict[str, Any]:
-    gate, queue = books.gate, books.queue
-    live = {key: (gate.live.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live}
-    used = [queue.is_used(order) for order in range(orders)]
-    blocked = [(gate.is_blocked(step), sorted(gate.blocking(step))) for step in range(gate.trained_version, orders)]
-    lost = sorted(rollout for rollout, outcome in gate._retired.items() if outcome in GONE)
-    state = structs.asdict(gate.books()) | {"live": live, "lost": lost, "used": used, "blocked": blocked}
-    state |= {"room": gate.capacity}
-    return state | {"next": [queue.next() for _ in range(12)]}  # takes them: last
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, 24, 31, 270])
-def test_what_is_rebuilt_equals_the_state_of_the_manager_that_died(seed: int) -> None:
-    random = Random(seed)
-    schedule = Schedule()
-    schedule.begin(**{name: random.choice(values) for name, values in BEGINNINGS.items()} | {"stops_early": True})
-    often = {each.name: random.choice((0.1, 1, 5)) for each in MOVES} | {"allocate": 10.0}
-    lives = 0
-    for _ in range(30):
-        for _ in range(5):
-            possible = [each for each in MOVES if each.when(schedule)]
-            (chosen,) = random.choices(possible, [often[each.name] for each in possible])
-            getattr(schedule, chosen.name)(**{name: random.choice(values) for name, values in chosen.choices.items()})
-        settle(schedule)
-        books, lives = rebuilt(schedule), lives + len(schedule.service.gate.live)
-        assert not books.events.unrecorded, "the ledger has it all"
-        orders, dead = schedule.highest + 3, schedule.service.rollouts
-        schedule.the_brain_dies()
-        assert what_matters(books, orders) == what_matters(dead, orders)
-    assert lives
-    schedule.teardown()
+WORKER, OTHER = "rollout_worker/0", "rollout_worker/1"
+ORDER = DataOrder(7, 0, shuffle=False)
 
 
 def call(service: ManagerService, path: str, **fields: Any) -> Any:
@@ -89,150 +29,207 @@ def call(service: ManagerService, path: str, **fields: Any) -> Any:
 
 
 class Shut:
-    """A manager whose gate is shut, of a run in which `open` rollouts have begun; one worker is awaited."""
+    """A manager whose gate is shut; the master has brought the checkpoint, and one worker is awaited."""
 
-    def __init__(self, *admitted: Admitted, incarnation: int = 0) -> None:
-        self.now = 0.0
+    def __init__(self, incarnation: int = 0, received: Sequence[m.ReceivedRollout] = ()) -> None:
+        self.now, self.curriculum = 0.0, Curriculum(0.0, 1.0, 1)
         self.service = ManagerService(
             batch_size=2,
             max_staleness=0,
             routing="least_requests",
             lease_s=30.0,
             clock=lambda: self.now,
-            order=DataOrder(4, 0),
+            order=DataOrder(4, 0, shuffle=False),
             number=2,
+            curriculum=lambda state: self.curriculum,
         )
-        self.incarnation = incarnation
         self.service.await_workers({WORKER: incarnation})
-        call(self.service, "/report_run", open=list(admitted))
+        call(self.service, "/begin_run", received=list(received))
 
     def open_session(self, incarnation: int, *held: m.HeldRollout) -> None:
         call(self.service, "/open_session", worker=WORKER, incarnation=incarnation, held=list(held))
-
-
-def granted(rollout: str) -> Admitted:
-    return Admitted(rollout, "e0-0", 0, 0, WORKER, 0, 0.0)
 
 
 def held(rollout: str, end: m.FinishedRollout | None = None, version: int = 0) -> m.HeldRollout:
     return m.HeldRollout(m.GrantedRollout(rollout, f"e0-{rollout[1:]}", int(rollout[1:]), 0, 0, 0, version), end)
 
 
-def test_all_lines_of_what_is_adopted_reach_the_ledger_whatever_number_the_last_manager_came_to() -> None:
-    """The report that was due for the last one names the number of its lines."""
-    due = Due(trained=[m.ReceivedRollout("r2", "e0-2", 2, 0, 5)])
-    recorded = fold(*map(admitted, range(2)))
-    recorded.manager = 1
-    run = run_report(recorded, SampleBuffer(2, 1, OnStale.drop), Curriculum(0.0, 1.0, 1), due, 1)
-    assert (run.trained, run.trained_version, recorded.heard) == (due.trained, 1, 2)
-    books = rebuild(RolloutState(2, 1, ORDER, manager=2), run, [m.HeldReport(WORKER, 0, [held("r0"), held("r3")])])
-    lines = [(type(line).__name__, line.rollout) for line in books.events.unrecorded]
-    assert lines == [("Admitted", "r2"), ("Finished", "r2"), ("Admitted", "r3"), ("Dropped", "r1")]
-    assert books.events.last_seq == 4
-    assert (books.gate.books().trained, books.gate.trained_version) == (1, 1)
-
-
-def test_what_is_lost_is_written_by_worker() -> None:
-    """Whoever reads the ledger of the same run again finds the same lines."""
-    workers = [f"rollout_worker/{index}" for index in (3, 7, 1, 5, 0, 6, 2, 4)]
-    lost = [structs.replace(granted(f"r{order}"), order=order, worker=each) for order, each in enumerate(workers[:7])]
-    for reports in ([], [m.HeldReport(each, 0, []) for each in workers]):
-        books = rebuild(RolloutState(7, 1, ORDER), m.RunReport(open=lost), reports)
-        of_line = {each.rollout: each.worker for each in lost}
-        written = [of_line[line.rollout] for line in books.events.unrecorded]
-        assert written == sorted(of_line.values())
-
-
 def received(rollout: str, order: int) -> m.ReceivedRollout:
     return m.ReceivedRollout(rollout, f"e0-{order}", order, 0, 5)
 
 
-def reported(rollout: str, order: int, at: str) -> m.RunReport:
-    """The ledger has admitted the rollout, and the trainer has it: the ledger says so, a rank, or the last step."""
-    run = m.RunReport(open=[structs.replace(granted(rollout), prompt=f"e0-{order}", order=order)])
-    if at == "ledger":
-        return structs.replace(run, finished=[rollout])
-    if at == "rank":
-        return structs.replace(run, received=[received(rollout, order)])
-    return structs.replace(run, trained=[received(rollout, order)], trained_version=1)
+def rebuilt(
+    *reports: m.HeldReport, trainer: list[m.ReceivedRollout] | None = None, used: str = ""
+) -> tuple[RolloutState, list[RolloutLine], Curriculum]:
+    """A state of a checkpoint with a `used` prompt, its lines, and its curriculum."""
+    lines, curriculum = list[RolloutLine](), Curriculum(0.0, 1.0, 1)
+    checkpoint = m.GateCheckpoint(used=UsedPrompts([used] if used else []).to_json())
+    state = RolloutState(2, 1, ORDER, lines.append, lambda: 5.0, checkpoint=checkpoint, curriculum=curriculum)
+    rebuild(state, trainer or [], reports)
+    return state, lines, curriculum
 
 
-@pytest.mark.parametrize("at", ["ledger", "rank", "last step"])
-def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds(at: str) -> None:
-    run, told = reported("r0", 0, at), m.FinishedRollout("r0", True, success=0.5)
+def test_what_is_adopted_is_recorded_as_such_with_what_the_trainer_has_of_it() -> None:
+    reports = [m.HeldReport(WORKER, 0, [held("r0"), held("r3")]), m.HeldReport(OTHER, 4, [held("r4", version=1)])]
+    state, lines, _ = rebuilt(*reports, trainer=[received("r3", 3), received("r2", 2)])
+    assert lines == [
+        *[Admitted(f"r{order}", f"e0-{order}", order, 0, WORKER, 0, 5.0, adopted=True) for order in (0, 3)],
+        Admitted("r4", "e0-4", 4, 0, OTHER, 1, 5.0, adopted=True),
+        Finished("r3", 5, 5.0),
+        Admitted("r2", "e0-2", 2, 0, NOBODY, 0, 5.0, adopted=True),
+        Finished("r2", 5, 5.0),
+    ]
+    counts = state.gate.counts()
+    assert (counts.submitted, counts.running, counts.finished_untrained) == (4, 2, 2)
+    assert state.incarnations == {WORKER: 0, OTHER: 4}
+
+
+def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds() -> None:
+    told = m.FinishedRollout("r0", True, success=0.5)
     for reports, awaited in (([m.HeldReport(WORKER, 0, [held("r0")])], True), ([m.HeldReport(WORKER, 0, [])], False)):
-        books = rebuild(RolloutState(1, 1, ORDER), run, reports)
-        assert books.awaits_ends is awaited
-        books.finish(told)
-        assert not books.awaits_ends
-        assert books.measured.unrecorded == [("e0-0", 0.5)] * awaited
-    books = rebuild(RolloutState(1, 1, ORDER), run, [m.HeldReport(WORKER, 0, [held("r0", told)])])
-    assert not books.awaits_ends
-    assert books.measured.unrecorded == [("e0-0", 0.5)]
+        state, _, curriculum = rebuilt(*reports, trainer=[received("r0", 0)])
+        assert state.awaits_ends is awaited
+        state.finish(told)
+        assert not state.awaits_ends
+        assert curriculum.state() == [(0, 0, 0.5)] * awaited
+    state, _, curriculum = rebuilt(m.HeldReport(WORKER, 0, [held("r0", told)]), trainer=[received("r0", 0)])
+    assert not state.awaits_ends
+    assert curriculum.state() == [(0, 0, 0.5)]
 
 
-@pytest.mark.parametrize("at", ["ledger", "rank", "last step"])
-def test_what_the_trainer_has_counts_whatever_became_of_its_worker(at: str) -> None:
-    run = reported("r0", 0, at)
-    for reports in ([], [m.HeldReport(WORKER, 0, [])], [m.HeldReport(WORKER, 0, [held("r0")])]):
-        books = rebuild(RolloutState(1, 1, ORDER), run, reports)
-        counters = books.gate.books()
-        assert (counters.running, counters.dropped, counters.submitted) == (0, {}, 1)
-        assert (counters.trained, counters.finished_untrained) == ((1, 0) if at == "last step" else (0, 1))
-        lines = [type(line).__name__ for line in books.events.unrecorded]
-        assert lines == ([] if at == "ledger" else ["Finished"]), "once in the ledger"
+def test_what_the_trainer_has_counts_whatever_became_of_its_worker() -> None:
+    failed = m.FinishedRollout("r0", False, "failed", return_prompt=True)
+    for reports in (
+        [],
+        [m.HeldReport(WORKER)],
+        *([m.HeldReport(WORKER, 0, [held("r0", end)])] for end in (None, failed)),
+    ):
+        state, lines, _ = rebuilt(*reports, trainer=[received("r0", 0)])
+        counts = state.gate.counts()
+        assert (counts.submitted, counts.running, counts.dropped, counts.finished_untrained) == (1, 0, {}, 1)
+        assert [type(line) for line in lines] == [Admitted, Finished], "once in the ledger"
 
 
-def test_a_rollout_that_its_worker_says_was_acknowledged_runs_until_the_trainer_says_that_it_has_it() -> None:
-    """The ranks were polled before it arrived; its worker does not hold it any more, once this report is answered."""
-    told = m.FinishedRollout("r0", True, tokens=5, success=0.5)
-    books = rebuild(
-        RolloutState(1, 1, ORDER), m.RunReport(open=[granted("r0")]), [m.HeldReport(WORKER, 0, [held("r0", told)])]
-    )
-    assert (books.gate.books().running, books.events.unrecorded) == (1, [])
-    assert books.receive("r0", 5)
-    assert (books.gate.books().finished_untrained, books.measured.unrecorded) == (1, [("e0-0", 0.5)])
+def test_an_end_that_no_manager_confirmed_is_applied_and_its_prompt_waits() -> None:
+    again = m.FinishedRollout("r0", False, "too_hard", True, as_next_attempt=True)
+    for_good = m.FinishedRollout("r1", False, "invalid_prompt")
+    state, _, _ = rebuilt(m.HeldReport(WORKER, 0, [held("r0", again), held("r1", for_good)]))
+    assert state.gate.counts().dropped == {"too_hard": 1, "invalid_prompt": 1}
+    assert (state.queue.waiting(0), list(state.used)) == (NextTry(0, 1, 0), ["e0-1"])
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["the trainer has it", "it was freed, or arrived after the poll"])
+def test_a_rollout_that_was_delivered_counts_only_if_the_trainer_has_it(there: bool) -> None:
+    """Else nobody would ever end it: its worker does not hold it any more, once this report is answered."""
+    shut = Shut(received=[received("r1", 1)] * there)
+    shut.open_session(0, held("r1", m.FinishedRollout("r1", True, success=0.5)))
+    assert shut.curriculum.state() == [(1, 0, 0.5)] * there
+    counts = shut.service.gate.counts()
+    assert (counts.submitted, counts.running, counts.finished_untrained) == (there, 0, there)
+    assert shut.service.rollouts.queue.peek() == NextTry(0)
+    assert (1 in shut.service.rollouts.queue.live) == there
+    refused = call(shut.service, "/received", rollouts=[received("r1", 1)], manager=2).refused
+    assert refused == ["r1"] * (not there)
+
+
+def test_what_is_delivered_while_the_gate_is_shut_runs_until_the_trainer_says_that_it_has_it() -> None:
+    """The ranks may have been polled before."""
+    shut = Shut()
+    shut.service.await_workers({WORKER: 0, OTHER: 0})
+    shut.open_session(0, held("r1"))
+    call(shut.service, "/finish_rollout", worker=WORKER, manager=2, finished=[m.FinishedRollout("r1", True)])
+    call(shut.service, "/open_session", worker=OTHER)
+    assert shut.service.begun
+    assert shut.service.gate.counts().running == 1
+    assert call(shut.service, "/received", rollouts=[received("r1", 1)], manager=2).refused == []
+    assert shut.service.gate.counts().finished_untrained == 1
+
+
+def test_a_worker_that_reports_after_the_gate_has_opened_brings_what_nobody_else_has() -> None:
+    """Its lease was over. What it has delivered meanwhile was refused, and is played again."""
+    shut = Shut()
+    shut.now = 31.0
+    shut.service.await_workers({WORKER: 0})
+    assert shut.service.begun
+    assert call(shut.service, "/received", rollouts=[received("r1", 1)], manager=2).refused == ["r1"]
+    delivered = held("r3", m.FinishedRollout("r3", True))
+    shut.open_session(0, held("r1"), held("r2"), delivered)
+    assert list(shut.service.gate.live) == ["r2"]
+    assert [shut.service.rollouts.queue.next() for _ in range(3)] == [NextTry(0), NextTry(1), NextTry(3)]
+
+
+def test_an_end_of_which_the_worker_does_not_know_that_it_was_heard_is_heard_once() -> None:
+    """Of the last manager, or while the gate is shut, or after it has opened."""
+    end = m.FinishedRollout("r1", False, "too_hard", True, as_next_attempt=True)
+    for late in (False, True):
+        shut = Shut()
+        if late:
+            shut.now = 31.0
+            shut.service.await_workers({WORKER: 0})
+        assert shut.service.begun is late
+        shut.open_session(0, held("r1", end), held("r2"))
+        for _ in range(2):
+            call(shut.service, "/finish_rollout", worker=WORKER, manager=2, finished=[end])
+        assert shut.service.gate.counts().dropped == {"too_hard": 1}
+        assert shut.service.rollouts.queue.waiting(1) == NextTry(1, 1, 0)
+        assert list(shut.service.gate.live) == ["r2"]
+
+
+def test_of_two_rollouts_of_a_prompt_one_that_its_worker_dropped_comes_last() -> None:
+    """The other is its next try, whose admission the dead manager told nobody but its worker."""
+    end = m.FinishedRollout("r0", False, "too_hard", True, as_next_attempt=True)
+    again = m.HeldRollout(structs.replace(held("r0").granted, rollout_id="again", attempt=1))
+    for reports, trainer in (
+        ([m.HeldReport(WORKER, 0, [held("r0", end)]), m.HeldReport(OTHER, 0, [again])], []),
+        ([m.HeldReport(WORKER, 0, [held("r0", end), again])], []),
+        ([m.HeldReport(WORKER, 0, [held("r0", end)])], [received("again", 0)]),
+    ):
+        state, _, _ = rebuilt(*reports, trainer=trainer)
+        assert list(state.gate.live) == ["again"]
+        assert state.gate.counts().dropped == {}
+        assert state.next_for(WORKER) == NextTry(1)
 
 
 def test_of_two_rollouts_of_a_prompt_the_first_that_is_known_counts_and_the_other_changes_nothing() -> None:
-    """The manager that died had given one of them up, and told nobody; only it could tell which."""
-    worker, other = [held("r0")], [m.HeldRollout(structs.replace(held("r0").granted, rollout_id="again"))]
-    reports = [m.HeldReport(WORKER, 0, worker), m.HeldReport("rollout_worker/1", 0, other)]
-    for run, counts in (
-        (m.RunReport(), "r0"),
-        (m.RunReport(open=[granted("r0")], received=[received("again", 0)]), "r0"),
-        (m.RunReport(open=[granted("again")], received=[received("r0", 0)]), "again"),
+    """The manager that died had given one of them up; only it could tell which."""
+    again = m.HeldRollout(structs.replace(held("r0").granted, rollout_id="again"))
+    first, second = m.HeldReport(WORKER, 0, [held("r0")]), m.HeldReport(OTHER, 0, [again])
+    for reports, trainer, counts in (
+        ([first, second], [], "r0"),
+        ([second, first], [], "again"),
+        ([first], [received("again", 0)], "r0"),
+        ([], [received("again", 0), received("r0", 0)], "again"),
     ):
-        books = rebuild(RolloutState(1, 1, ORDER), run, reports)
-        assert list(books.gate.live) == [counts]
-        assert [books.receive(each, 5) for each in ("r0", "again")] == [counts == "r0", counts == "again"]
-        assert books.gate.books().submitted == 1
+        state, _, _ = rebuilt(*reports, trainer=trainer)
+        assert list(state.gate.live) == [counts]
+        assert [state.receive(each, 5) for each in ("r0", "again")] == [counts == "r0", counts == "again"]
+        assert state.gate.counts().submitted == 1
 
 
-def test_a_prompt_that_the_last_step_trained_is_not_played_by_another_rollout_of_it() -> None:
-    """Of two rollouts, the ledger has the one that was given up, and the last step trained the other."""
-    run = m.RunReport(open=[granted("r0")], trained=[received("again", 0)], trained_version=1)
-    books = rebuild(RolloutState(1, 1, ORDER), run, [m.HeldReport(WORKER, 0, [held("r0")])])
-    assert (list(books.gate.live), books.gate.outcome("r0")) == ([], "lost_with_manager")
-    assert (books.gate.books().trained, books.queue.is_used(0)) == (1, True)
-    assert not books.receive("r0", 5)
-    assert books.next_for(WORKER) == NextTry(1)
+def test_a_prompt_that_the_checkpoint_has_as_used_is_not_played_by_a_rollout_that_someone_has() -> None:
+    """Of two rollouts a step has trained one; the worker of the other, which was given up, plays on."""
+    state, lines, _ = rebuilt(
+        m.HeldReport(WORKER, 0, [held("r0")]), trainer=[received("r0", 0), received("again", 0)], used="e0-0"
+    )
+    assert (list(state.gate.live), lines) == ([], [])
+    assert not state.receive("r0", 5)
+    assert state.next_for(WORKER) == NextTry(1)
 
 
 def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_have_spoken() -> None:
     call = RollCall(until=30.0)
-    call.run = m.RunReport()
+    call.run = m.RunBegin()
     assert not call.is_complete, "who is to be awaited is not known"
-    call.await_workers({WORKER: 1, "rollout_worker/1": 0}, 29.9)
+    call.await_workers({WORKER: 1, OTHER: 0}, 29.9)
     call.take(m.HeldReport(WORKER, 0, []))
-    call.take(m.HeldReport("rollout_worker/1", 0, []))
+    call.take(m.HeldReport(OTHER, 0, []))
     assert not call.is_complete, "another process of the first worker is there"
     call.take(m.HeldReport(WORKER, 2, []))
     assert call.is_complete
     call.run = None
     assert not call.is_complete
     call = RollCall(until=30.0)
-    call.run = m.RunReport()
+    call.run = m.RunBegin()
     call.await_workers({WORKER: 0}, 29.9)
     assert not call.is_complete
     call.await_workers({WORKER: 0}, 30.0)
@@ -240,15 +237,15 @@ def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_hav
 
 
 def test_of_a_process_that_was_replaced_only_the_ends_count_and_a_first_report_does() -> None:
-    call, end = RollCall(), m.FinishedRollout("r0", True, tokens=5)
+    call, end = RollCall(), m.FinishedRollout("r0", True)
     call.take(m.HeldReport(WORKER, 1, [held("r2", version=3)]))
     call.take(m.HeldReport(WORKER, 0, [held("r0"), held("r1")]))
-    call.take(m.HeldReport("rollout_worker/1", 4, [held("r5")]))
-    call.take(m.HeldReport("rollout_worker/1", 4, [held("r6")]))
+    call.take(m.HeldReport(OTHER, 4, [held("r5")]))
+    call.take(m.HeldReport(OTHER, 4, [held("r6")]))
     assert [(each.worker, each.incarnation, each.held) for each in call.reports] == [
         (WORKER, 0, []),
         (WORKER, 1, [held("r2", version=3)]),
-        ("rollout_worker/1", 4, [held("r5")]),
+        (OTHER, 4, [held("r5")]),
     ]
     assert not call.has_ended("r0")
     call.finish(end)
@@ -288,9 +285,9 @@ def test_a_process_that_follows_a_dead_one_has_a_lease_as_soon_as_it_has_spoken(
 
 
 def test_a_late_request_of_a_rollout_that_ended_while_the_gate_is_shut_loads_no_server() -> None:
-    shut = Shut(granted("r1"))
+    shut = Shut()
     service = shut.service
-    service.await_workers({WORKER: 0, "rollout_worker/1": 0})
+    service.await_workers({WORKER: 0, OTHER: 0})
     service.router.update(0, "http://server", 0, routable=True)
     service.routes_changed(0)
     shut.open_session(0, m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0)))
@@ -305,30 +302,30 @@ def test_a_late_request_of_a_rollout_that_ended_while_the_gate_is_shut_loads_no_
 
 
 def test_a_worker_that_was_silent_for_a_while_and_speaks_before_the_gate_opens_is_not_given_up() -> None:
-    shut = Shut(granted("r1"))
+    shut = Shut()
     shut.service.worker_died(WORKER)
     shut.open_session(0, m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0)))
     assert shut.service.begun
-    assert shut.service.gate.books().running == 1
+    assert shut.service.gate.counts().running == 1
 
 
-def test_a_call_that_waits_for_a_rollout_that_died_with_the_manager_is_told_as_the_gate_opens() -> None:
+def test_a_call_for_a_rollout_that_died_with_the_manager_is_granted_as_the_gate_opens() -> None:
     """Its grant was never read, so the worker asks for it again, and does not hold it."""
-
-    service = Shut(granted("r1")).service
-    service.await_workers({WORKER: 0, "rollout_worker/1": 0})
+    service = Shut().service
+    service.await_workers({WORKER: 0, OTHER: 0})
 
     async def ask() -> m.AllocateReply:
         await service.open_session(m.HeldReport(WORKER))
         request = m.AllocateRequest(worker=WORKER, manager=2, rollouts=["r1"], timeout_s=60.0)
         asking = asyncio.ensure_future(service.allocate_rollout(request))
         await asyncio.sleep(0)
-        await service.open_session(m.HeldReport("rollout_worker/1"))
+        assert not asking.done()
+        await service.open_session(m.HeldReport(OTHER))
         assert service.begun
         return await asyncio.wait_for(asking, 5.0)
 
     reply = asyncio.run(ask())
-    assert (reply.granted, reply.gone) == ([], ["r1"])
+    assert ([each.rollout_id for each in reply.granted], reply.gone) == (["r1"], [])
 
 
 async def test_a_worker_of_an_earlier_launch_opens_no_session() -> None:
@@ -342,13 +339,13 @@ async def test_a_worker_of_an_earlier_launch_opens_no_session() -> None:
         number=2,
         launch="second",
     )
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     held = [m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0))]
     with pytest.raises(m.BadRequest, match="rollout_worker/0 belongs to launch first, second is there"):
         await service.open_session(m.HeldReport(WORKER, 0, held, "first"))
-    assert service.gate.books().running == 0
+    assert service.gate.counts().running == 0
     await service.open_session(m.HeldReport(WORKER, 0, held, "second"))
-    assert service.gate.books().running == 1
+    assert service.gate.counts().running == 1
 
 
 def test_a_curriculum_that_cannot_be_restored_leaves_the_manager_waiting_for_the_trainer() -> None:
@@ -365,16 +362,16 @@ def test_a_curriculum_that_cannot_be_restored_leaves_the_manager_waiting_for_the
         batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0, order=order, curriculum=restored
     )
     with pytest.raises(ValueError, match="not this state"):
-        service.begin(m.RunReport())
+        service.begin(m.RunBegin())
     assert not service.begun
-    service.begin(m.RunReport())
+    service.begin(m.RunBegin())
     assert service.begun
 
 
 def test_what_the_trainer_has_received_is_answered_once_the_state_is_rebuilt() -> None:
     """The manager that begins does not know before what counts."""
-    shut = Shut(granted("r1"))
-    service, report = shut.service, m.ReceivedReport([received("r1", 0), received("r2", 2)], manager=2)
+    shut = Shut()
+    service, report = shut.service, m.ReceivedReport([received("r1", 1), received("r2", 2)], manager=2)
 
     async def ask() -> list[str]:
         asking = asyncio.ensure_future(service.received(report))
@@ -384,19 +381,19 @@ def test_what_the_trainer_has_received_is_answered_once_the_state_is_rebuilt() -
         return (await asyncio.wait_for(asking, 5.0)).refused
 
     assert asyncio.run(ask()) == ["r2"]
-    assert service.gate.books().finished_untrained == 1
+    assert service.gate.counts().finished_untrained == 1
 
 
 def test_what_was_received_is_told_to_the_manager_that_it_is_meant_for() -> None:
-    shut = Shut(granted("r1"))
+    shut = Shut()
     shut.open_session(0, held("r1"))
     with pytest.raises(m.NotIntroduced, match="1 was the manager before, 2 is there"):
-        call(shut.service, "/received", rollouts=[received("r1", 0)], manager=1)
-    assert shut.service.gate.books().running == 1
+        call(shut.service, "/received", rollouts=[received("r1", 1)], manager=1)
+    assert shut.service.gate.counts().running == 1
 
 
 def test_what_the_trainer_has_loads_no_server_any_more() -> None:
-    shut = Shut(granted("r1"))
+    shut = Shut()
     service = shut.service
     service.router.update(0, "http://server", 0, routable=True)
     service.routes_changed(0)
@@ -404,14 +401,14 @@ def test_what_the_trainer_has_loads_no_server_any_more() -> None:
     caller = {"worker": WORKER, "manager": 2}
     request = m.RouteRequest(1, 1, 1, request_id="r1/0", rollout_id="r1")
     assert call(service, "/schedule_request", **caller, requests=[request]).scheduled
-    assert call(service, "/received", rollouts=[received("r1", 0)], manager=2).refused == []
+    assert call(service, "/received", rollouts=[received("r1", 1)], manager=2).refused == []
     assert service.router.placed == 0
     assert not call(service, "/schedule_request", **caller, requests=[request]).scheduled
 
 
 def test_a_worker_that_was_given_up_still_gets_servers_until_it_ends_its_rollout() -> None:
     """It does not know, and would wait for ever; its trajectory is refused in the end."""
-    shut = Shut(granted("r1"))
+    shut = Shut()
     service = shut.service
     service.router.update(0, "http://server", 0, routable=True)
     service.routes_changed(0)
@@ -420,6 +417,8 @@ def test_a_worker_that_was_given_up_still_gets_servers_until_it_ends_its_rollout
     caller = {"worker": WORKER, "manager": 2}
     request = m.RouteRequest(1, 1, 1, request_id="r1/0", rollout_id="r1")
     assert call(service, "/schedule_request", **caller, requests=[request]).scheduled
-    assert call(service, "/received", rollouts=[received("r1", 0)], manager=2).refused == ["r1"]
+    assert call(service, "/received", rollouts=[received("r1", 1)], manager=2).refused == ["r1"]
     call(service, "/finish_rollout", **caller, finished=[m.FinishedRollout("r1", True)])
+    assert service.router.placed == 0
+    assert not call(service, "/schedule_request", **caller, requests=[request]).scheduled, "a call that comes late"
     assert service.router.placed == 0

@@ -7,18 +7,54 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes
+from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum, CurriculumFailed
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
-def state(batch: int = 2, eta: int = 1, rows: int = 10, **settings: Any) -> RolloutState:
-    epochs = settings.pop("epochs", None)
-    order = DataOrder(rows, 0, shuffle=False, epochs=epochs)
-    return RolloutState(batch, eta, order, now=lambda: 5.0, **settings)
+class Measured(Curriculum):
+    """Notes what was measured."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 1.0, 1)
+        self.found: list[tuple[str, float]] = []
+
+    def measured(self, prompt_id: str, success: float) -> None:
+        super().measured(prompt_id, success)
+        self.found.append((prompt_id, success))
+
+
+class RecordedState(RolloutState):
+    """Keeps the lines, and what was measured."""
+
+    def __init__(
+        self,
+        batch: int = 2,
+        eta: int = 1,
+        rows: int = 10,
+        *,
+        epochs: float | None = None,
+        used: Iterable[int] = (),
+        retries: Iterable[tuple[int, int, int]] = (),
+    ) -> None:
+        order = DataOrder(rows, 0, shuffle=False, epochs=epochs)
+        done = UsedPrompts(order.ref(each).prompt_id for each in used)
+        checkpoint = m.GateCheckpoint(used=done.to_json(), retries=list(retries))
+        self.recorded: list[RolloutLine] = []
+        self.measurements = Measured()
+        super().__init__(
+            batch,
+            eta,
+            order,
+            self.recorded.append,
+            lambda: 5.0,
+            checkpoint=checkpoint,
+            curriculum=self.measurements,
+        )
 
 
 def admit(rollouts: RolloutState, *names: str, worker: str = "w0") -> None:
@@ -28,8 +64,16 @@ def admit(rollouts: RolloutState, *names: str, worker: str = "w0") -> None:
         rollouts.admit(name, worker, turn)
 
 
-def since(rollouts: RolloutState, count: int) -> list[Any]:
-    return rollouts.events.unrecorded[count:]
+def since(rollouts: RecordedState, count: int) -> list[RolloutLine]:
+    return rollouts.recorded[count:]
+
+
+def train(rollouts: RolloutState, version: int, *names: str) -> None:
+    rollouts.train(version, [m.TrainedRollout(name, "", 0, {0: 1}, 1, 1, 1.0) for name in names])
+
+
+def drop(rollouts: RolloutState, name: str, reason: str = "stale") -> None:
+    rollouts.drop([m.DroppedRollout(name, reason)])
 
 
 def received(name: str, order: int, version: int = 0, tokens: int = 7) -> m.ReceivedRollout:
@@ -37,18 +81,12 @@ def received(name: str, order: int, version: int = 0, tokens: int = 7) -> m.Rece
 
 
 def test_a_run_with_an_end_admits_whole_batches_only() -> None:
-    assert state(batch=2, eta=9, rows=5, epochs=1).gate.limit == 4
-    assert state(batch=2, eta=9, rows=5).gate.limit == 20
-
-
-def test_the_first_manager_of_a_launch_numbers_from_one() -> None:
-    rollouts = state()
-    rollouts.measured.add(("e0-0", 1.0))
-    assert (rollouts.manager, rollouts.measured.last_seq) == (0, 1)
+    assert RecordedState(batch=2, eta=9, rows=5, epochs=1).gate.limit == 4
+    assert RecordedState(batch=2, eta=9, rows=5).gate.limit == 20
 
 
 def test_prompts_are_used_up_once_nothing_runs_and_none_is_left() -> None:
-    rollouts = state(batch=1, rows=2, epochs=1)
+    rollouts = RecordedState(batch=1, rows=2, epochs=1)
     admit(rollouts, "a", "b")
     assert not rollouts.used_up, "two run"
     for name in "ab":
@@ -56,11 +94,11 @@ def test_prompts_are_used_up_once_nothing_runs_and_none_is_left() -> None:
         assert not rollouts.used_up, "a rank has it, and not the trainer"
         rollouts.receive(name, 1)
     assert rollouts.used_up
-    assert not state(batch=1, rows=2, epochs=1).used_up
+    assert not RecordedState(batch=1, rows=2, epochs=1).used_up
 
 
 def test_an_admission_is_recorded_with_its_prompt_and_try() -> None:
-    rollouts = state(retries={1: (2, 3)}, used=[0])
+    rollouts = RecordedState(retries=[(1, 2, 3)], used=[0])
     admit(rollouts, "a", "b")
     a, b = since(rollouts, 0)
     assert a == Admitted("a", "e0-2", 2, 0, "w0", 0, 5.0, 0)
@@ -80,38 +118,61 @@ def test_an_admission_is_recorded_with_its_prompt_and_try() -> None:
 def test_a_rejected_rollouts_prompt_is_tried_again_as_its_worker_says(
     ended: dict[str, Any], again: NextTry | None, goes: str
 ) -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     admit(rollouts, "a", "b")
     rollouts.finish(m.FinishedRollout("a", False, success=0.25, **ended))
     tries = () if again is None else (again.attempt, again.failures)
     assert since(rollouts, 2) == [Dropped("a", ended.get("reason", "rejected"), PromptGoes(goes), 5.0, *tries)]
     assert rollouts.queue.waiting(0) == again
     assert rollouts.queue.is_used(0) == (again is None)
+    assert list(rollouts.used) == ["e0-0"] * (again is None)
     assert rollouts.queue.live == {1: 1}
-    assert rollouts.measured.unrecorded == [("e0-0", 0.25)]
+    assert rollouts.measurements.found == [("e0-0", 0.25)]
     rollouts.finish(m.FinishedRollout("a", False, success=0.25, **ended))
-    assert (len(since(rollouts, 2)), len(rollouts.measured.unrecorded)) == (1, 1), "a repeated report"
+    assert (len(since(rollouts, 2)), len(rollouts.measurements.found)) == (1, 1), "a repeated report"
+
+
+class Broken(Curriculum):
+    """A user's own, of which a method takes too long."""
+
+    def measured(self, prompt_id: str, success: float) -> None:
+        raise CurriculumFailed(prompt_id)
+
+
+def test_a_curriculum_that_fails_leaves_an_end_whole() -> None:
+    """Else the gate would have it, and neither the queue nor the ledger."""
+    rollouts = RecordedState()
+    rollouts.curriculum = Broken(0.0, 1.0, 1)
+    admit(rollouts, "a", "b")
+    for name, again in (("a", True), ("b", False)):
+        with pytest.raises(CurriculumFailed):
+            rollouts.finish(m.FinishedRollout(name, False, "failed", return_prompt=again, success=0.5))
+    assert since(rollouts, 2) == [
+        Dropped("a", "failed", PromptGoes.returned, 5.0, 0, 1),
+        Dropped("b", "failed", PromptGoes.given_up, 5.0),
+    ]
+    assert (rollouts.queue.waiting(0), list(rollouts.used)) == (NextTry(0, 0, 1), ["e0-1"])
 
 
 def told(*names: str, success: float | None = None) -> list[m.FinishedRollout]:
-    return [m.FinishedRollout(name, accepted=True, tokens=99, success=success) for name in names]
+    return [m.FinishedRollout(name, accepted=True, success=success) for name in names]
 
 
 def test_a_rollout_is_finished_once_the_trainer_has_it_and_not_before() -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     admit(rollouts, "a", "b")
     for ended in told("a", "b"):
         rollouts.finish(ended)
-    assert (rollouts.gate.books().running, rollouts.tokens_finished, since(rollouts, 2)) == (2, 0, [])
+    assert (rollouts.gate.counts().running, rollouts.tokens_finished, since(rollouts, 2)) == (2, 0, [])
     assert [rollouts.receive(*each) for each in (("a", 30), ("a", 30), ("b", 12))] == [True] * 3
     assert rollouts.tokens_finished == 42
     assert since(rollouts, 2) == [Finished("a", 30, 5.0), Finished("b", 12, 5.0)]
-    assert rollouts.gate.books().finished_untrained == 2
+    assert rollouts.gate.counts().finished_untrained == 2
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after the trainer has it", "before"])
 def test_a_success_is_measured_once_whenever_the_worker_reports_it(before: bool) -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     admit(rollouts, "a", "b")
     for first in (before, not before):
         if not first:
@@ -120,42 +181,41 @@ def test_a_success_is_measured_once_whenever_the_worker_reports_it(before: bool)
         else:
             for ended in told("a", "a", success=0.5):
                 rollouts.finish(ended)
-    assert rollouts.measured.unrecorded == [("e0-0", 0.5)]
+    assert rollouts.measurements.found == [("e0-0", 0.5)]
     rollouts.finish(m.FinishedRollout("a", accepted=True, success=0.5))
     rollouts.finish(m.FinishedRollout("b", accepted=True))
     rollouts.receive("b", 3)
-    rollouts.consume(1, ["a", "b"])
+    train(rollouts, 1, "a", "b")
     rollouts.finish(m.FinishedRollout("a", accepted=True, success=0.5))
     rollouts.finish(m.FinishedRollout("never", accepted=True, success=0.5))
-    assert rollouts.measured.unrecorded == [("e0-0", 0.5)]
+    assert rollouts.measurements.found == [("e0-0", 0.5)]
     assert not rollouts.awaits_ends
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_what_the_trainer_has_counts_even_if_its_worker_says_that_it_failed(trained: bool) -> None:
     """The rank's acknowledgement was lost until the push timed out."""
-    rollouts = state(batch=1)
+    rollouts = RecordedState(batch=1)
     admit(rollouts, "a")
     rollouts.receive("a", 3)
     if trained:
-        rollouts.consume(1, ["a"])
+        train(rollouts, 1, "a")
     assert rollouts.awaits_ends
-    count = len(rollouts.events.unrecorded)
+    count = len(rollouts.recorded)
     rollouts.finish(m.FinishedRollout("a", False, "failed", return_prompt=True))
     assert not rollouts.awaits_ends, "it has reported the end"
-    rollouts.consume(1, ["a"])
-    books = rollouts.gate.books()
-    assert (books.trained, books.dropped, since(rollouts, count)) == (1, {}, [])
+    train(rollouts, 1, "a")
+    counts = rollouts.gate.counts()
+    assert (counts.trained, counts.dropped, since(rollouts, count)) == (1, {}, [])
     assert rollouts.next_for("w0") == NextTry(1)
 
 
-@pytest.mark.parametrize("how", ["worker", "manager"])
+@pytest.mark.parametrize("how", ["silent", "replaced"])
 def test_what_was_given_up_and_is_delivered_late_does_not_count_and_its_prompt_is_played_again(how: str) -> None:
-    rollouts = state(batch=1)
+    rollouts = RecordedState(batch=1)
     admit(rollouts, "a")
-    _ = rollouts.died("w0") if how == "worker" else rollouts.end_unclaimed("a")
-    reason = "worker_died" if how == "worker" else "lost_with_manager"
-    before = [Dropped("a", reason, PromptGoes.returned, 5.0, 0, 0)]
+    _ = rollouts.died("w0") if how == "silent" else rollouts.replaced("w0", 1, killed=False)
+    before = [Dropped("a", "worker_died", PromptGoes.returned, 5.0, 0, 0)]
     assert since(rollouts, 1) == before
     assert rollouts.next_for("w1") == NextTry(0)
     for ended in told("a", success=0.5):
@@ -163,22 +223,22 @@ def test_what_was_given_up_and_is_delivered_late_does_not_count_and_its_prompt_i
     assert not rollouts.receive("a", 3)
     admit(rollouts, "b", worker="w1")
     assert not rollouts.receive("a", 3)
-    rollouts.consume(0, [], [m.DroppedRollout("a", "stale")])
+    drop(rollouts, "a")
     assert (since(rollouts, 1)[:1], rollouts.queue.live, rollouts.tokens_finished) == (before, {0: 1}, 0)
-    assert not rollouts.measured.unrecorded
+    assert not rollouts.measurements.found
     assert not rollouts.awaits_ends
     assert rollouts.receive("b", 3)
-    rollouts.consume(1, ["b"])
+    train(rollouts, 1, "b")
     assert not rollouts.receive("a", 3)
-    books = rollouts.gate.books()
-    assert (books.submitted, books.trained, books.dropped) == (2, 1, {reason: 1})
+    counts = rollouts.gate.counts()
+    assert (counts.submitted, counts.trained, counts.dropped) == (2, 1, {"worker_died": 1})
     assert [type(line) for line in since(rollouts, 2)] == [Admitted, Finished]
     assert rollouts.next_for("w0") == NextTry(1)
 
 
 @pytest.mark.parametrize("ended", ["trained", "dropped", "abandoned", "rejected"])
 def test_what_left_the_count_is_not_received_again(ended: str) -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     admit(rollouts, "a", "b")
     if ended == "rejected":
         rollouts.finish(m.FinishedRollout("a", False, "failed"))
@@ -186,75 +246,69 @@ def test_what_left_the_count_is_not_received_again(ended: str) -> None:
         rollouts.abandon()
     else:
         assert rollouts.receive("a", 3)
-        trained, dropped = (["a"], []) if ended == "trained" else ([], [m.DroppedRollout("a", "stale")])
-        rollouts.consume(1, trained, dropped)
-    before, count = rollouts.gate.books(), len(rollouts.events.unrecorded)
+        if ended == "trained":
+            train(rollouts, 1, "a")
+        else:
+            drop(rollouts, "a")
+    before, count = rollouts.gate.counts(), len(rollouts.recorded)
     assert not rollouts.receive("a", 3)
-    assert (rollouts.gate.books(), since(rollouts, count)) == (before, [])
+    assert (rollouts.gate.counts(), since(rollouts, count)) == (before, [])
     assert not rollouts.receive("never", 3)
 
 
-def test_what_the_ledger_has_as_finished_is_not_recorded_again() -> None:
-    rollouts = state()
-    rollouts.enter(RolloutTicket("a", "w0", "e0-0", 0), 0, recorded=True)
-    assert rollouts.receive("a", 0, recorded=True)
-    assert rollouts.receive("a", 9)
-    assert (since(rollouts, 0), rollouts.tokens_finished, rollouts.gate.books().finished_untrained) == ([], 0, 1)
-    rollouts.finish(m.FinishedRollout("a", accepted=True, success=0.5))
-    assert rollouts.measured.unrecorded == [("e0-0", 0.5)]
-
-
 def test_only_what_the_trainer_has_not_is_lost_with_its_worker() -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     admit(rollouts, "a", "b", "c")
     rollouts.receive("a", 3)
     rollouts.finish(m.FinishedRollout("b", accepted=True))
     assert rollouts.died("w0") == ["b", "c"], "a rank may have the second, but may die as well"
-    assert (rollouts.gate.books().finished_untrained, rollouts.queue.peek()) == (1, NextTry(1))
+    assert [rollouts.gate.has_ended(name) for name in "abc"] == [True, True, False], "the third may be played on"
+    assert (rollouts.gate.counts().finished_untrained, rollouts.queue.peek()) == (1, NextTry(1))
     rollouts.finish(m.FinishedRollout("b", accepted=True, success=1.0))
-    assert not rollouts.measured.unrecorded
+    assert not rollouts.measurements.found
     assert not rollouts._ends_told, "what left the count is not remembered here"
 
 
 def test_a_rollout_that_the_trainer_drops_as_stale_has_its_prompt_tried_again_as_before() -> None:
-    rollouts = state(retries={0: (0, 2)})
+    rollouts = RecordedState(retries=[(0, 0, 2)])
     admit(rollouts, "a")
-    rollouts.consume(0, [], [m.DroppedRollout("a", "stale")])
+    drop(rollouts, "a")
     assert since(rollouts, 1) == [Dropped("a", "stale", PromptGoes.returned, 5.0, 0, 2)]
     assert rollouts.next_for("w1") == NextTry(0, 0, 2)
 
 
 def test_a_trained_rollout_uses_its_prompt_once_and_what_was_lost_is_not_trained() -> None:
-    rollouts = state(batch=2)
+    rollouts = RecordedState(batch=2)
     admit(rollouts, "a", "b")
     admit(rollouts, "c", worker="w1")
     for name in "ab":
         rollouts.receive(name, 3)
     rollouts.died("w1")
     for _ in range(2):
-        rollouts.consume(1, ["a", "b", "c"])
+        train(rollouts, 1, "a", "b", "c")
     assert [rollouts.queue.is_used(order) for order in range(4)] == [True, True, False, False]
-    assert (rollouts.queue.live, rollouts.gate.books().trained) == ({}, 2)
+    assert list(rollouts.used) == ["e0-0", "e0-1"]
+    assert (rollouts.queue.live, rollouts.gate.counts().trained) == ({}, 2)
     assert rollouts.next_for("w0") == NextTry(2)
 
 
 def test_a_prompt_has_one_live_rollout_whoever_reports_another() -> None:
     """Only a manager that died could have told which of them it had admitted last."""
-    rollouts = state()
+    rollouts = RecordedState()
     rollouts.adopt(m.HeldReport("w0", 0, held("a")))
     rollouts.adopt(m.HeldReport("w1", 0, held("b")))
     rollouts.enter_received(received("c", 0))
     assert (list(rollouts.gate.live), rollouts.queue.live) == (["a"], {0: 1})
     assert [rollouts.receive(name, 3) for name in "abc"] == [True, False, False]
-    rollouts.consume(1, ["a"])
+    train(rollouts, 1, "a")
     rollouts.adopt(m.HeldReport("w2", 0, held("d")))
     rollouts.enter_received(received("e", 0))
     assert not rollouts.gate.live, "its prompt is used"
-    assert rollouts.gate.books().submitted == 1
+    assert rollouts.gate.counts().submitted == 1
 
 
 def test_what_only_the_trainer_has_enters_with_the_try_that_waits() -> None:
-    rollouts = state(retries={4: (1, 2)})
+    rollouts = RecordedState(retries=[(4, 1, 2)])
     rollouts.enter_received(received("x", 4))
     rollouts.enter_received(received("y", 5))
     rollouts.enter_received(received("y", 5))
@@ -262,33 +316,13 @@ def test_what_only_the_trainer_has_enters_with_the_try_that_waits() -> None:
         Admitted("x", "e0-4", 4, 1, NOBODY, 0, 5.0, 2, True),
         Admitted("y", "e0-5", 5, 0, NOBODY, 0, 5.0, 0, True),
     ]
-    assert (rollouts.gate.books().running, rollouts.queue.live) == (2, {4: 1, 5: 1})
+    assert (rollouts.gate.counts().running, rollouts.queue.live) == (2, {4: 1, 5: 1})
     assert rollouts.receive("x", 9)
-    assert (rollouts.gate.books().finished_untrained, rollouts.tokens_finished) == (1, 9)
+    assert (rollouts.gate.counts().finished_untrained, rollouts.tokens_finished) == (1, 9)
     assert not rollouts.awaits_ends, "no worker will report its end"
-    rollouts.consume(0, [], [m.DroppedRollout("x", "stale")])
+    drop(rollouts, "x")
     rollouts.enter_received(received("x", 4))
     assert "x" not in rollouts.gate.live, "it was dropped"
-
-
-def test_what_was_trained_before_this_manager_enters_once() -> None:
-    """The last step is complete, and the manager that was to hear of it has died."""
-    rollouts = state(batch=2)
-    rollouts.enter(RolloutTicket("a", "w0", "e0-0", 0), 0, recorded=True)
-    for _ in range(2):
-        for name, order in (("a", 0), ("b", 1)):
-            rollouts.enter_trained(received(name, order, tokens=7))
-    rollouts.consume(1, ["a", "b"])
-    books = rollouts.gate.books()
-    assert (books.submitted, books.trained, books.balanced) == (2, 2, True)
-    assert since(rollouts, 0) == [
-        Finished("a", 7, 5.0),
-        Admitted("b", "e0-1", 1, 0, NOBODY, 0, 5.0, 0, True),
-        Finished("b", 7, 5.0),
-    ]
-    assert rollouts.awaits_ends, "the worker that has the first one reports its success"
-    rollouts.enter_trained(received("b", 1))
-    assert (rollouts.gate.books(), rollouts.next_for("w0")) == (books, NextTry(2))
 
 
 def held(*names: str, version: int = 0) -> list[m.HeldRollout]:
@@ -296,7 +330,7 @@ def held(*names: str, version: int = 0) -> list[m.HeldRollout]:
 
 
 def test_the_first_report_of_each_process_of_a_worker_counts() -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     rollouts.adopt(m.HeldReport("w0", 0, held("a")))
     assert rollouts.incarnations == {"w0": 0}
     rollouts.adopt(m.HeldReport("w0", 0, held("a", "b")))
@@ -314,23 +348,14 @@ def test_the_first_report_of_each_process_of_a_worker_counts() -> None:
     assert list(rollouts.gate.live) == ["b"], "it left before"
 
 
-def test_a_rollout_that_no_process_has_is_lost_and_its_prompt_tried_again() -> None:
-    rollouts = state()
-    rollouts.enter(RolloutTicket("a", "w0", "e0-0", 0, 0, 2), 0, recorded=True)
-    rollouts.end_unclaimed("a")
-    rollouts.end_unclaimed("never")
-    assert since(rollouts, 0) == [Dropped("a", "lost_with_manager", PromptGoes.returned, 5.0, 0, 2)]
-    assert rollouts.next_for("w1") == NextTry(0, 0, 2)
-
-
-def awaited(trained: Iterable[str] = "abc") -> RolloutState:
+def awaited(trained: Iterable[str] = "abc") -> RecordedState:
     """The trainer has used rollouts that run on two workers, as far as these have reported."""
-    rollouts = state(batch=3)
+    rollouts = RecordedState(batch=3)
     admit(rollouts, "a", "b")
     admit(rollouts, "c", worker="w1")
     for name in trained:
         rollouts.receive(name, 1)
-    rollouts.consume(1, list(trained))
+    train(rollouts, 1, *trained)
     return rollouts
 
 
@@ -339,28 +364,22 @@ def test_ends_are_awaited_until_the_worker_reports_them_or_is_lost() -> None:
     for name in "ac":
         assert rollouts.awaits_ends
         rollouts.finish(m.FinishedRollout(name, accepted=True, success=1.0))
-    assert rollouts.measured.unrecorded == [("e0-0", 1.0), ("e0-2", 1.0)], "late, but it is known of which prompts"
+    assert rollouts.measurements.found == [("e0-0", 1.0), ("e0-2", 1.0)], "late, but it is known of which prompts"
     rollouts.died("w1")
     assert rollouts.awaits_ends
     rollouts.died("w0")
     assert not rollouts.awaits_ends
-    rollouts = awaited()
-    rollouts.await_ends_of(["b"])
-    rollouts.died("w1")
-    assert rollouts.awaits_ends
-    rollouts.await_ends_of([])
-    assert not rollouts.awaits_ends
     rollouts = awaited([])
     assert not rollouts.awaits_ends
     rollouts.receive("a", 1)
-    rollouts.consume(1, [], [m.DroppedRollout("a", "stale")])
+    drop(rollouts, "a")
     assert rollouts.awaits_ends, "a rollout that the trainer dropped has ended as well"
 
 
 def test_at_the_end_every_live_rollout_is_abandoned() -> None:
-    rollouts = state()
+    rollouts = RecordedState()
     admit(rollouts, "a", "b")
     rollouts.receive("b", 1)
     rollouts.abandon()
     assert since(rollouts, 3) == [Abandoned("a", 5.0), Abandoned("b", 5.0)]
-    assert rollouts.gate.books().abandoned == 2
+    assert rollouts.gate.counts().abandoned == 2

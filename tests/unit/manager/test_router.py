@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 from typing import ClassVar
 
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncrl.manager.messages import RouteRequest
-from asyncrl.manager.router import POLICIES, PrefixAffine, Router, ServerView
+from asyncrl.manager.router import POLICIES, Caller, Policy, PrefixAffine, Router, ServerView
 from tests.examples import examples
+
+CALLER = Caller("w0")
 
 
 def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
@@ -31,7 +34,7 @@ def request_of(
 def place(
     router: Router, name: str, *, n: int = 1, tokens: int = 10, affinity: str = "", rollout: str | None = None
 ) -> int:
-    server = router.schedule(request_of(name, tokens=tokens, n=n, affinity=affinity, rollout=rollout), "w0")
+    server = router.schedule(request_of(name, tokens=tokens, n=n, affinity=affinity, rollout=rollout), CALLER)
     assert server is not None
     return server.index
 
@@ -129,17 +132,17 @@ def test_affinities_are_bounded() -> None:
     for view in policy._servers.values():
         policy.changed(view)
     for index in range(100):
-        assert policy.choose(request_of(str(index), affinity=str(index)), 0) is not None
+        assert policy.choose(request_of(str(index), affinity=str(index)), CALLER, 0) is not None
     assert len(policy._home) == 4
 
 
 def test_only_servers_at_the_wanted_version_get_a_request() -> None:
     router = router_of("least_requests", servers=2, version=3)
     router.update(1, "http://1", 4, True)
-    server = router.schedule(request_of("a"), "w0", min_version=4)
+    server = router.schedule(request_of("a"), CALLER, min_version=4)
     assert server is not None
     assert (server.index, server.version) == (1, 4)
-    assert router.schedule(request_of("b"), "w0", min_version=5) is None
+    assert router.schedule(request_of("b"), CALLER, min_version=5) is None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -147,14 +150,14 @@ def test_a_server_that_is_too_old_for_one_request_gets_the_next_one(policy: str)
     router = router_of(policy, servers=2, version=3)
     router.update(1, "http://1", 4, True)
     for name, min_version, index in (("a", 4, 1), ("b", 0, 0)):
-        server = router.schedule(request_of(name, tokens=9), "w0", min_version=min_version)
+        server = router.schedule(request_of(name, tokens=9), CALLER, min_version=min_version)
         assert server is not None
         assert server.index == index
 
 
 def test_nothing_is_placed_while_no_server_takes_requests() -> None:
     router = Router("least_requests", conversations=100)
-    assert router.schedule(request_of("a"), "w0") is None
+    assert router.schedule(request_of("a"), CALLER) is None
     assert router.placed == 0
 
 
@@ -179,7 +182,7 @@ def test_a_request_that_cannot_move_leaves_its_old_place() -> None:
     router = router_of("least_requests", servers=1)
     place(router, "a")
     router.update(0, "http://0", 0, False)
-    assert router.schedule(request_of("a"), "w0") is None
+    assert router.schedule(request_of("a"), CALLER) is None
     assert router.servers[0].sequences == 0
 
 
@@ -263,7 +266,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(
         request=st.integers(0, 8),
-        worker=st.sampled_from(["w0", "w1"]),
+        worker=st.sampled_from([CALLER, "w1"]),
         rollout=st.sampled_from([None, "r0", "r1"]),
         n=st.integers(1, 8),
         tokens=st.integers(0, 100),
@@ -279,7 +282,7 @@ class AnyOrder(RuleBasedStateMachine):
         share = 1.25 * (placed + n) / (in_service + returning) if returning else float("inf")
         beyond = {view.index for view in possible if view.sequences > share}
         chosen = min(loads, default=([], None))[1] if self.policy in self.LOADS else None
-        server = self.router.schedule(wanted, worker, version)
+        server = self.router.schedule(wanted, Caller(worker), version)
         if server is None:
             assert beyond or not possible
             assert chosen is None or chosen in beyond
@@ -295,7 +298,7 @@ class AnyOrder(RuleBasedStateMachine):
     def finish_rollout(self, rollout: str) -> None:
         self.router.release_rollout(rollout)
 
-    @rule(worker=st.sampled_from(["w0", "w1"]))
+    @rule(worker=st.sampled_from([CALLER, "w1"]))
     def worker_dies(self, worker: str) -> None:
         self.router.release_worker(worker)
         assert all(placement.worker != worker for placement in self.router._placements.values())
@@ -311,7 +314,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(placement.server in known for placement in placements)
 
     def teardown(self) -> None:
-        for worker in ("w0", "w1"):
+        for worker in (CALLER, "w1"):
             self.router.release_worker(worker)
         assert self.router.placed == 0
         assert not self.router._of_rollout
@@ -321,3 +324,27 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)
 test_counts_never_leak = AnyOrder.TestCase
+
+
+class _SameHost(Policy):
+    """The first server on the caller's host."""
+
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
+        self._servers = servers
+
+    def changed(self, view: ServerView) -> None: ...
+
+    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
+        near = (view for view in self._servers.values() if view.host == caller.host and view.may_have(min_version))
+        return next(near, None)
+
+
+def test_a_policy_of_ones_own_sees_the_callers_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "same_host", _SameHost)
+    router = Router("same_host", conversations=10)
+    router.update(0, "http://10.0.0.1:8000", 0, True)
+    router.update(1, "http://10.0.0.2:8000", 0, True)
+    here = router.schedule(request_of("a"), Caller("rollout_worker/3", "10.0.0.2"))
+    assert here is not None
+    assert here.index == 1
+    assert router.schedule(request_of("b"), Caller("rollout_worker/4", "10.0.0.3")) is None

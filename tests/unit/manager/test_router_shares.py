@@ -3,7 +3,9 @@
 import pytest
 
 from asyncrl.manager.messages import RouteRequest
-from asyncrl.manager.router import POLICIES, Router
+from asyncrl.manager.router import POLICIES, Caller, Router
+
+CALLER = Caller("w/0")
 
 
 def _request(number: int, n: int = 8) -> RouteRequest:
@@ -29,13 +31,13 @@ def test_no_server_back_from_an_update_gets_more_than_its_share(policy: str, pla
     servers, requests = 8, [_request(number) for number in range(64)]
     router = _fleet(policy, servers)
     if placed_before:
-        assert all(router.schedule(request, "w/0") for request in requests)
+        assert all(router.schedule(request, CALLER) for request in requests)
     _all_leave(router)
     waiting = list(requests)
     for index in range(servers):
         router.update(index, f"http://server{index}", 1, True)
         router.returning -= 1
-        waiting = [request for request in waiting if router.schedule(request, "w/0", 1) is None]
+        waiting = [request for request in waiting if router.schedule(request, CALLER, 1) is None]
     assert not waiting
     loads = [view.sequences for view in router.servers]
     assert max(loads) <= 1.25 * sum(loads) / servers + 8
@@ -47,7 +49,7 @@ def test_one_request_finds_a_server_that_has_none_whoever_returns(policy: str) -
     _all_leave(router)
     router.update(2, "http://server2", 1, True)
     router.returning = 3
-    placed = router.schedule(_request(0), "w/0", 1)
+    placed = router.schedule(_request(0), CALLER, 1)
     assert placed is not None
     assert placed.index == 2
 
@@ -56,16 +58,16 @@ def test_one_request_finds_a_server_that_has_none_whoever_returns(policy: str) -
 def test_a_server_with_exactly_its_share_gets_one_more_request(n: int, placed: bool) -> None:
     """It has 5 sequences; with 3 more the mean of two servers is 4, and its share 5."""
     router = _fleet("least_requests", 1)
-    assert router.schedule(_request(0, n=5), "w/0")
+    assert router.schedule(_request(0, n=5), CALLER)
     router.returning = 1
-    assert (router.schedule(_request(1, n=n), "w/0") is not None) is placed
+    assert (router.schedule(_request(1, n=n), CALLER) is not None) is placed
 
 
 def test_a_server_that_is_late_does_not_hold_up_those_that_serve() -> None:
     router = _fleet("least_requests", 16)
     router.update(0, "http://server0", 0, False)
     router.returning = 1
-    placed = [router.schedule(_request(number), "w/0") for number in range(320)]
+    placed = [router.schedule(_request(number), CALLER) for number in range(320)]
     assert all(placed)
 
 
@@ -73,7 +75,7 @@ def test_who_leaves_for_good_is_waited_for_by_nobody() -> None:
     router = _fleet("least_requests", 8)
     for index in range(1, 8):
         router.remove(index)
-    assert all(router.schedule(_request(number), "w/0") for number in range(32))
+    assert all(router.schedule(_request(number), CALLER) for number in range(32))
 
 
 @pytest.mark.parametrize("how", ["removed", "leave", "leave and come back"])
@@ -89,5 +91,5 @@ def test_who_has_left_takes_no_share_of_the_load(how: str) -> None:
         for index, there in ((1, True), (1, False)):
             router.update(index, f"http://server{index}", 0, there)
     router.returning = 1
-    placed = [router.schedule(_request(number), "w/0") is not None for number in range(4)]
+    placed = [router.schedule(_request(number), CALLER) is not None for number in range(4)]
     assert placed == [True, True, False, False]

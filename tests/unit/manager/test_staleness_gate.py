@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
+from asyncrl.manager.rollouts.ledger import ABANDONED, TRAINED
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.staleness_gate import ABANDONED, GONE, TRAINED, WORKER_LOST, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import GONE, LOST_AND_OVER, WORKER_LOST, StalenessGate
 from tests.examples import examples
 
 
@@ -43,7 +45,7 @@ def test_a_repeated_start_is_answered_as_before() -> None:
     assert start(gate, "a") == [0]
     gate.advance(1)
     assert start(gate, "a") == [0]
-    assert gate.books().submitted == 1
+    assert gate.counts().submitted == 1
 
 
 def test_an_id_that_left_the_count_cannot_start_again() -> None:
@@ -61,7 +63,7 @@ def test_a_drop_makes_room_and_returns_the_ticket_once() -> None:
     assert ticket is not None
     assert ticket.prompt_id == "p-a"
     assert gate.drop("a", "rejected") is None
-    assert gate.books().dropped == {"rejected": 1}
+    assert gate.counts().dropped == {"rejected": 1}
     assert start(gate, "b") == [0]
 
 
@@ -70,8 +72,8 @@ def test_a_train_report_may_overtake_the_finish() -> None:
     start(gate, "a")
     gate.train(1, ["a"])
     assert gate.finish("a") is None
-    books = gate.books()
-    assert (books.trained, books.running, books.finished_untrained) == (1, 0, 0)
+    counts = gate.counts()
+    assert (counts.trained, counts.running, counts.finished_untrained) == (1, 0, 0)
 
 
 def leave(gate: StalenessGate, outcome: str) -> None:
@@ -93,14 +95,14 @@ def test_what_left_the_count_does_not_come_back_whatever_is_said_of_it(outcome: 
         gate.finish("a")
     leave(gate, outcome)
     gate.train(1, [])
-    before = gate.books()
+    before = gate.counts()
     assert (before.submitted, before.running, before.finished_untrained, before.balanced) == (1, 0, 0, True)
     for _ in range(2):
         assert gate.finish("a") is None
         assert gate.drop("a", "failed") is None
         gate.train(1, ["a"])
         assert gate.abandon() == []
-    assert (gate.books(), gate.outcome("a")) == (before, outcome)
+    assert (gate.counts(), gate.outcome("a")) == (before, outcome)
     assert "a" not in gate.live
     assert gate.admitted_at("a") is None
 
@@ -124,7 +126,7 @@ def test_a_drop_of_what_was_trained_changes_nothing() -> None:
     gate.train(1, ["a"])
     assert gate.drop("a", "stale") is None
     gate.train(1, ["a"])
-    assert (gate.books().trained, gate.outcome("a")) == (1, TRAINED)
+    assert (gate.counts().trained, gate.outcome("a")) == (1, TRAINED)
 
 
 def test_a_rollout_has_ended_once_it_finished_or_left_unless_it_was_given_up() -> None:
@@ -136,11 +138,39 @@ def test_a_rollout_has_ended_once_it_finished_or_left_unless_it_was_given_up() -
     gate.drop("b", "rejected")
     gate.drop("c", "stale")
     gate.drop("d", WORKER_LOST)
-    gate.drop("e", "lost_with_manager")
-    gate.train(1, ["f"])
-    assert [gate.has_ended(name) for name in "abcdefg"] == [True, True, True, False, False, True, False]
+    gate.train(1, ["e"])
+    assert [gate.has_ended(name) for name in "abcdefg"] == [True, True, True, False, True, False, False]
     gate.abandon()
-    assert not gate.has_ended("g")
+    assert not any(map(gate.has_ended, "fg"))
+
+
+def test_a_lost_rollout_is_over_once_its_worker_reports_its_end() -> None:
+    """Late calls of it are void from then on; its worker knows."""
+    gate = StalenessGate(batch_size=4, max_staleness=0)
+    start(gate, *"abc")
+    gate.drop("a", WORKER_LOST)
+    gate.train(1, ["b"])
+    before = gate.counts()
+    for name in ("a", "b", "c", "unknown"):
+        gate.over(name)
+    assert [gate.outcome(name) for name in ("a", "b", "c", "unknown")] == [LOST_AND_OVER, TRAINED, None, LOST_AND_OVER]
+    assert [gate.has_ended(name) for name in ("a", "b", "c", "unknown")] == [True, True, False, True]
+    assert gate.counts() == before
+    gate.drop("c", "failed")
+    gate.over("c")
+    assert gate.outcome("c") == "failed"
+
+
+def test_what_may_not_be_trained_does_not_count_when_its_worker_reports_it_later() -> None:
+    gate = StalenessGate(batch_size=4, max_staleness=0)
+    start(gate, "a")
+    gate.drop("a", "stale")
+    before = gate.counts()
+    for name in ("a", "unknown"):
+        gate.refuse(name)
+    assert [gate.outcome(name) for name in ("a", "unknown")] == ["stale", WORKER_LOST]
+    assert not gate.has_ended("unknown"), "its worker may play on, until it reports the end"
+    assert gate.counts() == before
 
 
 def test_a_repeated_train_report_counts_once() -> None:
@@ -148,34 +178,34 @@ def test_a_repeated_train_report_counts_once() -> None:
     start(gate, "a")
     gate.train(1, ["a"])
     gate.train(1, ["a"])
-    assert gate.books().trained == 1
+    assert gate.counts().trained == 1
 
 
 def test_what_was_never_admitted_is_not_counted_whatever_is_said_of_it() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=0)
-    before = gate.books()
+    before = gate.counts()
     assert gate.finish("x") is None
     assert gate.drop("x", "stale") is None
     gate.train(0, ["x", "y"])
-    assert (gate.books(), gate.outcome("x"), gate.capacity) == (before, None, 2)
+    assert (gate.counts(), gate.outcome("x"), gate.capacity) == (before, None, 2)
 
 
 def test_a_resumed_run_starts_at_its_version() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=0)
-    gate.resume(5)
+    gate.resume(5, {})
     assert start(gate, "a") == [None]
     gate.advance(5)
     assert start(gate, "a", "b", "c") == [5, 5, None]
-    assert gate.books().balanced
+    assert gate.counts().balanced
 
 
 def test_what_was_dropped_up_to_the_checkpoint_stays_in_the_books_and_takes_no_room() -> None:
     gate = StalenessGate(2, 1)
     gate.resume(3, {"failed": 2, "zero_variance": 1})
     gate.advance(3)
-    books = gate.books()
-    assert (books.submitted, books.trained, books.dropped) == (9, 6, {"failed": 2, "zero_variance": 1})
-    assert books.balanced
+    counts = gate.counts()
+    assert (counts.submitted, counts.trained, counts.dropped) == (9, 6, {"failed": 2, "zero_variance": 1})
+    assert counts.balanced
     assert gate.capacity == 4
 
 
@@ -183,7 +213,7 @@ def test_resuming_after_the_first_start_is_refused() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=0)
     start(gate, "a")
     with pytest.raises(ValueError, match="1 rollouts are already submitted"):
-        gate.resume(5)
+        gate.resume(5, {})
 
 
 def test_the_version_never_goes_back() -> None:
@@ -202,9 +232,9 @@ def test_abandon_closes_and_accounts_for_everything() -> None:
     start(gate, "a", "b", "c")
     gate.finish("b")
     assert gate.abandon() == ["a", "b", "c"]
-    books = gate.books()
-    assert (books.abandoned, books.running, books.finished_untrained) == (3, 0, 0)
-    assert books.balanced
+    counts = gate.counts()
+    assert (counts.abandoned, counts.running, counts.finished_untrained) == (3, 0, 0)
+    assert counts.balanced
     assert start(gate, "d") == [None]
 
 
@@ -237,25 +267,30 @@ def test_with_more_rollouts_than_the_limit_none_is_admitted() -> None:
     gate = StalenessGate(batch_size=1, max_staleness=0)
     for name in ("a", "b", "c"):
         gate.enter(RolloutTicket(name, "w0"), version=0)
-    assert (gate.capacity, gate.counted, gate.books().submitted) == (0, 3, 3)
+    assert (gate.capacity, gate.counted, gate.counts().submitted) == (0, 3, 3)
     assert start(gate, "d") == [None]
 
 
 def test_what_an_earlier_gate_counted_is_known_and_not_counted_again() -> None:
-    gate = StalenessGate(batch_size=2, max_staleness=1)
-    gate.resume(1, {"rejected": 1, WORKER_LOST: 1}, abandoned=1)
-    before = gate.books()
-    assert (before.submitted, before.abandoned, before.balanced) == (5, 1, True)
-    outcomes = ["rejected", TRAINED, *GONE]
+    gate, outcomes = StalenessGate(batch_size=2, max_staleness=1), ["rejected", TRAINED, *GONE]
+    ended: RecentIds[str] = RecentIds(10)
     for outcome in outcomes:
-        gate.remember(f"{outcome} before", outcome)
+        ended.put(f"{outcome} before", outcome)
+    gate.resume(1, {"rejected": 1, WORKER_LOST: 1}, ended)
+    before = gate.counts()
+    assert (before.submitted, before.trained, before.balanced) == (4, 2, True)
     assert [gate.outcome(f"{outcome} before") for outcome in outcomes] == outcomes
     for outcome in outcomes:
         assert gate.finish(f"{outcome} before") is None
         assert gate.drop(f"{outcome} before", "stale") is None
         assert gate.admitted_at(f"{outcome} before") is None
         gate.train(1, [f"{outcome} before"])
-    assert gate.books() == before
+        with pytest.raises(ValueError, match=f"already {outcome}"):
+            start(gate, f"{outcome} before")
+    assert gate.counts() == before
+    start(gate, "later")
+    gate.drop("later", "failed")
+    assert (gate.outcome("later"), gate.outcome("rejected before")) == ("failed", "rejected")
 
 
 def test_running_of_names_the_running_rollouts_of_one_worker() -> None:
@@ -275,11 +310,11 @@ def test_memory_is_bounded_and_forgotten_rollouts_change_nothing() -> None:
         gate.train(version + 1, [str(version)])
         gate.advance(version + 1)
     assert 10 <= len(gate._retired) < 12
-    before = gate.books()
+    before = gate.counts()
     assert gate.finish("3") is None
     assert gate.drop("3", "stale") is None
     gate.train(1000, ["3"])
-    assert gate.books() == before
+    assert gate.counts() == before
 
 
 @settings(max_examples=examples(60), deadline=None)

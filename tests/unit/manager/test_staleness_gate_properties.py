@@ -124,39 +124,39 @@ class TrainerAndWorkers(RuleBasedStateMachine):
         name = f"r{pick % self.submitted}"
         if name in self.gate.live and not (message == "finish" and name in self.received):
             return
-        before = self.gate.books()
+        before = self.gate.counts()
         if message == "finish":
             assert self.gate.finish(name) is None
         elif message == "drop":
             assert self.gate.drop(name, "rejected") is None
         else:
             self.gate.train(self.trained_version, [name])
-        assert self.gate.books() == before
+        assert self.gate.counts() == before
 
     @property
     def counted_and_running(self) -> set[str]:
         return (self.running.keys() | self.arrived.keys()) - self.lost
 
     @invariant()
-    def books_balance(self) -> None:
-        books = self.gate.books()
-        assert books.balanced
-        assert books.submitted == self.submitted
-        assert books.trained == self.trained_version * self.gate.batch_size
+    def counts_balance(self) -> None:
+        counts = self.gate.counts()
+        assert counts.balanced
+        assert counts.submitted == self.submitted
+        assert counts.trained == self.trained_version * self.gate.batch_size
 
     @invariant()
     def what_counts_is_there_and_what_is_there_counts(self) -> None:
         """No place is lost, and none is given twice."""
-        books = self.gate.books()
-        assert (books.running, books.finished_untrained) == (len(self.counted_and_running), len(self.received))
+        counts = self.gate.counts()
+        assert (counts.running, counts.finished_untrained) == (len(self.counted_and_running), len(self.received))
         assert set(self.gate.live) == self.counted_and_running | self.received.keys()
-        assert books.dropped.get(WORKER_LOST, 0) == len(self.lost)
+        assert counts.dropped.get(WORKER_LOST, 0) == len(self.lost)
 
     @invariant()
     def never_deadlocks(self) -> None:
         """If nothing runs, the servers are at the trainer's version and it lacks a batch, a rollout may start."""
-        books = self.gate.books()
-        if books.running == 0 and self.gate.version == self.trained_version:
+        counts = self.gate.counts()
+        if counts.running == 0 and self.gate.version == self.trained_version:
             assert len(self.received) >= self.gate.batch_size or self.gate.capacity > 0
 
 

@@ -65,7 +65,7 @@ class Run:
         self.service = ManagerService(
             batch_size=3, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
         )
-        self.service.begin(m.RunReport())
+        self.service.begin(m.RunBegin())
         self.deadly, self.deaths, self.ids = deadly, 0, 0
         self.ended: list[int] = []
 
@@ -91,9 +91,9 @@ def test_a_deadly_prompt_is_dropped_after_three_deaths_and_nobody_with_it() -> N
     run.play(rounds=20)
     assert run.deaths == 3
     assert sorted(run.ended) == [order for order in range(len(run.ended) + 1) if order != 1]
-    books = run.service.gate.books()
-    assert books.dropped["crashed_worker"] == 1
-    assert books.balanced
+    counts = run.service.gate.counts()
+    assert counts.dropped["crashed_worker"] == 1
+    assert counts.balanced
     assert run.service.rollouts.queue.is_used(1)
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import GateBooks, ReceivedRollout, RunReport
+from asyncrl.manager.messages import ReceivedRollout, RunBegin
 from asyncrl.master.offline import recorder as module
 from asyncrl.master.offline.recorder import Recorder
 
@@ -27,9 +28,8 @@ class Manager:
         self.told: list[str] = []
         self.received_tokens: dict[str, int] = {}
 
-    async def report_run(self, report: RunReport) -> int:
+    async def begin_run(self, begin: RunBegin) -> None:
         self.told.append("run")
-        return 1
 
     async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
         assert self.told == ["run"]
@@ -45,9 +45,9 @@ class Manager:
     async def close_gate(self) -> None:
         self.told.append("close")
 
-    async def abandon(self) -> GateBooks:
-        self.told.append("abandon")
-        return GateBooks(2, 0, {}, 2)
+    async def end_run(self, version: int) -> RolloutCounts:
+        self.told.append(f"end at {version}")
+        return RolloutCounts(2, 0, {}, 2)
 
     async def close(self) -> None:
         self.told.append("gone")
@@ -94,10 +94,10 @@ def trajectory(name: str) -> Trajectory:
 async def test_a_report_that_fails_ends_the_recorder(make_recorder: Callable[..., Any]) -> None:
     manager: Any = Manager()
 
-    async def fail(report: RunReport) -> int:
+    async def fail(begin: RunBegin) -> None:
         raise KeyError("a defect")
 
-    manager.report_run = fail
+    manager.begin_run = fail
     with pytest.raises(KeyError, match="a defect"):
         await make_recorder(manager).main()
     assert manager.told == ["gone"]
@@ -115,4 +115,4 @@ async def test_what_a_given_up_worker_delivers_late_is_not_kept(
         await make_recorder(manager, *map(trajectory, ("r1", "lost", "r2", "r3"))).main()
     assert kept == ["r1", "r2"], "as many as one step of two rollouts trains"
     assert manager.received_tokens == {"r1": 8, "lost": 8, "r2": 8}
-    assert manager.told == ["run", "close", "abandon", "gone"]
+    assert manager.told == ["run", "close", "end at 0", "gone"]

@@ -1,42 +1,38 @@
-"""The MasterWorker's reports to the GserverManager, without processes."""
+"""The MasterWorker's calls to the gate about the run's rollouts, without processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes
-from asyncrl.comm.http.calls import HttpRefused
+from asyncrl.api.trajectory import GENERATED, OPPONENTS
+from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
+from asyncrl.comm.http.calls import HttpRefused, HttpTimeout
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import GateStatus, ManagerClient
-from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books.reports import Reports, ReportState, given_up
-from asyncrl.master.books.run_files import BooksError
+from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
 from asyncrl.master.data.collector import received
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.metrics import filtered as filtered_module
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
+from asyncrl.master.peers import reports as module
+from asyncrl.master.peers.reports import Reports, trained_rollout
+from asyncrl.master.recovery.run_files import BooksError
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
-from tests.unit.master.test_recorded import admitted, dropped, fold, trained
 
-NONE = cast(Any, None)
-
-
-class EveryStepIsWhole:
-    def may_report(self, version: int) -> bool:
-        return True
+WHILE_STOPPING_S = 1 / 32
+"""Instead of `STOPPING_LIMIT_S`."""
 
 
 class NothingAtTheRanks:
-    def __init__(self) -> None:
-        self.told, self.discarded = list[str](), list[str]()
+    def __init__(self, told: list[str]) -> None:
+        self.told, self.discarded = told, list[str]()
 
     async def refresh(self) -> None:
         self.told.append("refresh")
@@ -48,93 +44,98 @@ class NothingAtTheRanks:
         self.discarded += [record.rollout_id for record in records]
 
 
-class LedgerInMemory:
-    def __init__(self) -> None:
-        self.recorded = fold()
-        self.managers: list[int] = []
-        self.lines: list[Any] = []
-
-    def begin_manager(self, number: int) -> None:
-        self.managers.append(number)
-
-    def take(self, lines: list[Any]) -> None:
-        self.lines += lines
-
-
 class Manager:
-    """Is not rebuilt for `shut_s` seconds."""
+    """Answers each call after `waits`, if that is set, or with the first of `errors`."""
 
-    def __init__(self, shut_s: float = 0.0) -> None:
-        self.shut_s = shut_s
+    def __init__(self) -> None:
         self.told = list[str]()
-        self.reports = list[m.ConsumedReport]()
+        self.begun = list[m.RunBegin]()
+        self.reports = list[tuple[int, list[str], list[m.DroppedRollout]]]()
         self.replies = list[m.ConsumedReply]()
+        self.errors = list[Exception]()
+        self.waits: Callable[[], Awaitable[Any]] | None = None
 
-    async def report_run(self, report: m.RunReport) -> int:
-        self.told.append("run")
-        return 7
+    async def _answers(self, call: str) -> None:
+        self.told.append(call)
+        if self.errors:
+            raise self.errors.pop(0)
+        if self.waits is not None:
+            await self.waits()
 
-    async def report_consumed(self, *report: Any) -> m.ConsumedReply:
-        self.told.append("consumed")
-        self.reports.append(m.ConsumedReport(*report))
-        return self.replies.pop(0) if self.replies else m.ConsumedReply(GateBooks(0, 0, {}, 0), [], 0, [], 0, 0.0, [])
+    async def begin_run(self, begin: m.RunBegin) -> None:
+        await self._answers("begin")
+        self.begun.append(begin)
+
+    async def consumed(
+        self, version: int, trained: list[m.TrainedRollout], dropped: list[m.DroppedRollout]
+    ) -> m.ConsumedReply:
+        self.reports.append((version, [each.rollout_id for each in trained], dropped))
+        await self._answers("consumed")
+        return self.replies.pop(0) if self.replies else reply(checkpoint=m.GateCheckpoint() if trained else None)
+
+    async def saved(self, version: int) -> m.ConsumedReply:
+        await self._answers(f"saved {version}")
+        return reply(checkpoint=m.GateCheckpoint(line=90 + version))
 
     async def close_gate(self) -> None:
-        self.told.append("close")
-        await asyncio.sleep(self.shut_s)
+        await self._answers("close")
 
-    async def abandon(self) -> None:
-        self.told.append("abandon")
+    async def end_run(self, version: int) -> RolloutCounts:
+        await self._answers(f"end {version}")
+        return RolloutCounts(7, 4, {}, 3)
 
     async def status(self) -> GateStatus:
         return GateStatus(idle_s=3.0)
 
 
-def state() -> ReportState:
-    return ReportState(
-        SampleBuffer(2, 1, OnStale.drop),
-        cast(Any, LedgerInMemory()),
-        Curriculum(0.0, 1.0, 1),
-        cast(Any, EveryStepIsWhole()),
-    )
+def reply(*, checkpoint: m.GateCheckpoint | None = None, prompts_used: int = 0, **others: Any) -> m.ConsumedReply:
+    return m.ConsumedReply(RolloutCounts(7, 4, {"stale": 3}), checkpoint, prompts_used, **others)
 
 
-def reports_to(manager: Manager, limit_s: float = 60.0) -> Reports:
-    ranks = cast(Any, NothingAtTheRanks())
-    return Reports(cast(Any, manager), ranks, state(), asyncio.Event(), limit_s=limit_s)
+class World:
+    """Reports with what they are made of."""
+
+    def __init__(self, limit_s: float = 60.0) -> None:
+        self.manager, self.buffer, self.stop = Manager(), SampleBuffer(2, 1, OnStale.drop), asyncio.Event()
+        self.ranks = NothingAtTheRanks(self.manager.told)
+        parts: list[Any] = [self.manager, self.ranks, self.buffer, self.stop]
+        self.reports = Reports(*parts, limit_s=limit_s)
+
+    def drop(self, *orders: int) -> None:
+        """The buffer drops rollouts of these orders: they expired."""
+        self.buffer.add([record(f"r{order}", order) for order in orders])
+        self.buffer.expire(2)
 
 
-def test_a_master_that_takes_over_has_the_books_that_the_ledgers_lines_add_up_to() -> None:
-    """A checkpoint's `saved` line has them: those of the step that it continues from are older."""
-    buffer = SampleBuffer(2, 1, OnStale.drop)
-    state = ReportState(buffer, NONE, Curriculum(0.0, 1.0, 1), NONE)
-    state.restore(2, {}, Curriculum(0.0, 1.0, 1))
-    given_up = dropped(3, "failed", PromptGoes.given_up)
-    recorded = fold(*map(admitted, range(4)), trained(0), trained(1), given_up)
-    state.continue_after(recorded)
-    assert state.reported_books == GateBooks(4, 2, {"failed": 1}, 0, 1, 0)
-    assert set(buffer.used) == {"e0-0", "e0-1", "e0-3"}
+@pytest.fixture
+def while_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOPPING_LIMIT_S", WHILE_STOPPING_S)
+    monkeypatch.setattr(module, "SAVING_LIMIT_S", WHILE_STOPPING_S)
 
 
 def record(name: str, order: int, oldest: int = 0) -> RolloutRecord:
-    return RolloutRecord(name, f"e0-{order}", order, 0, oldest, {}, (2, 3), (1, 1), (1.0, 0.0), (False, False), (0, 1))
-
-
-def test_at_the_start_of_a_run_nothing_is_counted_or_due() -> None:
-    begun = state()
-    assert begun.reported_books == GateBooks(0, 0, {}, 0)
-    assert not begun.due
-    assert begun.next_report(0) == m.ConsumedReport(0, [], [])
-    assert begun.run_report(0) == m.RunReport(
-        used=SampleBuffer(2, 1, OnStale.drop).used.to_json(),
-        curriculum=Curriculum(0.0, 1.0, 1).state(),
+    return RolloutRecord(
+        name, f"e0-{order}", order, 0, oldest, {oldest: 2}, (2, 3), (1, 1), (1.0, 0.0), (False, False), (0, 1)
     )
 
 
+def step(*names: str, version: int = 0) -> TrainBatch:
+    return TrainBatch(version, 0, tuple(record(name, order) for order, name in enumerate(names)))
+
+
+def test_at_the_start_of_a_run_nothing_is_counted_and_no_prompt_is_used() -> None:
+    reports = World().reports
+    assert (reports.counts, reports.prompts_used) == (RolloutCounts(), 0)
+    assert reports.checkpoint.used is not None, "a checkpoint that is made of it can be read"
+    assert set(UsedPrompts.from_json(reports.checkpoint.used)) == set()
+
+
 def test_a_resumed_run_counts_what_was_trained_and_dropped_before() -> None:
-    resumed = state()
-    resumed.restore(4, {"stale": 2, "timeout": 1}, Curriculum(0.0, 1.0, 1))
-    assert resumed.reported_books == GateBooks(7, 4, {"stale": 2, "timeout": 1}, 0)
+    reports = World().reports
+    checkpoint = m.GateCheckpoint(used=UsedPrompts(["e0-1"]).to_json(), dropped={"stale": 2, "timeout": 1, "failed": 0})
+    reports.restore(4, checkpoint)
+    assert reports.counts == RolloutCounts(7, 4, {"stale": 2, "timeout": 1})
+    assert (reports.checkpoint, reports.prompts_used) == (checkpoint, 1)
 
 
 def test_a_rollout_of_which_nothing_was_generated_counts_as_of_the_first_version() -> None:
@@ -145,165 +146,256 @@ def test_a_rollout_of_which_nothing_was_generated_counts_as_of_the_first_version
     assert received(msgspec.structs.replace(empty, lengths=(1, 0))).tokens == 1
 
 
-def test_a_step_is_reported_once_and_until_then_to_a_new_manager_too() -> None:
-    one = state()
-    one.trained(TrainBatch(0, 0, (record("r0", 0), record("r1", 1))))
-    cast(Any, one)._ledger.recorded = fold(admitted(0))
-    assert one.due
-    assert one.reported_books is None, "the books do not have it yet"
-    assert one.next_report(1) == m.ConsumedReport(1, ["r0", "r1"], [], events_after=1)
-    run = one.run_report(1)
-    assert (run.version, run.trained_version) == (0, 1), "the ledger does not have the step yet"
-    assert run.trained == [received(record("r0", 0)), received(record("r1", 1))]
-    assert run.open == [admitted(0)]
-    books = m.Books(2, 2, {}, 0, version=1, trained_version=1)
-    one.take(m.ConsumedReply(books, [admitted(5)], 1, [("e0-0", 0.5)], 9, 2.0, [4]))
-    assert cast(Any, one)._ledger.lines == [admitted(5)]
-    assert not one.due
-    assert one.run_report(1).trained == []
-    assert one.reported_books == books
-    assert one.last_reply.status == GateStatus(2.0, frozenset({4}), {})
-    assert one.next_report(1) == m.ConsumedReport(1, [], [], events_after=1, measured_after=9)
-    assert one.curriculum.state() != Curriculum(0.0, 1.0, 1).state(), "it has the measured success"
+def test_what_the_ledger_says_of_a_trained_rollout_is_what_its_worker_and_the_ranks_counted() -> None:
+    alone = trained_rollout(record("r", 3, oldest=2))
+    assert alone == m.TrainedRollout("r", "e0-3", 3, {2: 2}, episodes=2, samples=2, reward=0.5)
+    metrics = {
+        f"{OPPONENTS}past/oldest_version": 1.0,
+        f"{OPPONENTS}past/newest_version": 2.0,
+        f"{GENERATED}actor": 9.0,
+        f"{GENERATED}judge": 4.0,
+        "agent/turns": 2.0,
+    }
+    several = RolloutRecord(
+        "r", "e0-3", 3, 0, 0, {0: 8}, (6, 3, 2), (5, 2, 1), (1.0, 0.0, 0.5), (False,) * 3, (0, 1, 2), metrics
+    )
+    several = msgspec.structs.replace(several, groups=("actor", "judge", "judge"))
+    told = trained_rollout(several)
+    assert (told.episodes, told.samples, told.reward) == (3, 3, 0.5)
+    assert told.opponents == {"past": (1, 2)}
+    assert told.policies == {"actor": PolicyTokens(9, 5, 1), "judge": PolicyTokens(4, 3, 2)}
 
 
-def test_a_master_that_takes_over_reports_the_last_step_again_and_trains_none_of_its_rollouts_again() -> None:
-    successor = state()
-    successor.take_up([received(record("r0", 0))])
-    assert successor.next_report(1) == m.ConsumedReport(1, ["r0"], [])
-    assert successor.run_report(1).trained == [received(record("r0", 0))]
-    assert cast(Any, successor)._buffer.add([record("r0", 0)]), "a copy"
+async def test_a_step_is_reported_with_what_was_dropped_and_brings_the_gates_part_of_the_state() -> None:
+    world = World()
+    world.drop(8)
+    checkpoint = m.GateCheckpoint(used=UsedPrompts(["e0-0", "e0-1", "e0-5"]).to_json(), line=40)
+    world.manager.replies = [reply(checkpoint=checkpoint, prompts_used=3, idle_s=2.0, versions_in_use=[4])]
+    await world.reports.trained(step("r0", "r1"))
+    assert world.manager.reports == [(1, ["r0", "r1"], [m.DroppedRollout("r8", "stale")])]
+    reports = world.reports
+    assert (reports.checkpoint, reports.prompts_used, reports.counts.trained) == (checkpoint, 3, 4)
+    assert reports.status == GateStatus(2.0, frozenset({4}), {"stale": 3})
+    assert world.ranks.discarded == ["r8"]
 
 
 async def test_what_the_buffer_drops_is_reported_once_and_freed_at_the_ranks() -> None:
-    manager = Manager()
-    reports = reports_to(manager)
-    ranks, buffer = cast(Any, reports)._collector, cast(Any, reports.state)._buffer
-    buffer.add([record("r0", 0, oldest=2), record("r1", 1)])
-    buffer.expire(2)
-    await reports.report(0)
-    assert manager.reports[0].dropped == [m.DroppedRollout("r1", "stale")]
-    assert ranks.discarded == ["r1"]
-    await reports.report(0)
-    assert manager.told == ["run", "consumed"], "nothing is due"
-    buffer.add([record("r2", 2)])
-    run = reports.state.run_report(0)
-    assert [each.rollout_id for each in run.received] == ["r0", "r2"], "a new manager must know it before it is dropped"
-    buffer.add([record("r3", 3)])
-    await reports.last(0)
-    assert [drop.rollout_id for drop in manager.reports[1].dropped] == ["r2", "r3"]
+    world = World()
+    await world.reports.dropped(3)
+    assert world.manager.told == [], "nothing is due"
+    world.drop(1)
+    await world.reports.dropped(3)
+    await world.reports.dropped(3)
+    assert world.manager.reports == [(3, [], [m.DroppedRollout("r1", "stale")])]
+    assert world.ranks.discarded == ["r1"]
+    assert world.reports.checkpoint.line == 0, "a checkpoint is of a step, or of what is saved"
 
 
-def test_a_prompt_that_the_manager_drops_for_good_is_used_and_no_other() -> None:
-    """Its admission is in the ledger, or comes with the same reply."""
-    one = state()
-    recorded = cast(Any, one)._ledger.recorded = fold(admitted(0), admitted(1), admitted(4))
-    lines = [
-        dropped(0, "failed", PromptGoes.given_up),
-        dropped(1, "worker_died", PromptGoes.returned),
-        admitted(2),
-        admitted(3),
-        dropped(2, "failed", PromptGoes.given_up),
-        dropped(4, "lost_with_manager", PromptGoes.used),
-    ]
-    assert list(given_up(recorded, lines)) == ["e0-0", "e0-2"]
-    one.take(m.ConsumedReply(m.Books(5, 0, {}, 0, version=0, trained_version=0), lines, 6))
-    assert set(cast(Any, one)._buffer.used) == {"e0-0", "e0-2"}
+async def test_what_is_dropped_during_a_report_is_reported_at_once_too() -> None:
+    """It takes up room at the gate."""
+    world = World()
+    world.drop(1)
+
+    async def one_more() -> None:
+        world.manager.waits = None
+        world.drop(2)
+
+    world.manager.waits = one_more
+    await world.reports.dropped(3)
+    assert [[each.rollout_id for each in dropped] for _, _, dropped in world.manager.reports] == [["r1"], ["r2"]]
+    assert world.ranks.discarded == ["r1", "r2"]
 
 
-async def test_nothing_is_reported_of_a_step_whose_state_is_not_complete() -> None:
-    manager = Manager()
-    reports = reports_to(manager)
-    whole = cast(Any, reports.state.memory_checkpointer)
-    whole.may_report = lambda version: False
-    reports.state.trained(TrainBatch(0, 0, (record("r0", 0),)))
-    await reports.report(1)
-    await reports.last(1)
-    assert manager.told == []
-    whole.may_report = lambda version: True
-    await reports.report(1)
-    assert manager.told == ["run", "consumed"]
-    assert cast(Any, reports.state)._ledger.managers == [7]
-    assert cast(Any, reports)._collector.told == ["refresh", "confirm"]
+async def test_drops_that_were_not_acknowledged_stay_for_the_next_report() -> None:
+    world = World()
+    world.drop(1)
+    world.manager.errors = [ManagerGone("no answer")]
+    with pytest.raises(ManagerGone):
+        await world.reports.dropped(3)
+    assert world.ranks.discarded == [], "the manager may not know that they are dropped"
+    world.drop(2)
+    await world.reports.trained(step("r8", "r9", version=3))
+    assert [[each.rollout_id for each in dropped] for _, _, dropped in world.manager.reports] == [["r1"], ["r1", "r2"]]
+    assert world.ranks.discarded == ["r1", "r2"]
 
 
-async def test_the_manager_hears_of_the_run_once_before_any_report() -> None:
-    manager = Manager()
-    reports = reports_to(manager)
-    await reports.last(0)
-    await reports.introduce(0)
-    assert manager.told == ["run", "consumed"]
-
-
-async def test_a_manager_hears_what_the_ranks_have_before_it_says_what_counts() -> None:
-    manager = cast(Any, Manager())
-    reports = reports_to(manager)
-    cast(Any, reports)._collector.told = manager.told
-    answer = manager.report_run
-
-    async def refuse(report: m.RunReport) -> int:
-        manager.told.append("refused")
-        raise ConnectionError
-
-    manager.report_run = refuse
+async def test_the_manager_gets_the_checkpoint_and_what_the_ranks_have_once_before_it_says_what_counts() -> None:
+    """It must know what was dropped meanwhile, too, before that is reported."""
+    world = World()
+    checkpoint = m.GateCheckpoint(dropped={"stale": 2}, line=40)
+    world.reports.restore(8, checkpoint)
+    world.drop(1)
+    world.buffer.add([record("r2", 2, oldest=2)])
+    world.manager.errors = [ConnectionError()]
     with pytest.raises(ConnectionError):
-        await reports.introduce(0)
-    assert manager.told == ["refresh", "refused"]
-    manager.report_run = answer
-    await reports.introduce(0)
-    assert manager.told[2:] == ["refresh", "run", "confirm"]
-
-
-async def test_the_books_are_closed_in_order_also_where_the_beginning_did_not_come_that_far() -> None:
-    manager = Manager()
-    await reports_to(manager).close_books(0, complete=True)
-    assert manager.told == ["run", "close", "abandon", "consumed"]
-
-
-@pytest.mark.parametrize(("complete", "limit_s"), [(False, 5), (True, 31)])
-async def test_a_complete_run_waits_as_long_for_its_last_books_as_for_any_sign_of_life(
-    complete: bool, limit_s: int
-) -> None:
-    manager = cast(Any, Manager())
-
-    async def silent() -> None:
-        raise TimeoutError
-
-    manager.close_gate = silent
-    with pytest.raises(BooksError, match=f"within {limit_s} s"):
-        await reports_to(manager, limit_s=31.0).close_books(0, complete=complete)
+        await world.reports.begin(4)
+    assert world.manager.told == ["refresh", "begin"]
+    await world.reports.begin(4)
+    await world.reports.begin(4)
+    assert world.manager.told[2:] == ["refresh", "begin", "confirm"]
+    (begun,) = world.manager.begun
+    assert (begun.version, begun.checkpoint) == (4, checkpoint)
+    assert [each.rollout_id for each in begun.received] == ["r2", "r1"]
+    await world.reports.dropped(4)
+    assert world.manager.reports == [(4, [], [m.DroppedRollout("r1", "stale")])]
 
 
 async def test_a_status_is_asked_for_without_a_report() -> None:
-    manager = Manager()
-    reports = reports_to(manager)
-    await reports.look()
-    assert reports.state.last_reply.status.idle_s == 3.0
-    assert manager.told == []
+    world = World()
+    await world.reports.look()
+    assert world.reports.status.idle_s == 3.0
+    assert world.manager.told == []
 
 
-async def test_the_last_report_waits_for_a_manager_that_waits_for_a_silent_worker() -> None:
-    """The brain and a worker died as the run ended: the next manager's gate is shut for the worker's lease."""
-    with pytest.raises(BooksError, match=r"within 0\.05 s"):
-        await reports_to(Manager(shut_s=0.2), limit_s=0.05).close_books(0, complete=True)
-    await reports_to(Manager(shut_s=0.2)).close_books(0, complete=True)
+async def test_a_checkpoint_has_the_gates_state_of_now() -> None:
+    world = World()
+    await world.reports.begin(2)
+    assert (await world.reports.saved(2)).line == 92
+    assert world.reports.checkpoint.line == 0, "the next one goes on from the step again"
+    assert world.reports.counts.submitted == 7
+
+
+@pytest.mark.parametrize("error", [ManagerGone("no answer"), HttpTimeout("slow"), HttpRefused("there", 409, b"other")])
+async def test_without_an_answer_of_the_manager_a_checkpoint_has_the_gates_state_of_the_last_step(
+    error: Exception,
+) -> None:
+    world = World()
+    await world.reports.begin(0)
+    checkpoint = m.GateCheckpoint(line=40)
+    world.manager.replies = [reply(checkpoint=checkpoint)]
+    await world.reports.trained(step("r0", "r1"))
+    world.manager.errors = [error]
+    assert await world.reports.saved(1) == checkpoint
+
+
+async def test_a_gate_that_has_not_opened_is_not_asked_for_its_state() -> None:
+    """It would answer only once the MasterWorker has told it to begin."""
+    world = World()
+    checkpoint = m.GateCheckpoint(line=40)
+    world.reports.restore(4, checkpoint)
+    await world.reports.last(2)
+    assert await world.reports.saved(2) == checkpoint
+    assert world.manager.told == []
+
+
+async def test_before_the_last_checkpoint_it_is_asked_what_was_dropped_for_good_if_the_manager_answers() -> None:
+    world = World()
+    await world.reports.begin(2)
+    world.manager.replies = [reply(prompts_used=9)]
+    await world.reports.last(2)
+    assert world.manager.reports == [(2, [], [])]
+    assert world.reports.prompts_used == 9
+    world.manager.errors = [ManagerGone("no answer")]
+    await world.reports.last(2)
+    assert world.reports.prompts_used == 9
+
+
+@pytest.mark.usefixtures("while_stopping")
+@pytest.mark.parametrize("stopped", [True, False])
+async def test_after_a_stop_request_the_last_checkpoint_waits_only_once_for_a_manager_that_does_not_answer(
+    stopped: bool,
+) -> None:
+    """The launcher leaves little time; without a stop request the manager may only have been slow."""
+    world = World()
+    await world.reports.begin(2)
+    if stopped:
+        world.stop.set()
+    world.manager.errors = [ManagerGone("no answer")]
+    await world.reports.last(2)
+    assert (await world.reports.saved(2)).line == (0 if stopped else 92)
+    assert ("saved 2" in world.manager.told) is not stopped
+
+
+async def test_the_books_are_closed_in_order_also_where_the_beginning_did_not_come_that_far() -> None:
+    world = World()
+    world.drop(1)
+    await world.reports.end(3)
+    assert world.manager.told == ["refresh", "begin", "confirm", "close", "consumed", "end 3"]
+    assert world.reports.counts == RolloutCounts(7, 4, {}, 3)
+
+
+@pytest.mark.usefixtures("while_stopping")
+async def test_a_run_that_was_not_stopped_waits_as_long_for_its_last_books_as_for_any_sign_of_life() -> None:
+    """The brain and a worker may die as the run ends: the next manager's gate is shut for the worker's lease."""
+
+    async def after_more_than_the_wait_of_a_stop() -> None:
+        await asyncio.sleep(2 * WHILE_STOPPING_S)
+
+    world = World()
+    world.manager.waits = after_more_than_the_wait_of_a_stop
+    await world.reports.end(3)
+    world = World(limit_s=WHILE_STOPPING_S / 2)
+    world.manager.waits = after_more_than_the_wait_of_a_stop
+    with pytest.raises(BooksError, match="did not account for the rollouts"):
+        await world.reports.end(3)
+
+
+CALLS: dict[str, Callable[[Reports], Awaitable[object]]] = {
+    "trained": lambda reports: reports.trained(step("r0", "r1")),
+    "dropped": lambda reports: reports.dropped(0),
+    "saved": lambda reports: reports.saved(0),
+    "last": lambda reports: reports.last(0),
+    "end": lambda reports: reports.end(0),
+}
+
+
+@pytest.mark.usefixtures("while_stopping")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("stopped", ["before", "meanwhile"])
+async def test_a_stop_request_leaves_a_silent_manager_a_short_time_for_each_answer(call: str, stopped: str) -> None:
+    world, asked = World(), asyncio.Event()
+    await world.reports.begin(0)
+    world.drop(1)
+
+    async def silent() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    world.manager.waits = silent
+    if stopped == "before":
+        world.stop.set()
+    calling = asyncio.ensure_future(CALLS[call](world.reports))
+    await asked.wait()
+    world.stop.set()
+    async with asyncio.timeout(world.reports._limit_s / 2):
+        if call in ("saved", "last"):
+            await calling  # what it needs is known as of the last step
+        else:
+            with pytest.raises(BooksError if call == "end" else TimeoutError):
+                await calling
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_answer_that_comes_soon_after_a_stop_request_counts(call: str) -> None:
+    world = World()
+    await world.reports.begin(0)
+    world.drop(1)
+
+    async def while_a_stop_is_requested() -> None:
+        world.stop.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    world.manager.waits = while_a_stop_is_requested
+    await CALLS[call](world.reports)
+    assert world.reports.counts.submitted == 7
 
 
 async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_that_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`manager.rollout_lease_s` may be longer than the time for which calls to a silent manager are repeated."""
+    """`SystemConfig.silence_s` may be longer than the time for which calls to a silent manager are repeated."""
     monkeypatch.setattr("asyncrl.manager.worker_session._BACKOFF", Backoff(0.05, 0.05))
     client = ManagerClient("http://manager", "master_worker/0", None, retry_s=0.2)
     statuses = [503] * 8
 
-    async def call(method: str, url: str, request: object, **options: object) -> m.Session:
+    async def call(method: str, url: str, request: object, **options: object) -> m.ConsumedReply:
         if statuses:
             raise HttpRefused(url, statuses.pop(), b"")
-        return m.Session(7)
+        return reply(prompts_used=7)
 
     cast(Any, client)._connection.http.call = call
-    assert await client.report_run(state().run_report(0)) == 7
+    assert (await client.consumed(1)).prompts_used == 7
 
 
 async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(
@@ -311,7 +403,7 @@ async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(
 ) -> None:
     """The manager was replaced: until it is rebuilt its counters are zeros, and then those of the whole run."""
     monkeypatch.setattr(filtered_module, "LOOK_S", 0.0)
-    filtered = {"zero_variance": 900}
+    filtered = {"filter: zero_variance": 900}
     statuses = [GateStatus(dropped=filtered), GateStatus(rebuilt=False), GateStatus(dropped=filtered)]
     all_seen, warnings = asyncio.Event(), list[str]()
 

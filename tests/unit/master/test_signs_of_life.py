@@ -32,7 +32,7 @@ def signs_after(*seen: tuple[int, GateStatus]) -> RolloutSigns:
         (4, GateStatus(served=2), False),
         (5, GateStatus(served=2), True),
         (4, GateStatus(served=3), True),
-        (4, GateStatus(served=2, dropped={"no_variance": 1}), True),
+        (4, GateStatus(served=2, dropped={"filter: zero_variance": 1}), True),
         (4, GateStatus(served=2, dropped={"stale": 1}), False),
         (4, GateStatus(served=2, loading=True), True),
         (4, GateStatus(served=2, running=1), True),

@@ -103,7 +103,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         ("eval/math/reward/right", "eval/<set>/<metric>"),
         ("rollout/lost_episodes: env a/b.py:Game.step raised ValueError", "rollout/lost_episodes: <failure>"),
         ("rollout/dropped_failed: reward a/b.py:score", "rollout/dropped_failed: <code>"),
-        ("rollout/dropped_zero_variance", "rollout/dropped_<reason>"),
+        ("rollout/dropped_filter: zero_variance", "rollout/dropped_filter: <reason>"),
         ("reward/tool/search", "reward/<name>"),
         ("reward/role/judge", "reward/role/<role>"),
         ("tool/search/calls", "tool/<name>/calls"),

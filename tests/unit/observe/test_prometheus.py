@@ -24,7 +24,7 @@ ROW = {
     "ppo/loss_per_minibatch": [0.1, 0.2],
     "time/train_s": 2.0,
     "time/my_call_s": 0.25,
-    "rollout/dropped_zero_variance": 4,
+    "rollout/dropped_filter: zero_variance": 4,
     "rollout/dropped_failed": 1,
     'rollout/dropped_failed: reward my "own".py:score': 2,
     "restarts": 1,
@@ -67,7 +67,7 @@ def test_the_newest_row_and_the_newest_line_of_each_process_are_told(tmp_path: P
     assert found["asyncrl_eval_accuracy"] == {(("set", "held_out"),): 0.75}, "the newest one that there is"
     assert "asyncrl_rollout_dropped_timeout" not in found, "it is of an older step"
     assert found["asyncrl_time_s"] == {(("call", "my_call"),): 0.25}
-    assert found["asyncrl_rollout_dropped"] == {(("reason", "zero_variance"),): 4}
+    assert found["asyncrl_rollout_dropped_filter"] == {(("reason", "zero_variance"),): 4}
     assert found["asyncrl_rollout_dropped_failed"] == {(): 1, (("code", 'reward my "own".py:score'),): 2}
     assert found["asyncrl_restarts_total"] == {(): 1}
     assert found["asyncrl_own"] == {(("name", "mine/bent_spoons"),): 7.0}

@@ -20,10 +20,8 @@ async def until_stopped(error: Exception) -> None:
     async def follow(_: Any) -> None:
         await asyncio.Event().wait()
 
-    evaluator = SimpleNamespace(cancel=lambda: None)
-    worker = SimpleNamespace(stop=asyncio.Event(), _follow_pullers=follow, _evaluator=evaluator)
-    loop = SimpleNamespace(run=run)
-    await RolloutWorker._until_stopped(cast(Any, worker), cast(Any, loop), cast(Any, None))
+    worker = SimpleNamespace(stop=asyncio.Event(), _follow_pullers=follow)
+    await RolloutWorker._until_stopped(cast(Any, worker), run(), cast(Any, None))
 
 
 async def test_users_code_by_which_all_rollouts_fail_is_told_in_a_sentence() -> None:

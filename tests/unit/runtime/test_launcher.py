@@ -483,7 +483,7 @@ def test_a_leader_that_finds_the_last_step_lost_takes_the_whole_run_back_once(pl
 
 
 @pytest.mark.usefixtures("brain")
-@pytest.mark.parametrize("setting", ["checkpoint.in_memory=false", "samples.replay=/kept"])
+@pytest.mark.parametrize("setting", ["checkpoint.in_memory=false", "samples.only=true"])
 def test_where_no_step_is_kept_a_leaders_death_takes_the_whole_run_back(play: Play, setting: str) -> None:
     leaders: list[Played] = []
 

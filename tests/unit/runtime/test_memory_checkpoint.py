@@ -319,15 +319,15 @@ def test_the_end_of_in_memory_checkpoints_is_shown_once_with_its_reason(
     assert "in-memory checkpoints are now off: memory is full" in shown[0]
 
 
-def test_a_run_keeps_its_steps_in_memory_unless_it_replays_samples_or_that_is_off() -> None:
+def test_a_run_keeps_its_steps_in_memory_unless_it_only_records_or_that_is_off() -> None:
     config = ExperimentConfig()
     assert uses_memory_checkpoint(config)
     config.samples.only = True
     assert not uses_memory_checkpoint(config)
     config.samples.only = False
     config.samples.replay = "/kept"
-    assert not uses_memory_checkpoint(config)
-    config.samples.replay, config.checkpoint.in_memory = "", False
+    assert uses_memory_checkpoint(config), "its rollouts come from a RolloutWorker, as those of any run"
+    config.checkpoint.in_memory = False
     assert not uses_memory_checkpoint(config)
 
 

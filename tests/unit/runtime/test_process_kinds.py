@@ -24,6 +24,19 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
     assert [name for name in keeping if PROCESS_KINDS[name].count(config)] == ["recorder"]
 
 
+def test_a_replay_has_a_manager_and_one_worker_that_reads_the_kept_rollouts_and_no_server() -> None:
+    config = ExperimentConfig()
+    config.rollout.workers, config.generation.servers, config.rollout.encoder.servers = 3, 2, 1
+    config.samples.replay = "/kept"
+    counts = {name: kind.count(config) for name, kind in PROCESS_KINDS.items() if Purpose.train in kind.runs}
+    assert {name: count for name, count in counts.items() if count} == {
+        "master_worker": 1,
+        "gserver_manager": 1,
+        "model_worker": 1,
+        "rollout_worker": 1,
+    }
+
+
 def test_the_registry_imports_no_process() -> None:
     program = (
         "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS; "

@@ -50,7 +50,7 @@ def earlier_launch(config: ExperimentConfig, *, version: int = 0, finished: bool
 
 def state_of(version: int) -> dict[str, Any]:
     """What `state.json` of the checkpoint of `version` has, as far as a launch reads it."""
-    return {"roles": {"actor": {}}, "master_state": {"buffer": {"used_prompts": {"count": 4 * version}}}}
+    return {"roles": {"actor": {}}, "master_state": {"gate": {"used": {"count": 4 * version}, "line": 0}}}
 
 
 def write(file: Path, value: Any) -> None:

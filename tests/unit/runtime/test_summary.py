@@ -9,14 +9,14 @@ from unittest.mock import Mock
 from msgspec.structs import replace
 
 from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT
-from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books.run_files import write_books, write_summary
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
+from asyncrl.master.recovery.run_files import write_books, write_summary
 from asyncrl.runtime.trials.restart_log import WHOLE_RUN, note_restart, note_went_on
 from asyncrl.runtime.trials.summary import summary_lines
 
 
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
-    books = GateBooks(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
+    books = RolloutCounts(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
     failed = [
         {"version": 5, "set": "hard", "reason": "no answer within 300 s"},
         {"version": 6, "set": "hard", "reason": CUT_SHORT},
@@ -48,7 +48,7 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
 
 
 def test_an_end_without_a_summary_tells_the_books_as_of_the_last_step(tmp_path: Path) -> None:
-    books = GateBooks(
+    books = RolloutCounts(
         submitted=14, trained=8, dropped={"stale": 1, "failed: reward my.py:score": 2}, abandoned=0, running=3
     )
     write_books(tmp_path, 2, books)

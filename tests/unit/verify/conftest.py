@@ -2,131 +2,161 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
 import shutil
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes, RunSettings
-from asyncrl.manager.messages import GateBooks
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings
+from asyncrl.manager.messages import (
+    DroppedRollout,
+    FinishedRollout,
+    GateCheckpoint,
+    GrantedRollout,
+    HeldReport,
+    HeldRollout,
+    ReceivedRollout,
+)
+from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.rollout_events import RolloutEvents
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
-from asyncrl.master.books.ledger import Ledger
+from asyncrl.manager.rollouts.rebuild import rebuild
+from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics
+from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 from asyncrl.trainer.messages import RolloutRecord
 
 ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 
 
+@dataclass(frozen=True)
+class State:
+    """State of the run from which another lineage continues: of a step in memory, or of a checkpoint on disk."""
+
+    version: int = 0
+    gate: GateCheckpoint = GateCheckpoint()
+    evaluations: tuple[dict[str, Any], ...] = ()
+
+
 class Launch:
-    """One launch of the run in `folder`: `steps` of them, then an end, or none where it is killed.
+    """A lineage of the run in `folder`, which continues from `state`: steps, then an end, or none if it is killed.
 
     Args:
+        received: live rollouts that the ranks have.
+        held: live rollouts that the workers have.
         judge: the second sample of each rollout is of another trained policy, `judge`.
+
+    Attributes:
+        kept: the state of the last step, as the ranks keep it in memory.
     """
 
     def __init__(
         self,
         folder: Path,
-        state: Mapping[str, Any] | None = None,
+        state: State = State(),
         *,
+        received: Iterable[ReceivedRollout] = (),
+        held: Iterable[HeldReport] = (),
         file_bytes: int = 1 << 20,
         judge: bool = False,
     ) -> None:
         self.folder = folder
         self.judge = judge
         self.now = 1000.0
-        self.gate = StalenessGate(BATCH, ETA)
-        self.events = RolloutEvents(now=lambda: self.now)
         settings = RunSettings(BATCH, ETA, "drop", WORKERS, SEED)
         self.ledger = Ledger(folder / "ledger", settings, now=lambda: self.now, file_bytes=file_bytes)
-        self.version = state["version"] if state else 0
-        self.used: list[str] = list(state["used"]) if state else []
-        self.gate.resume(self.version, state["dropped"] if state else None)
+        self.version = state.version
+        self.rollouts = RolloutState(
+            BATCH,
+            ETA,
+            DataOrder(ROWS, SEED),
+            self.ledger.add,
+            lambda: self.now,
+            version=state.version,
+            checkpoint=state.gate,
+            ended=self.ledger.begin(state.version, state.gate),
+        )
+        rebuild(self.rollouts, received, held)
+        self.gate = self.rollouts.gate
         self.gate.advance(self.version)
-        self.order = DataOrder(ROWS, SEED)
-        self.ledger.begin(self.version, state["ledger"] if state else None, self.gate.books())
-        retries = {order: (attempt, failures) for order, attempt, failures in self.ledger.recorded.retries.values()}
-        self.queue = PromptQueue(ROWS, map(self.order.order_of, self.used), retries)
-        self.seen = self.events.last_seq
         self.number = 0
-        self.finished: list[tuple[RolloutTicket, int]] = []
-        self.held: list[dict[str, Any]] = []
-        self.evaluations: list[dict[str, Any]] = list(state["evaluations"]) if state else []
-        self.saved = self.version if state else 0
-        self.rows_dropped = dict(state["dropped"]) if state else {}
-        write_books(folder, self.version, self.gate.books())
+        self.kept = state
+        self.rows: list[dict[str, Any]] = []
+        self.evaluations = list(state.evaluations)
+        self.saved = self.version if state.version else 0
+        self.rows_dropped = dict(state.gate.dropped)
+        write_books(folder, self.version, self.gate.counts())
+
+    @property
+    def running(self) -> list[RolloutTicket]:
+        """The running rollouts, in the order in which they began."""
+        tickets = (self.gate.live.running(rollout_id) for rollout_id in self.gate.live)
+        return [ticket for ticket in tickets if ticket is not None]
 
     def admit(self, worker: int) -> RolloutTicket | None:
-        if not self.gate.capacity:
+        name = f"rollout_worker/{worker}"
+        if not self.gate.capacity or (turn := self.rollouts.next_for(name)) is None:
             return None
-        turn = self.queue.next()
         self.number += 1
-        name = f"r{self.ledger.lineage}-{self.number}"
-        ticket = RolloutTicket(name, f"rollout_worker/{worker}", self.order.ref(turn.order).prompt_id, *turn)
-        version = self.gate.start(ticket)
-        assert version is not None
-        self.events.admitted(ticket, version)
-        return ticket
+        rollout_id = f"r{self.ledger.lineage}-{self.number}"
+        self.rollouts.admit(rollout_id, name, turn)
+        return self.gate.live.ticket(rollout_id)
 
     def finish(self, ticket: RolloutTicket) -> None:
-        version = self.gate.admitted_at(ticket.rollout_id)
-        assert self.gate.finish(ticket.rollout_id)
-        assert version is not None
-        self.events.finished(ticket.rollout_id, 10)
-        self.finished.append((ticket, version))
+        assert self.rollouts.receive(ticket.rollout_id, 10)
 
-    def drop(self, ticket: RolloutTicket, reason: str, goes: PromptGoes, *, again: int = 0) -> None:
-        assert self.gate.drop(ticket.rollout_id, reason)
-        self.events.dropped(ticket.rollout_id, reason, goes, ticket.attempt + again)
-        if goes is PromptGoes.given_up:
-            self.queue.use(ticket.order)
-            self.used.append(ticket.prompt_id)
-        self.queue.leave(NextTry(ticket.order, ticket.attempt + again))
+    def fail(self, ticket: RolloutTicket, reason: str, *, again: bool = False) -> None:
+        """Its worker drops the rollout, for good or to try its prompt `again` later, as a filter does."""
+        self.rollouts.finish(FinishedRollout(ticket.rollout_id, False, reason, again, again))
 
-    def step(self, *, reported: bool = True, evaluated: bool = True) -> None:
-        """Fill the gate's room, have some dropped at first, and train the oldest; a row waits for its evaluation."""
-        running = []
+    def drop(self, ticket: RolloutTicket, reason: str) -> None:
+        self.rollouts.drop([DroppedRollout(ticket.rollout_id, reason)])
+
+    def fill(self) -> None:
+        """Admit rollouts while the gate has room."""
         for worker in range(100):
-            if (ticket := self.admit(worker % WORKERS)) is None:
-                break
-            running.append(ticket)
+            if self.admit(worker % WORKERS) is None:
+                return
+
+    def step(self, *, evaluated: bool = True, slow: Collection[int] = ()) -> None:
+        """Fill the gate's room, have some dropped at first, and train the oldest; prompts at the places `slow`
+        still run. A row that is not `evaluated` waits for that.
+        """
+        self.fill()
         if self.version == 0 and self.ledger.lineage == 0:
-            self.drop(running.pop(), "zero_variance", PromptGoes.returned, again=1)
-            self.drop(running.pop(), "invalid_prompt", PromptGoes.given_up)
-            self.drop(running.pop(), WORKER_LOST, PromptGoes.returned)
-            running += [ticket for worker in (0, 1, 0) if (ticket := self.admit(worker))]
-        for ticket in running:
-            self.finish(ticket)
-        chosen = sorted(self.finished, key=lambda one: (one[1], one[0].order))[:BATCH]
-        self.finished = [one for one in self.finished if one not in chosen]
-        records = tuple(self._record(ticket, at) for ticket, at in sorted(chosen, key=lambda one: one[0].order))
+            *_, lost, invalid, equal = self.running
+            self.fail(equal, "zero_variance", again=True)
+            self.fail(invalid, "invalid_prompt")
+            self.drop(lost, "worker_died")
+            self.fill()
+        for ticket in self.running:
+            if ticket.order not in slow:
+                self.finish(ticket)
+        live = [live for rollout_id in self.gate.live if (live := self.gate.live.get(rollout_id)) is not None]
+        finished = [one for one in live if one.finished]
+        chosen = sorted(finished, key=lambda one: (one.version, one.ticket.order))[:BATCH]
+        records = tuple(
+            self._record(one.ticket, one.version) for one in sorted(chosen, key=lambda one: one.ticket.order)
+        )
         batch = TrainBatch(self.version, max(0, self.version - ETA), records)
         self.version += 1
         self.now += 5.0
-        self.gate.train(self.version, [record.rollout_id for record in records])
+        trained = [trained_rollout(record) for record in records]
+        self.rollouts.train(self.version, trained)
         self.gate.advance(self.version)
-        self.used += [record.prompt_id for record in records]
-        for record in records:
-            self.queue.use(record.order)
-        if reported:
-            self._report()
-        self.ledger.step(batch, self.gate.books() if reported else None)
-        books = self.gate.books()
+        books = self.gate.counts()
+        self.ledger.step(self.version, trained, books)
         write_books(self.folder, self.version, books)
         failed = books.dropped.get("invalid_prompt", 0) - self.rows_dropped.get("invalid_prompt", 0)
         self.rows_dropped = dict(books.dropped)
@@ -138,44 +168,57 @@ class Launch:
         tensors = {"w": TensorEntry((2, 3), "F32", "model.safetensors")}
         write_folder(self.folder / "weights" / "actor" / f"v{self.version}", "actor", self.version, weights, tensors)
         self._keep_samples(records)
-        if not evaluated:
-            self.held.append({"step": self.version, "row": row})
-            return
-        measured = {"eval/held_out/accuracy": self.version / 10, "eval/held_out/prompts": 8.0}
-        self.evaluations.append({"version": self.version} | measured)
-        row = {"step": self.version} | row | measured
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        if evaluated:
+            measured = {"eval/held_out/accuracy": self.version / 10, "eval/held_out/prompts": 8.0}
+            self.evaluations.append({"version": self.version} | measured)
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": self.version} | row | measured) + "\n")
+        else:
+            self.rows.append({"step": self.version, "row": row})
+        self.kept = self.state()
 
-    def save(self) -> dict[str, Any]:
-        """A checkpoint; what the next launch goes on from."""
-        state = {
-            "version": self.version,
-            "used": list(self.used),
-            "dropped": dict(self.gate.books().dropped),
-            "ledger": self.ledger.saved(self.version, self.gate.books()),
-            "evaluations": list(self.evaluations),
-        }
-        self.saved = self.version
+    def state(self) -> State:
+        """The state after the ledger's last line."""
+        return State(self.version, self.rollouts.checkpoint(self.ledger.lines), tuple(self.evaluations))
+
+    def save(self) -> State:
+        """Write a checkpoint; return the state from which a lineage continues after it."""
+        self.ledger.saved(self.version, self.gate.counts())
+        self.saved, state = self.version, self.state()
         master = {
             "version": self.version,
-            "ledger": state["ledger"],
-            "buffer": {"used_prompts": packed(self.used)},
-            "metrics_log": {"rows": self.held, "evaluations": self.evaluations},
-            "dropped": state["dropped"],
+            "gate": msgspec.to_builtins(state.gate),
+            "metrics_log": {"rows": self.rows, "evaluations": self.evaluations},
         }
         text = json.dumps({"version": self.version, "master_state": master}).encode()
         folder = self.folder / "checkpoints" / f"v{self.version}"
         write_folder(folder, "checkpoint", self.version, {"state.json": text, "shard.safetensors": b"x" * 50})
         return state
 
+    def held(self, *tickets: RolloutTicket) -> HeldReport:
+        """A report of the worker that runs these rollouts."""
+        held = []
+        for ticket in tickets:
+            version = self.gate.admitted_at(ticket.rollout_id)
+            assert version is not None
+            head = (ticket.rollout_id, ticket.prompt_id, ticket.order, 0, ticket.attempt, ticket.failures, version)
+            held.append(HeldRollout(GrantedRollout(*head)))
+        return HeldReport(tickets[0].owner, held=held)
+
+    def received(self) -> list[ReceivedRollout]:
+        """The rollouts that the ranks have."""
+        live = [live for rollout_id in self.gate.live if (live := self.gate.live.get(rollout_id)) is not None]
+        return [
+            ReceivedRollout(one.ticket.rollout_id, one.ticket.prompt_id, one.ticket.order, one.version, 10)
+            for one in live
+            if one.finished
+        ]
+
     def end(self, total_steps: int = 0) -> None:
         if self.saved != self.version:
             self.save()
-        for rollout_id in self.gate.abandon():
-            self.events.abandoned(rollout_id)
-        self._report()
-        books = self.gate.books()
+        self.rollouts.abandon()
+        books = self.gate.counts()
         self.ledger.end(self.version, books)
         self.ledger.close()
         newest: dict[str, Any] = {}
@@ -222,36 +265,31 @@ class Launch:
         for writer, kept in rows.items():
             write_samples(self.folder / "samples", self.version, writer, kept, max_bytes=1 << 30)
 
-    def _report(self) -> None:
-        self.events.forget(self.seen)
-        self.ledger.take(self.events.unrecorded)
-        self.seen = self.events.last_seq
-
     def _record(self, ticket: RolloutTicket, version: int) -> RolloutRecord:
         versions = {version: 3, self.version: 2} if version < self.version else {version: 5}
-        rewards = (float(ticket.order % 2), 0.5)
-        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, 0, version)
-        lengths = (versions, (5, 5), (3, 2), rewards, (False, False), (0, 1))
-        if not self.judge:
-            return RolloutRecord(*head, *lengths)
         generated = {"rollout/generated/actor": 3.0, "rollout/generated/judge": 4.0}
-        return RolloutRecord(*head, *lengths, groups=("", "judge"), metrics=generated)
+        return RolloutRecord(
+            ticket.rollout_id,
+            ticket.prompt_id,
+            ticket.order,
+            head=0,
+            oldest_version=version,
+            version_tokens=versions,
+            lengths=(5, 5),
+            generated=(3, 2),
+            rewards=(float(ticket.order % 2), 0.5),
+            truncated=(False, False),
+            episodes=(0, 1),
+            metrics=generated if self.judge else {},
+            groups=("", "judge") if self.judge else (),
+        )
 
 
-def packed(prompts: list[str]) -> dict[str, Any]:
-    epochs: dict[str, str] = {}
-    for epoch in {prompt.partition("-")[0] for prompt in prompts}:
-        bits = np.zeros(16, np.uint8)
-        bits[[int(prompt.partition("-")[2]) for prompt in prompts if prompt.startswith(f"{epoch}-")]] = 1
-        epochs[epoch[1:]] = base64.b64encode(zlib.compress(np.packbits(bits, bitorder="little").tobytes())).decode()
-    return {"count": len(set(prompts)), "epochs": epochs, "others": []}
+def plain(books: RolloutCounts) -> dict[str, Any]:
+    return msgspec.structs.asdict(books)
 
 
-def plain(books: GateBooks) -> dict[str, Any]:
-    return {name: getattr(books, name) for name in GateBooks.__struct_fields__}
-
-
-def write_books(folder: Path, step: int, books: GateBooks) -> None:
+def write_books(folder: Path, step: int, books: RolloutCounts) -> None:
     (folder / "books.json").write_text(json.dumps({"step": step, "books": plain(books)}))
 
 
@@ -288,8 +326,18 @@ def begin_run(folder: Path) -> Path:
 
 @pytest.fixture
 def recorded_run(tmp_path: Path) -> Path:
-    """Three steps, a checkpoint after the second, a kill, a launch that goes on to the fifth step and ends."""
+    """Three steps, a checkpoint after the second, a kill; a lineage that goes on from disk to the fourth step, a death
+    of the brain; a lineage that goes on from memory to the fifth step and ends.
+    """
     folder = begin_run(tmp_path / "run")
+    run_of_three_lineages(folder)
+    shutil.rmtree(folder / "samples")  # they would take most of an audit's time
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("samples: {every: 1}", "samples: {every: 0}"))
+    return folder
+
+
+def run_of_three_lineages(folder: Path) -> None:
     first = Launch(folder)
     first.step()
     first.step()
@@ -299,13 +347,28 @@ def recorded_run(tmp_path: Path) -> Path:
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(rows[:2]))  # as the next launch does
     shutil.rmtree(folder / "weights" / "actor" / "v3")
-    forget_after(folder / "samples", 2, "head-0")
+    if (folder / "samples").exists():
+        forget_after(folder / "samples", 2, "head-0")
     second = Launch(folder, state)
-    for _ in range(3):
-        second.step()
-    second.save()
-    second.end()
-    shutil.rmtree(folder / "samples")  # they would take most of an audit's time
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("samples: {every: 1}", "samples: {every: 0}"))
-    return folder
+    second.step()
+    second.step()
+    third = after_death(second)
+    third.step()
+    third.save()
+    third.end()
+
+
+def after_death(before: Launch) -> Launch:
+    """The lineage after a death of the brain, soon after the last step of `before`.
+
+    Since that step a rollout was dropped, and others were admitted: one arrived, and its worker reported the end; one
+    runs; one was with a worker that died too.
+    """
+    stale = before.gate.live.ticket(before.received()[-1].rollout_id)
+    assert stale is not None
+    before.drop(stale, "stale")
+    arrived, runs, _ = [ticket for worker in (0, 1, 0) if (ticket := before.admit(worker)) is not None]
+    before.finish(arrived)
+    held = before.held(runs)
+    before.ledger.close()
+    return Launch(before.folder, before.kept, received=before.received(), held=[held])

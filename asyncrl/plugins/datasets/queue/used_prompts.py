@@ -47,11 +47,6 @@ class UsedPrompts:
             bitmap.extend(bytes(max(byte + 1 - len(bitmap), len(bitmap))))  # at least doubled: growing stays linear
         bitmap[byte] |= 1 << (row & 7)
 
-    def update(self, other: UsedPrompts) -> None:
-        """Add all ids of `other`."""
-        for prompt_id in list(other):
-            self.add(prompt_id)
-
     def __contains__(self, prompt_id: object) -> bool:
         parsed = parse_prompt_id(prompt_id) if isinstance(prompt_id, str) else None
         if parsed is None:

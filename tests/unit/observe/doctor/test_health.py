@@ -110,7 +110,7 @@ def test_an_entropy_that_collapses_is_told(run: Path) -> None:
     [
         ("stale", "stale-drops"),
         ("failed: reward my.py:score", "rewards-that-always-fail"),
-        ("zero_variance", "filters-drop-nearly-all"),
+        ("filter: zero_variance", "filters-drop-nearly-all"),
     ],
 )
 def test_drops_are_told_by_their_reason(run: Path, reason: str, kind: str) -> None:

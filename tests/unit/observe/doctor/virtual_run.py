@@ -14,7 +14,16 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Finished, Line, RunSettings, Step, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import (
+    Admitted,
+    Begin,
+    Finished,
+    Line,
+    RolloutCounts,
+    RunSettings,
+    Step,
+    Trained,
+)
 
 PIECE_S = 0.02
 LOOK_S = 2.0
@@ -210,7 +219,7 @@ class VirtualRun:
         for one in batch:
             head = (one.name, f"e0-{one.order}", one.order, 0, self.version)
             self.ledger.append(Trained(*head, {one.version: one.tokens}, k.group, k.group, 0.5))
-        self.ledger.append(Step(lineage=0, step=self.version, books=None, line=1, at=self.now, seal="0"))
+        self.ledger.append(Step(lineage=0, step=self.version, books=RolloutCounts(), line=1, at=self.now, seal="0"))
         idle_s, self.idle_s = self.idle_s, 0.0
         self.rows.append(
             {

@@ -16,6 +16,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Finished,
     Line,
     PromptGoes,
+    RolloutCounts,
     RunSettings,
     Saved,
     Step,
@@ -46,7 +47,7 @@ def step_lines(step: int, at: float, ids: str, lineage: int = 0) -> list[Line]:
         lines.append(Finished(name, 30, at - 1))
     for order, name in enumerate(ids):
         lines.append(Trained(name, f"e0-{order}", order, lineage, step, {step - 1: 20, step - 2: 10}, 2, 2, 0.5))
-    return [*lines, Step(lineage=lineage, step=step, books=None, line=9, at=at, seal="0")]
+    return [*lines, Step(lineage=lineage, step=step, books=RolloutCounts(), line=9, at=at, seal="0")]
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_what_is_new_is_taken_in_and_a_line_that_is_not_whole_waits(run: Path) -
 
 def test_steps_that_a_launch_forgot_are_forgotten(run: Path) -> None:
     append(ledger(run), begin(), *step_lines(1, 10.0, "ab"))
-    append(ledger(run), Saved(lineage=0, version=1, books=None, line=9, at=11.0, seal="0"))
+    append(ledger(run), Saved(lineage=0, version=1, books=RolloutCounts(), line=9, at=11.0, seal="0"))
     append(ledger(run), *step_lines(2, 20.0, "cd"), Admitted("e", "e0-4", 4, 0, "rollout_worker/0", 2, 21.0))
     append(ledger(run), begin(1, 1, 9, at=25.0))
     history = History(run)
@@ -104,6 +105,18 @@ def test_steps_that_a_launch_forgot_are_forgotten(run: Path) -> None:
     history.refresh()
     assert history.steps[2].lineage == 1
     assert history.steps[2].at == 30.0
+
+
+def test_a_rollout_that_a_later_lineage_adopts_began_when_it_was_admitted_first(run: Path) -> None:
+    append(ledger(run), begin(), *step_lines(1, 10.0, "ab"))
+    append(ledger(run), *(Admitted(name, f"e0-{name}", 7, 0, "rollout_worker/0", 1, 11.0) for name in "cd"))
+    append(ledger(run), begin(1, 1, 7, at=25.0))
+    adopted = Admitted("c", "e0-c", 7, 0, "rollout_worker/0", 1, 25.0, adopted=True)
+    append(ledger(run), adopted, Admitted("d", "e0-8", 8, 0, "rollout_worker/0", 1, 26.0))
+    append(ledger(run), Finished("c", 30, 27.0))
+    rollouts = History(run).rollouts
+    assert (rollouts["c"].admitted_at, rollouts["c"].finished_at, rollouts["c"].end) == (11.0, 27.0, None)
+    assert (rollouts["d"].admitted_at, rollouts["d"].prompt) == (26.0, "e0-8"), "its first grant never came"
 
 
 def test_a_ledger_that_was_cut_is_read_again(run: Path) -> None:

@@ -70,14 +70,6 @@ def test_what_is_added_after_it_was_written_is_written_next_time() -> None:
     assert UsedPrompts.from_json(json.loads(json.dumps(again.to_json()))).to_json() == again.to_json()
 
 
-def test_all_ids_of_another_set_are_added_however_many_it_has() -> None:
-    used = UsedPrompts(["e0-1", "x"])
-    used.update(UsedPrompts(["e0-2", "y"]))
-    assert list(used) == ["e0-1", "e0-2", "x", "y"]
-    used.update(used)
-    assert len(used) == 4
-
-
 @pytest.mark.parametrize(
     "damage",
     [

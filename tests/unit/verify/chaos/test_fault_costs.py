@@ -13,6 +13,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Finished,
     Line,
     PromptGoes,
+    RolloutCounts,
     RunSettings,
     Saved,
     Step,
@@ -37,12 +38,12 @@ def entries(*lines: Line) -> list[Entry]:
     return [Entry(number, "", line) for number, line in enumerate(lines, 1)]
 
 
-def admitted(rollout: str, at: float, worker: str = "rollout_worker/0") -> Admitted:
-    return Admitted(rollout, "e0-0", 0, 1, worker, 0, at)
+def admitted(rollout: str, at: float, worker: str = "rollout_worker/0", *, adopted: bool = False) -> Admitted:
+    return Admitted(rollout, "e0-0", 0, 1, worker, 0, at, adopted=adopted)
 
 
 def step(number: int, line: int, at: float) -> Step:
-    return Step(line=line, at=at, lineage=0, step=number, books=None, seal="")
+    return Step(line=line, at=at, lineage=0, step=number, books=RolloutCounts(), seal="")
 
 
 def begin(line: int, at: float, after: int = 0, lineage: int = 0) -> Begin:
@@ -102,18 +103,18 @@ def test_what_lasts_counts_from_its_end() -> None:
     assert done.next_step_s == 1.0
 
 
-def test_rollouts_dropped_for_a_death_are_its_cost_unless_they_were_trained_after_all() -> None:
+def test_rollouts_dropped_for_a_death_are_its_cost() -> None:
     first, second = kill(1, "rollout_worker/0", 100.0), kill(2, "rollout_worker/1", 200.0)
     lines = entries(
         *(admitted(name, 90.0) for name in "abcd"),
         Dropped("a", "worker_died", PromptGoes.returned, 101.0),
-        Dropped("b", "worker_died", PromptGoes.returned, 101.0),
-        Finished("b", 30, 102.0),  # it had come to the trainer: the drop is undone
+        Finished("b", 30, 101.0),
         Dropped("c", "stale", PromptGoes.returned, 103.0),
         Dropped("d", "crashed_worker", PromptGoes.given_up, 201.0),
     )
     add_costs([first, second], lines)
     assert (first.rollouts, second.rollouts) == (2, 0), "all four were of the first one's target"
+    assert first.tokens == 0, "what came to the trainer was not lost"
     other = kill(3, "model_worker/0", 150.0)
     elsewhere = entries(
         admitted("e", 90.0, "rollout_worker/9"), Dropped("e", "worker_died", PromptGoes.returned, 160.0)
@@ -122,20 +123,26 @@ def test_rollouts_dropped_for_a_death_are_its_cost_unless_they_were_trained_afte
     assert (first.rollouts, other.rollouts) == (2, 1), "its worker was killed by nobody: the last fault before did it"
 
 
-def test_what_a_launch_forgot_is_the_killed_launchers_cost() -> None:
-    done, other = kill(1, LAUNCHER, 100.0), kill(2, "rollout_worker/0", 101.0)
+@pytest.mark.parametrize("target", [LAUNCHER, "model_worker/1", "gserver_manager/0", "master_worker/0"])
+def test_what_a_lineage_ruled_out_is_the_cost_of_the_last_kill_of_the_launcher_or_the_brain(target: str) -> None:
+    """But for the rollout that a worker still had."""
+    before, done, other = kill(1, "model_worker/0", 99.0), kill(2, target, 100.0), kill(3, "rollout_worker/0", 101.0)
     trained = Trained("c", "e0-2", 2, 0, 2, {0: 5}, 1, 1, 0.5)
     lines = entries(
         begin(1, 50.0),
         admitted("a", 51.0),
-        Saved(line=3, at=60.0, lineage=0, version=1, books=None, seal=""),
+        Saved(line=3, at=60.0, lineage=0, version=1, books=RolloutCounts(), seal=""),
         admitted("c", 61.0),
         Finished("c", 12, 62.0),
         trained,
         step(2, 7, 63.0),
         admitted("d", 64.0),
-        begin(9, 110.0, after=3, lineage=1),
+        admitted("e", 65.0),
+        Finished("e", 30, 66.0),
+        begin(11, 110.0, after=3, lineage=1),
+        admitted("e", 110.0, adopted=True),
     )
-    add_costs([done, other], lines)
+    add_costs([before, done, other], lines)
     assert (done.rollouts, done.tokens, done.steps_again) == (2, 12, 1)
+    assert (before.rollouts, before.steps_again) == (0, 0)
     assert (other.rollouts, other.steps_again) == (0, 0)

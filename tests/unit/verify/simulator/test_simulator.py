@@ -26,7 +26,7 @@ from asyncrl.inference.messages import (
     UpdateWeightsRequest,
 )
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.messages import RunReport
+from asyncrl.manager.messages import RunBegin
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.verify.simulator.clock import Deadlock
@@ -500,7 +500,7 @@ def test_a_fleet_that_is_well_costs_its_manager_little() -> None:
     async def main() -> int:
         simulation = Simulation(replace(SETUP, servers=32))
         simulation.fleet.start()
-        simulation.manager.service.begin(RunReport())
+        simulation.manager.service.begin(RunBegin())
         running = asyncio.create_task(simulation.manager.runner.run())
         await asyncio.sleep(0.5)
         told, update = 0, simulation.manager.service.router.update

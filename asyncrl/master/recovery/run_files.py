@@ -8,6 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.run_dir import (
     BOOKS_FILE,
@@ -17,7 +20,6 @@ from asyncrl.config.run_dir import (
     SUMMARY_FILE,
     WEIGHTS_DIR,
 )
-from asyncrl.manager.messages import GateBooks
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.runtime.trials.restart_log import count_restarts
 
@@ -33,17 +35,17 @@ def checkpoint_root(run_dir: Path) -> Path:
     return run_dir / CHECKPOINTS_DIR
 
 
-def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
+def write_books(run_dir: Path, step: int, books: RolloutCounts) -> None:
     """Write the books as of `step`, for an end at which the manager does not answer."""
-    _write_json(run_dir / BOOKS_FILE, {"step": step, "books": _plain(books)})
+    _write_json(run_dir / BOOKS_FILE, {"step": step, "books": msgspec.to_builtins(books)})
 
 
-def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks, metrics_log: MetricsLog) -> None:
+def write_summary(run_dir: Path, steps: int, total_steps: int, books: RolloutCounts, metrics_log: MetricsLog) -> None:
     """Write `summary.json` at the end of the run: steps, books, evaluations, and paths of the run's files."""
     summary = {
         "steps": steps,
         "total_steps": total_steps,
-        "books": _plain(books),
+        "books": msgspec.to_builtins(books),
         "eval": metrics_log.evaluations.newest(),
         "evaluations": metrics_log.evaluations.ended,
         "evaluations_failed": metrics_log.evaluations.failed,
@@ -58,7 +60,7 @@ def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks,
     _write_json(run_dir / SUMMARY_FILE, summary)
 
 
-def check_books(books: GateBooks, trained: int) -> None:
+def check_books(books: RolloutCounts, trained: int) -> None:
     """Check that every rollout is accounted for, and that the gate saw `trained` of them reach the optimizer.
 
     Raises:
@@ -72,11 +74,6 @@ def check_books(books: GateBooks, trained: int) -> None:
         )
     if books.trained != trained:
         raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")
-
-
-def _plain(books: GateBooks) -> dict[str, Any]:
-    """Return the books themselves, without the versions that some replies add."""
-    return {name: getattr(books, name) for name in GateBooks.__struct_fields__}
 
 
 def _write_json(path: Path, value: Any) -> None:

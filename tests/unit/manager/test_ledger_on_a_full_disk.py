@@ -1,34 +1,32 @@
-"""The ledger waits for a disk that takes nothing for a while, as all else that the MasterWorker writes."""
+"""The ledger waits for a disk that takes nothing for a while, and the manager's event loop does not."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
+from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings
 from asyncrl.comm.files import retry_write
-from asyncrl.manager.messages import GateBooks
-from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
+from asyncrl.manager.rollouts.ledger import Ledger
 
-BOOKS = GateBooks(0, 0, {}, 0)
 STEPS = 4
 """Each of more than a page: so none fits into the last page of a file."""
 
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    monkeypatch.setattr(retry_write, "_BACKOFF", Backoff(0.001, 0.001))
 
 
 @pytest.fixture
@@ -47,13 +45,13 @@ def new_ledger(folder: Path, file_bytes: int = 1 << 20) -> Ledger:
     return Ledger(folder, RunSettings(1, 1, "drop", 1, 1), now=lambda: 1000.0, file_bytes=file_bytes)
 
 
-def write_steps(ledger: Ledger, before: Callable[[int], None] = lambda step: None) -> None:
-    ledger.begin(0, None, BOOKS)
+async def write_steps(ledger: Ledger, before: Callable[[int], None] = lambda step: None) -> None:
+    ledger.begin(0, GateCheckpoint())
     for step in range(STEPS):
         before(step)
-        head = (f"r{step:05000}", f"e0-{step}", step, 0, step, {step: 1})
-        record = RolloutRecord(*head, (2,), (1,), (1.0,), (False,), (0,))
-        ledger.step(TrainBatch(step, 0, (record,)), BOOKS)
+        rollout = TrainedRollout(f"r{step:05000}", f"e0-{step}", step, {step: 1}, 1, 1, 1.0)
+        ledger.step(step + 1, [rollout], RolloutCounts())
+        await ledger.written()
     ledger.close()
 
 
@@ -62,23 +60,30 @@ def content(folder: Path) -> bytes:
 
 
 @pytest.fixture
-def undisturbed(tmp_path: Path) -> bytes:
+async def undisturbed(tmp_path: Path) -> bytes:
     """Return the ledger of the same steps on a disk with room."""
-    write_steps(new_ledger(tmp_path / "undisturbed"))
+    await write_steps(new_ledger(tmp_path / "undisturbed"))
     return content(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 20, 6000])
-def test_on_a_full_disk_it_waits_and_loses_nothing(
-    small_disk: Path, undisturbed: bytes, file_bytes: int, caplog: pytest.LogCaptureFixture
+async def test_on_a_full_disk_it_waits_and_loses_nothing(
+    small_disk: Path, undisturbed: bytes, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = new_ledger(small_disk / "ledger", file_bytes)
     ballast = small_disk / "ballast"
-    room_again: list[threading.Thread] = []
+    room_again: list[asyncio.Task[None]] = []
+    loop, waits = asyncio.get_running_loop(), asyncio.Event()
 
-    def make_room() -> None:
-        while not any("waiting to write" in record.getMessage() for record in caplog.records):
-            time.sleep(0.001)
+    def hear(text: str, *args: object) -> None:
+        if text.startswith("waiting to write"):
+            loop.call_soon_threadsafe(waits.set)
+
+    monkeypatch.setattr(logging.getLogger("asyncrl.comm.files.appended_file"), "warning", hear)
+
+    async def make_room() -> None:
+        """In the manager's event loop, which goes on while the ledger waits."""
+        await waits.wait()
         ballast.unlink()
 
     def fill(step: int) -> None:
@@ -86,16 +91,15 @@ def test_on_a_full_disk_it_waits_and_loses_nothing(
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-            room_again.append(threading.Thread(target=make_room, daemon=True))
-            room_again[0].start()
+            room_again.append(asyncio.create_task(make_room()))
 
-    write_steps(ledger, fill)
-    room_again[0].join()
+    await write_steps(ledger, fill)
+    await room_again[0]
     assert content(small_disk / "ledger") == undisturbed
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_what_could_not_be_synced_is_written_again(
+async def test_what_could_not_be_synced_is_written_again(
     tmp_path: Path, undisturbed: bytes, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failed sync the kernel may have dropped what was written and call the next sync a success."""
@@ -109,7 +113,7 @@ def test_what_could_not_be_synced_is_written_again(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", forgetful)
-    write_steps(new_ledger(tmp_path / "ledger"))
+    await write_steps(new_ledger(tmp_path / "ledger"))
     assert not left
     assert content(tmp_path / "ledger") == undisturbed
 
@@ -123,4 +127,4 @@ def test_a_disk_that_stays_full_ends_it(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fdatasync", full)
     ledger = new_ledger(tmp_path / "ledger")
     with pytest.raises(OSError, match="No space"):
-        ledger.begin(0, None, BOOKS)
+        ledger.begin(0, GateCheckpoint())

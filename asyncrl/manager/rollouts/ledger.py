@@ -1,0 +1,294 @@
+"""The run's ledger on disk: how every rollout ended (`asyncrl.comm.ended_rollouts.ledger_lines`, `docs/ledger.md`).
+
+The gate decides what becomes of a rollout, and its process writes it down. Lines collect in memory and are handed to
+the kernel with each step's line, before anybody hears of the step, and a few times a second besides. They are on the
+disk before a checkpoint that continues after them.
+
+A line that a kill cut off is removed when the run begins again. Complete lines stay, even those later than the
+checkpoint; the `begin` line says which of them no longer count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.comm.ended_rollouts.ledger_lines import (
+    SEAL_BYTES,
+    SEAL_END,
+    Abandoned,
+    Admitted,
+    Begin,
+    Dropped,
+    End,
+    Finished,
+    Line,
+    PromptGoes,
+    RolloutCounts,
+    RolloutLine,
+    RunSettings,
+    Saved,
+    SealedLine,
+    Step,
+    Trained,
+)
+from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.typed import json_decoder
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import LEDGER_DIR
+from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
+from asyncrl.manager.rollouts.ledger_files import FILE_BYTES, LedgerFiles, cut_torn_line, ledger_files, lines_in
+from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+
+TRAINED, ABANDONED = "trained", "abandoned"
+"""Outcomes of rollouts, besides the reasons of drops."""
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_decode = json_decoder(Line).decode
+_decode_begin = json_decoder(Begin).decode
+_ENDS = (b'{"kind":"dropped"', b'{"kind":"trained"', b'{"kind":"abandoned"')
+
+
+class RolloutLines:
+    """Makes the lines about rollouts, and hands each to `add`.
+
+    Args:
+        now: seconds since 1970.
+    """
+
+    def __init__(self, add: Callable[[RolloutLine], None], now: Callable[[], float] = time.time) -> None:
+        self._add, self._now = add, now
+
+    def admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
+        """Add that the gate, or that of an earlier lineage if `adopted`, admitted the rollout while `version` was
+        served.
+        """
+        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
+        self._add(Admitted(*head, self._at(), ticket.failures, adopted))
+
+    def finished(self, rollout_id: str, tokens: int) -> None:
+        """Add that the trainer has the rollout."""
+        self._add(Finished(rollout_id, tokens, self._at()))
+
+    def dropped(
+        self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
+    ) -> None:
+        """Add that the rollout left the count for `reason`. A returned prompt is tried again with this `attempt`."""
+        again = (attempt, failures) if prompt is PromptGoes.returned else ()
+        self._add(Dropped(rollout_id, reason, prompt, self._at(), *again))
+
+    def abandoned(self, rollout_id: str) -> None:
+        """Add that the run ended before the rollout did."""
+        self._add(Abandoned(rollout_id, self._at()))
+
+    def _at(self) -> float:
+        return round(self._now(), 3)
+
+
+class Ledger:
+    """Writes the run's ledger, as one lineage after `begin`.
+
+    Args:
+        folder: folder of the ledger; created if it is missing.
+        settings: settings by which the lines are judged.
+        now: seconds since 1970.
+        file_bytes: size from which a new file begins.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: RunSettings,
+        *,
+        now: Callable[[], float] = time.time,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self.lineage = self.lines = 0
+        self._folder, self._settings, self._now = folder, settings, now
+        self._files = LedgerFiles(folder, file_bytes)
+        self._unsealed = hashlib.sha256()
+
+    @classmethod
+    def of_run(cls, run_dir: Path, config: ExperimentConfig) -> Ledger:
+        """Return the ledger of the run in `run_dir`."""
+        settings = RunSettings(
+            config.train_batch_size,
+            config.max_head_offpolicyness,
+            str(config.on_stale),
+            0 if config.samples.replay else config.rollout.workers,
+            config.seed,
+            config.dataset.shuffle,
+        )
+        return cls(run_dir / LEDGER_DIR, settings)
+
+    def begin(self, version: int, checkpoint: GateCheckpoint) -> RecentIds[str]:
+        """Begin a lineage that continues from `checkpoint`, which is of `version`. Blocks.
+
+        Returns:
+            The last rollouts that had ended then, by id, with their outcomes: `TRAINED`, `ABANDONED` or the reason of
+            the drop.
+        """
+        self.lineage = self.lines = 0  # an earlier call may have failed on the way
+        self._unsealed = hashlib.sha256()
+        after, settings = checkpoint.line, self._settings
+        batch = settings.train_batch_size
+        ended: RecentIds[str] = RecentIds(ids_remembered(batch, settings.max_head_offpolicyness))
+        carried = None
+        if not self._take_up(after, ended) or (version and not after):
+            after = 0
+            ended.clear()
+            carried = checkpoint.counts(version * batch)
+            _log.warning(
+                "the ledger does not reach to the checkpoint of version %d; the earlier history is lost", version
+            )
+        self._files.open()
+        line, at = self.lines + 1, self._at()
+        self._seal(
+            Begin(
+                lineage=self.lineage,
+                version=version,
+                after=after,
+                settings=settings,
+                carried=carried,
+                line=line,
+                at=at,
+                seal="",
+            )
+        )
+        self._files.sync(sealed=True).result()
+        return ended
+
+    def add(self, line: RolloutLine) -> None:
+        """Add a line, which is written with the next `write` or sealed line."""
+        encoded = _encode(line) + b"\n"
+        self.lines += 1
+        self._unsealed.update(encoded)
+        self._files.append(encoded)
+
+    def step(self, step: int, rollouts: Iterable[TrainedRollout], books: RolloutCounts) -> None:
+        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has the lines before
+        the next checkpoint.
+        """
+        for each in rollouts:
+            self.add(trained_line(each, self.lineage, step))
+        self._seal(Step(line=self.lines + 1, at=self._at(), lineage=self.lineage, step=step, books=books, seal=""))
+        self._files.sync(sealed=True)
+
+    async def written(self) -> None:
+        """Hand all lines so far to the kernel, and wait for what was to be synced before.
+
+        Raises:
+            OSError: the disk refused lines for longer than writes are retried.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._files.write()))  # a write that is cancelled would lose its lines
+
+    def saved(self, version: int, books: RolloutCounts) -> None:
+        """Add that a checkpoint of `version` is about to be written. The disk has all lines so far when `written`
+        returns.
+        """
+        line, at = self.lines + 1, self._at()
+        self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=books, seal=""))
+        self._files.sync(sealed=True)
+
+    def end(self, version: int, books: RolloutCounts) -> None:
+        """Add the last line, that the launch ends by itself. The disk has all lines when `written` returns."""
+        line, at = self.lines + 1, self._at()
+        self._seal(End(line=line, at=at, lineage=self.lineage, version=version, books=books, seal=""))
+        self._files.sync(sealed=True)
+
+    def close(self) -> None:
+        """Write the remaining lines. Blocks."""
+        self._files.close()
+
+    def _at(self) -> float:
+        return round(self._now(), 3)
+
+    def _seal(self, line: SealedLine) -> None:
+        """Add `line`, whose seal is still empty, and start the hash for the next seal."""
+        open_line = _encode(line)[: -len(b'"}')]
+        self._unsealed.update(open_line)
+        seal = self._unsealed.hexdigest().encode()
+        self.lines += 1
+        self._files.append(open_line + seal + SEAL_END)
+        self._unsealed = hashlib.sha256(seal)
+
+    def _take_up(self, to: int, ended: RecentIds[str]) -> bool:
+        """Continue after the existing lines: repair the end, count them, hash those after the last seal; put the
+        rollouts into `ended` that had ended at line `to`.
+
+        Returns:
+            False if the ledger has fewer lines, or one of those that count cannot be read.
+        """
+        if not ledger_files(self._folder):
+            return not to
+        cut_torn_line(self._folder)
+        begins: list[tuple[int, int]] = []
+        for line in lines_in(self._folder):
+            self.lines += 1
+            if not line.endswith(SEAL_END):  # nothing but a seal is a string at the end of a line
+                self._unsealed.update(line)
+                continue
+            if line.startswith(b'{"kind":"begin"'):
+                self.lineage += 1
+                begins.append((self.lines, _after(line)))
+            self._unsealed = hashlib.sha256(line[-SEAL_BYTES - len(SEAL_END) : -len(SEAL_END)])
+        return to <= self.lines and self._read_ends(_surviving(begins, to), ended)
+
+    def _read_ends(self, ranges: Sequence[range], ended: RecentIds[str]) -> bool:
+        """Put the ends of rollouts in these `ranges` of line numbers into `ended`; False if a line cannot be read."""
+        lines, number = lines_in(self._folder), 0
+        for surviving in ranges:
+            for line in islice(lines, surviving.start - 1 - number, surviving.stop - 1 - number):
+                if not line.startswith(_ENDS):
+                    continue
+                try:
+                    end = _decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    _log.warning("a line of the ledger in %s is damaged: %s", self._folder, error)
+                    return False
+                match end:
+                    case Dropped():
+                        ended.put(end.rollout, end.reason)
+                    case Trained():
+                        ended.put(end.rollout, TRAINED)
+                    case Abandoned():
+                        ended.put(end.rollout, ABANDONED)
+            number = surviving.stop - 1
+        return True
+
+
+def trained_line(rollout: TrainedRollout, lineage: int, step: int) -> Trained:
+    """Return the line about a rollout that the step to version `step` trained."""
+    each = rollout
+    head = (each.rollout_id, each.prompt_id, each.order, lineage, step)
+    return Trained(*head, each.versions, each.episodes, each.samples, each.reward, each.opponents, each.policies)
+
+
+def _after(begin: bytes) -> int:
+    """Return the line after which a lineage continues; 0, so that no earlier line counts, if that cannot be read."""
+    try:
+        return _decode_begin(begin).after
+    except msgspec.MsgspecError:
+        return 0
+
+
+def _surviving(begins: Sequence[tuple[int, int]], end: int) -> list[range]:
+    """Return the numbers of the lines up to `end` that no later lineage ruled out, ascending.
+
+    Args:
+        begins: by lineage, the number of its first line and of the line after which it continues.
+    """
+    ranges: list[range] = []
+    for number, after in reversed(begins):
+        if number <= end:
+            ranges.append(range(number, end + 1))
+            end = after
+    return ranges[::-1]
