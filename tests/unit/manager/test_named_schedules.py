@@ -578,12 +578,12 @@ def test_what_was_measured_up_to_the_last_step_survives_a_death() -> None:
     schedule.teardown()
 
 
-def fail(schedule: Schedule, *, as_next_attempt: bool) -> None:
+def fail(schedule: Schedule, *, as_next_attempt: bool, fate: str = "answered") -> None:
     """The rollout of worker 0 is dropped, and its prompt tried again."""
     (rollout,) = schedule.workers[0].running
     schedule.workers[0].running.pop(rollout)
     schedule.workers[0].end(m.FinishedRollout(rollout, False, "failed", True, as_next_attempt))
-    schedule.report(0, "answered")
+    schedule.report(0, fate)
 
 
 def test_the_tries_of_a_prompt_that_waits_survive_a_death() -> None:
@@ -594,6 +594,20 @@ def test_the_tries_of_a_prompt_that_waits_survive_a_death() -> None:
     schedule.the_brain_dies()
     schedule.all_speak()
     assert schedule.service.rollouts.queue.waiting(0) == NextTry(0, attempt=1)
+    schedule.teardown()
+
+
+def test_a_rollout_that_had_ended_before_the_last_step_does_not_end_again() -> None:
+    """Its worker has not heard that the manager knows; the audit would find two admissions."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    fail(schedule, as_next_attempt=True, fate="reply lost")
+    one_step(schedule)
+    assert schedule.workers[0].held.all()
+    schedule.the_brain_dies()
+    schedule.all_speak()
+    assert dropped_lines(schedule) == [("failed", "returned")]
+    assert schedule.service.gate.counts().dropped == {"failed": 1}
     schedule.teardown()
 
 
