@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from msgspec import structs
 
@@ -226,6 +227,49 @@ class FakeWorker:
         return await self.all.answer(self.index, request)
 
 
+class SlowDisk:
+    """The ledger's thread, of which nothing is done before somebody waits for it: that much a death may cost."""
+
+    def __init__(self) -> None:
+        self._undone: list[Callable[[], None]] = []
+
+    def submit(self, write: Callable[..., None], *given: Any, **options: Any) -> Future[None]:
+        done = _Done(self.do)
+
+        def work() -> None:
+            try:
+                write(*given, **options)
+                done.set_result(None)
+            except OSError as error:
+                done.set_exception(error)
+
+        self._undone.append(work)
+        if not options["sync"]:  # `Ledger.written` waits for it
+            self.do()
+        return done
+
+    def do(self) -> None:
+        undone, self._undone = self._undone, []
+        for work in undone:
+            work()
+
+    def lose(self) -> None:
+        self._undone = []
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Done(Future[None]):
+    def __init__(self, do: Callable[[], None]) -> None:
+        super().__init__()
+        self._do = do
+
+    def result(self, timeout: float | None = None) -> None:
+        self._do()
+        super().result(timeout)
+
+
 @dataclass
 class FakeManager:
     """The real gate, prompts and ledger of a GserverManager, without HTTP and servers.
@@ -268,7 +312,8 @@ class FakeManager:
         config, curriculum = self.config, self.config.dataset.curriculum
         self.number, self.told = self.number + 1, None
         self._later: list[Callable[[], Any]] = []
-        self.ledger = Ledger.of_run(self.run_dir, config)
+        self.ledger, self._disk = Ledger.of_run(self.run_dir, config), SlowDisk()
+        self.ledger._files._thread = cast(Any, self._disk)
         self.service = ManagerService(
             batch_size=config.train_batch_size,
             max_staleness=config.max_head_offpolicyness,
@@ -284,8 +329,9 @@ class FakeManager:
         _LIVING.append(self)
 
     def die(self) -> None:
-        """Take away what a process takes along: the kernel got half of what was handed to it last."""
+        """Take away what a process takes along: of the lines that were not written the kernel got a half."""
         if self.ledger is not None:
+            self._disk.lose()
             unwritten = self.ledger._files._appended
             del unwritten[len(unwritten) // 2 :]
             self.ledger.close()

@@ -9,7 +9,7 @@ Another falls silent, its rollouts are played again, and come late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
@@ -336,7 +336,9 @@ async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, the
     if not run.begun:
         run = await begin(run, None)
     assert run.loop.parts.run.version == whole, "it goes on after the last step whose state is whole"
+    await run.loop.parts.collector.refresh()
     check_that_each_prompt_is_at_one_place(run)
+    check_that_none_is_lost(run)
     while run.loop.parts.run.version < STEPS:
         await deliver(run)
         await run.loop.step()
@@ -360,14 +362,17 @@ def check_that_each_prompt_is_at_one_place(run: Run) -> None:
 
 
 def check_that_none_is_lost(run: Run) -> None:
-    """What the gate counts is played, or waits for its step; and nothing else is left at the ranks."""
+    """What the gate counts is played, or waits for its step; else the ranks have only what the next step reports as
+    dropped.
+    """
     gate, buffer = run.manager.service.gate, run.loop.parts.run.buffer
     running = {*workers_of(run).held, *gate.live.running_of(SILENT)}
     waiting = {record.rollout_id for record in buffer.live()}
     assert sorted(gate.live) == sorted([*running, *waiting])
     assert gate.finished == len(waiting)
     at_the_ranks = [record for received in run.workers.received.values() for record in run.workers.held(received)]
-    assert {record.rollout_id for record in at_the_ranks} == waiting
+    to_be_reported = {drop.record.rollout_id for drop in [*run.loop.parts.reports._drops, *buffer._drops]}
+    assert {record.rollout_id for record in at_the_ranks} == waiting | to_be_reported
 
 
 def check(run: Run, folder: Path) -> None:
@@ -377,11 +382,26 @@ def check(run: Run, folder: Path) -> None:
     orders = {entry.line.rollout: entry.line.order for entry in entries if isinstance(entry.line, Admitted)}
     dropped = [orders[entry.line.rollout] for entry in entries if isinstance(entry.line, Dropped)]
     assert not [order for order in dropped if order % PLACES in (1, 2)], "what arrives in time is not played again"
+    check_tries(entries)
     assert set(outcome.used) == run.manager.used
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert run.board.versions == sorted(run.board.versions)
     assert set(run.board.versions) == set(range(1, STEPS + 1))
     assert run.summary()["books"]["trained"] == STEPS * BATCH
+
+
+def check_tries(entries: Sequence[Entry]) -> None:
+    """A prompt goes on with the try that its last rollout has left it, if no worker went on with another."""
+    tries: dict[str, tuple[int, int]] = {}
+    prompts: dict[str, str] = {}
+    for line in (entry.line for entry in entries):
+        if isinstance(line, Admitted):
+            prompts[line.rollout] = line.prompt
+            if not line.adopted:
+                assert (line.attempt, line.failures) == tries.get(line.prompt, (0, 0)), line
+            tries[line.prompt] = line.attempt, line.failures
+        elif isinstance(line, Dropped) and line.attempt is not None:
+            tries[prompts[line.rollout]] = line.attempt, line.failures
 
 
 def audited(folder: Path) -> tuple[list[Entry], Outcome]:

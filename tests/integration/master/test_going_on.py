@@ -178,7 +178,8 @@ async def test_a_brain_that_follows_goes_on_with_the_last_step(
     assert [line["rollout"] for line in lines if line["kind"] == "trained"] == second.workers.trained_rollouts()
     first_line, second_line = (line for line in lines if line["kind"] == "begin")
     assert (first_line["version"], second_line["version"]) == (0, 2)
-    assert lines[second_line["after"] - 1]["step"] == 2
+    after = lines[second_line["after"] - 1]
+    assert (after["kind"], after["step"]) == ("step", 2)
     adopted = [line["rollout"] for line in lines if line["kind"] == "admitted" and line.get("adopted")]
     assert adopted == ["r8", "r9"], "the ranks had them"
 

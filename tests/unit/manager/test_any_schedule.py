@@ -1006,6 +1006,8 @@ class Schedule(RuleBasedStateMachine):
         self.loop.run_until_complete(self.service.close_gate(m.TrainerRequest(manager=number)))
         counts = self.loop.run_until_complete(self.service.end_run(m.EndReport(version, manager=number)))
         self.written = self.ledger.lines
+        assert counts == self.loop.run_until_complete(self.service.end_run(m.EndReport(version, manager=number)))
+        assert self.ledger.lines == self.written, "a repeated call writes nothing"
         check_books(counts, version * self.batch)
 
 
