@@ -36,6 +36,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
 from asyncrl.comm.ended_rollouts.recent_ids import GENERATIONS, ids_remembered
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
@@ -48,7 +49,6 @@ from asyncrl.manager.messages import (
     RunBegin,
     TrainedRollout,
 )
-from asyncrl.manager.process import DISCOVERY_INTERVAL_S
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -103,7 +103,7 @@ async def _serve(batch: int, folder: Path, security: HttpSecurity, report: Conne
 async def _write(ledger: Ledger) -> None:
     """As the GserverManager does."""
     while True:
-        await asyncio.sleep(DISCOVERY_INTERVAL_S)
+        await asyncio.sleep(LOOK_S)
         await ledger.written()
 
 

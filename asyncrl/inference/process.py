@@ -22,6 +22,7 @@ from typing import ClassVar, Never
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
@@ -38,9 +39,6 @@ from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
-
-WATCH_S = 0.5
-"""Longest time in seconds that a thread waits for a guest's turn or memory, and by which it outlives a stop."""
 
 
 class EngineFailed(CannotContinue):
@@ -79,7 +77,7 @@ class Guest:
             while True:
                 waiting()
                 with contextlib.suppress(NameResolveTimeout):
-                    await asyncio.to_thread(self._resolver.watch, names.TRAINER_TURN_KEY, WATCH_S, last)
+                    await asyncio.to_thread(self._resolver.watch, names.TRAINER_TURN_KEY, LOOK_S, last)
                     break
 
     def loaded(self) -> None:
@@ -93,7 +91,7 @@ class Guest:
         released, last = names.GuestMemory(url, released=True).encode(), None
         while True:
             with contextlib.suppress(NameResolveTimeout):
-                last = await asyncio.to_thread(self._resolver.watch, self._memory, WATCH_S, last)
+                last = await asyncio.to_thread(self._resolver.watch, self._memory, LOOK_S, last)
                 observer.stage(observer.RESTS if last == released else observer.SERVES, Activity.serves)
 
 

@@ -5,8 +5,8 @@ Failed calls are repeated. Each call carries the worker's unreported ends of rol
 
 On busy cores, the manager's cost is proportional to the number of calls. So requests to schedule from one turn of the
 event loop share one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without a next
-call they are sent after `TELL_WITHIN_S`. The limit is `MAKES_ROOM_WITHIN_S` if another rollout may start in place of a
-dropped one. The report is immediate if a curriculum needs the measured success.
+call they are sent after `GATHER_S`, or after `BURST_S` if another rollout may start in place of a dropped one. The
+report is immediate if a curriculum needs the measured success.
 """
 
 from __future__ import annotations
@@ -22,22 +22,13 @@ from msgspec import structs
 from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.waits.limits import BURST_S, GATHER_S, PAUSE_S
 from asyncrl.manager import messages as m
 from asyncrl.manager.worker_session import ManagerConnection, ManagerGone, WorkerSession
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 __all__ = ["GateStatus", "ManagerClient", "ManagerGone"]
 
-RETRY_S = 120.0
-"""Time limit in seconds for repeating a call. A pause of a minute, in the manager or in this process, must not look
-like the manager's death.
-"""
-TELL_WITHIN_S = 0.05
-"""Longest time in seconds that the report of an end waits for a call to travel with. A rollout that is to be trained
-makes no room at the gate, so its report is not urgent. The call for the next rollout usually follows at once.
-"""
-MAKES_ROOM_WITHIN_S = 0.01
-"""Longest time in seconds that the report of a dropped rollout waits for a call to travel with."""
 ROUTE_LIFE_S = 0.2
 """Time in seconds for which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
@@ -95,7 +86,7 @@ class ManagerClient:
         security: HttpSecurity | None,
         *,
         incarnation: int = 0,
-        retry_s: float = RETRY_S,
+        retry_s: float = PAUSE_S,
         find: Callable[[], str] | None = None,
         launch: str = "",
         host: str = "",
@@ -132,7 +123,7 @@ class ManagerClient:
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """Report the ends of `rollouts` with the next call. Call this after the trainer's acknowledgement."""
         self._session.finish(rollouts)
-        self._flush_within(min(map(_waits_s, rollouts), default=TELL_WITHIN_S))
+        self._flush_within(min(map(_waits_s, rollouts), default=GATHER_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
         """Return a server for `request`; None if none took it within `timeout_s`. A repeated id moves the request."""
@@ -145,7 +136,7 @@ class ManagerClient:
     def release(self, request_id: str) -> None:
         """Report the end of the request with the next call. May be repeated."""
         self._session.release(request_id)
-        self._flush_within(TELL_WITHIN_S)
+        self._flush_within(GATHER_S)
 
     async def flush(self) -> None:
         """Report all unreported ends now.
@@ -317,4 +308,4 @@ def _waits_s(ended: m.FinishedRollout) -> float:
     """Return the seconds that the report of this end may wait for a call to travel with."""
     if ended.success is not None:  # a curriculum uses it for the next allocation
         return 0.0
-    return TELL_WITHIN_S if ended.accepted else MAKES_ROOM_WITHIN_S
+    return GATHER_S if ended.accepted else BURST_S

@@ -20,6 +20,7 @@ from pathlib import Path
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
@@ -55,11 +56,6 @@ from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
-
-DISCOVERY_INTERVAL_S = 0.25
-"""Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""
-WATCH_S = 0.5
-"""Longest time in seconds of one wait of a thread for a new version. The thread may outlive a stop by this time."""
 
 
 class GserverManager(AsyncWorker):
@@ -239,7 +235,7 @@ class GserverManager(AsyncWorker):
         """Wait until the value of `key` in name resolution differs from `last`, and return it."""
         while True:
             try:
-                return await asyncio.to_thread(self.resolver.watch, key, WATCH_S, last)
+                return await asyncio.to_thread(self.resolver.watch, key, LOOK_S, last)
             except NameResolveTimeout:
                 continue
 
@@ -281,7 +277,7 @@ class GserverManager(AsyncWorker):
         registered = await asyncio.to_thread(self.resolver.follow, names.STAGING_SERVERS)
         while True:
             staging.registered({names.index_of(key): url for key, url in registered.entries().items()})
-            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+            await asyncio.sleep(LOOK_S)
 
     async def _watch_registrations(self) -> None:
         """Follow the registered generation servers, and RolloutWorkers."""
@@ -296,11 +292,11 @@ class GserverManager(AsyncWorker):
             self._fleet_runner.reported({names.index_of(key): value for key, value in own.entries().items()})
             self._policies.reported({names.index_of(key): value for key, value in of_others.entries().items()})
             await self._workers.look()
-            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+            await asyncio.sleep(LOOK_S)
 
     async def _say_begun(self) -> None:
         while not self._service.begun:
-            await self._service.progress.wait(DISCOVERY_INTERVAL_S)
+            await self._service.progress.wait(LOOK_S)
         self.log.info("the gate is open: %s", self._service.gate.counts())
 
     async def _write_ledger(self) -> None:
@@ -308,7 +304,7 @@ class GserverManager(AsyncWorker):
         while self._ledger is not None:
             if self._service.begun:  # before that, a thread may write the lineage's first line
                 await self._ledger.written()
-            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+            await asyncio.sleep(LOOK_S)
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

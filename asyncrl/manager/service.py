@@ -30,6 +30,7 @@ from msgspec import structs
 
 from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.waits.limits import HOLD_S
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.admission import Admission
@@ -43,11 +44,6 @@ from asyncrl.manager.router import Caller, Router, ServerView
 from asyncrl.manager.routes import Routes
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
-
-MAX_HOLD_S = 60.0
-"""Longest time in seconds that a request is held. A client that waits longer repeats it."""
-REBUILT_HOLD_S = 5.0
-"""Longest time in seconds that the master's calls are held until the state is rebuilt. Then it repeats them."""
 
 
 class ManagerService:
@@ -211,9 +207,9 @@ class ManagerService:
         """Return once the state is rebuilt.
 
         Raises:
-            NotRebuilt: it is not rebuilt within `REBUILT_HOLD_S`.
+            NotRebuilt: it is not rebuilt within `HOLD_S`.
         """
-        deadline = self._clock() + REBUILT_HOLD_S
+        deadline = self._clock() + HOLD_S
         while not self.begun:
             if not await self.progress.wait(deadline - self._clock()):
                 raise m.NotRebuilt("the manager waits for the MasterWorker and RolloutWorkers to say what they have")
@@ -515,4 +511,4 @@ class ManagerService:
             self.admission.rollout_ended(finished.rollout_id, kept=False)
 
     def _deadline(self, hold_s: float) -> float:
-        return self._clock() + min(hold_s, MAX_HOLD_S)
+        return self._clock() + min(hold_s, HOLD_S)

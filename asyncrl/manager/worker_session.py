@@ -19,10 +19,9 @@ from msgspec import structs
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits.limits import CALL_S
 from asyncrl.manager import messages as m
 
-CALL_TIMEOUT_S = 10.0
-"""Limit of one HTTP call beyond the time for which the manager may hold it."""
 NOT_INTRODUCED = 409
 """Status of a call that was meant for another manager."""
 NOT_REBUILT = 503
@@ -65,7 +64,7 @@ class ManagerConnection:
             HttpRefused: the manager refused the call.
             ManagerGone: the manager did not answer.
         """
-        method, limit_s = "GET" if request is None else "POST", hold_s + CALL_TIMEOUT_S
+        method, limit_s = "GET" if request is None else "POST", hold_s + CALL_S
         deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
         failures = 0
         while True:

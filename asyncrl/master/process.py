@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.parts import Peers, assemble
@@ -70,9 +71,6 @@ class MasterWorker(AsyncWorker):
         return Peers(trainers, self._placement, manager, rollouts, board)
 
 
-ASK_AGAIN_S = 1.0
-
-
 class RanksUnresponsive(CannotContinue):
     """Ranks do not answer, so nothing can be finished or saved; the message names them."""
 
@@ -107,5 +105,5 @@ async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_
     await stop.wait()
     pulses = Pulses(workers)
     while not (silent := await pulses.ask(limit_s)):  # noqa: ASYNC110  # what is waited for is in other processes
-        await asyncio.sleep(ASK_AGAIN_S)
+        await asyncio.sleep(LOOK_S)
     return silent

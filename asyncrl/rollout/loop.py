@@ -38,6 +38,7 @@ from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason, failed_in, filtered
+from asyncrl.comm.waits.limits import BURST_S, HOLD_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
@@ -52,15 +53,10 @@ from asyncrl.rollout.user_code_pool.user_code_errors import group_failed_in
 
 _log = logging.getLogger(__name__)
 
-ALLOCATE_WAIT_S = 5.0
-"""Time in seconds that one call waits at the gate before the loop asks again."""
 MAX_ASKED = 64
 """Largest number of rollouts requested in one call: enough to fill a batch in a call or two, and small enough for short
 messages.
 """
-GATHER_S = 0.01
-"""Time in seconds that a full loop waits after a rollout's end. Rollouts that end in one burst are then replaced by one
-call."""
 MAX_ATTEMPTS = 3
 """Largest number of attempts of an episode, and of a prompt."""
 MAX_FAILURES_IN_A_ROW = 16
@@ -97,10 +93,10 @@ class RolloutSlots:
         if self._free == 0:
             self._room.clear()
             await self._room.wait()
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(BURST_S)
         most = min(self._free, MAX_ASKED)
         self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
-        reply = await self._gate.allocate(self._ids[:most], timeout_s=ALLOCATE_WAIT_S)
+        reply = await self._gate.allocate(self._ids[:most], timeout_s=HOLD_S)
         settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
         self._ids = [rollout_id for rollout_id in self._ids if rollout_id not in settled]
         self._free -= len(reply.granted)

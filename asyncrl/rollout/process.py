@@ -13,6 +13,7 @@ from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import Done, RequestServer
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.config.run_dir import ANSWERS_DIR
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
@@ -30,9 +31,6 @@ from asyncrl.rollout.user_code_pool.user_code_errors import failed_user_code
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
-
-MEMBERSHIP_INTERVAL_S = 1.0
-"""Interval in seconds of the check for changed training ranks."""
 
 
 class RolloutWorker(AsyncWorker):
@@ -218,7 +216,7 @@ class RolloutWorker(AsyncWorker):
                 self.log.warning("no training rank is registered: complete trajectories wait here until one is")
             known = set(pullers.items())
             pusher.set_addresses(pullers[key] for key in mine)
-            await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
+            await asyncio.sleep(LOOK_S)
 
     async def _is_there(self, request: StillThere) -> Done:
         """Answer once the main loop has run; see `_evaluate`."""

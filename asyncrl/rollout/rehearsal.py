@@ -42,6 +42,7 @@ from asyncrl.api import (
 from asyncrl.api.picture import Picture
 from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
+from asyncrl.comm.waits.limits import CALL_S
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.no_proxy import bypass_proxy
@@ -64,8 +65,6 @@ ROWS_CHECKED = 20_000
 """Number of first rows that the rewards check."""
 CHECK_S = 3.0
 """Time in seconds after which no further row is checked."""
-TRIAL_S = 15.0
-"""Time limit in seconds for the rewards of `NO_ANSWERS` and of two rows' own answers."""
 NO_ANSWERS = ("", "I do not know.")
 _MOST_TOKENS = 8
 _PACKAGE = str(Path(__file__).parents[1])
@@ -247,7 +246,7 @@ async def _tried(components: UserComponents, checked: tuple[int, dict[int, str]]
         own = " and the rows' own answers (as they are, boxed, after # or ####)" if forms else ""
         tried += [(row, text) for text in (*NO_ANSWERS, *forms)]
     try:
-        async with asyncio.timeout(TRIAL_S):
+        async with asyncio.timeout(CALL_S):
             rewards = await asyncio.gather(*(components.rewards.answer(*each) for each in tried))
     except (TimeoutError, UserCodeError):  # both are told of where an episode meets them
         return []

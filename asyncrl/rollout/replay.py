@@ -24,15 +24,11 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.comm.waits.limits import HOLD_S, LOOK_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
 from asyncrl.observe.samples import read_samples, sample_files, trajectories
 from asyncrl.rollout.loop import RolloutSlots
-
-LEASE_WAIT_S = 5.0
-"""Time in seconds between two calls that renew the worker's lease."""
-WATCH_S = 0.5
-"""Longest time in seconds of one wait of a thread for a new version."""
 
 
 class KeptRollouts:
@@ -96,7 +92,7 @@ class ReplayLoop:
         """Call the manager now and then: a step, in which nothing else is to be said, may take long."""
         losses = -1
         while True:
-            losses = (await self._manager.lost_servers(losses, LEASE_WAIT_S)).seq
+            losses = (await self._manager.lost_servers(losses, HOLD_S)).seq
 
     async def _send(self, grant: GrantedRollout) -> None:
         async with self._announced:
@@ -110,7 +106,7 @@ class ReplayLoop:
         key, last = names.model_version_key(names.ACTOR), None
         while True:
             try:
-                last = await asyncio.to_thread(self._resolver.watch, key, WATCH_S, last)
+                last = await asyncio.to_thread(self._resolver.watch, key, LOOK_S, last)
             except NameResolveTimeout:
                 continue
             if last is not None:

@@ -58,9 +58,6 @@ from asyncrl.runtime.trials.run_output import RunOutput
 from asyncrl.runtime.trials.run_processes import RunProcesses
 from asyncrl.runtime.trials.trial import Trial
 
-CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
-"""Longest time, in s, for the MasterWorker's checkpoint after Ctrl-C."""
-
 
 class Launcher:
     """Runs one experiment from its resolved config, in which `model.path` is a folder.
@@ -210,13 +207,13 @@ class Launcher:
         if self._interrupts == 1:
             self._display.note("stopping after a checkpoint; once more to stop at once")
             self._processes.terminate_leader()
-            asyncio.get_running_loop().call_later(CHECKPOINT_LIMIT_S, self._stop_without_checkpoint)
+            asyncio.get_running_loop().call_later(SAVE_LIMIT_S, self._stop_without_checkpoint)
         else:
             self._processes.kill()
             self._processes.end_now()
 
     def _stop_without_checkpoint(self) -> None:
-        self._display.note(f"no checkpoint {CHECKPOINT_LIMIT_S:g} s after the request to stop; stopping without it")
+        self._display.note(f"no checkpoint {SAVE_LIMIT_S:g} s after the request to stop; stopping without it")
         self._processes.end_now()
 
     async def _end_of_run(self) -> tuple[WorkerHandle | None, AfterDeath]:

@@ -367,7 +367,7 @@ async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Mana
 async def test_what_makes_room_or_is_measured_does_not_wait_as_long_for_a_call_to_travel_with(
     manager: Manager, urgent: FinishedRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.manager.client.TELL_WITHIN_S", 3600.0)
+    monkeypatch.setattr("asyncrl.manager.client.GATHER_S", 3600.0)
     client = manager.client()
     await client.allocate(["a", "b"], timeout_s=5)
     client.finish([FinishedRollout("a", True)])

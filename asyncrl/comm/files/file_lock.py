@@ -6,12 +6,15 @@ A process id says nothing in another container, and a clock nothing on another h
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import time
 from pathlib import Path
 
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
-"""Delays in seconds between two attempts, since flock has no time limit."""
+from asyncrl.comm.waits.backoff import Backoff
+
+_PAUSES = Backoff(0.002, 0.05)
+"""Seconds between two attempts, since flock has no time limit."""
 LOOK_LIMIT_S = 1.0
 """Longest time, in s, for which `is_held` in another process may get in the way of taking a lock."""
 
@@ -27,7 +30,7 @@ def take_lock(descriptor: int, limit_s: float = 0.0, *, shared: bool = False) ->
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     deadline = time.monotonic() + limit_s
-    pause_s = _FIRST_LOOK_S
+    attempts = itertools.count(1)
     while True:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -36,8 +39,7 @@ def take_lock(descriptor: int, limit_s: float = 0.0, *, shared: bool = False) ->
                 return False
         else:
             return True
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        time.sleep(_PAUSES.delay(next(attempts)))
 
 
 def is_held(file: Path) -> bool:

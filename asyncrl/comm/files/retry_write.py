@@ -15,12 +15,10 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits.limits import PATIENCE_S, REPEAT_S
 
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EAGAIN})
 """Errors that someone can fix while the run waits: no space, over quota, read-only, an unreachable file server."""
-LIMIT_S = 600.0
-"""Longest time, in s, that writes are retried; then the process ends with the disk's error."""
-SAY_AGAIN_S = 30.0
 _BACKOFF = Backoff(0.1, 2.0)
 _patient = ContextVar("patient", default=True)
 
@@ -53,9 +51,9 @@ class _Patience:
         """
         now = time.monotonic()
         self._since = self._since or now
-        if not _patient.get() or error.errno not in PASSING or now - self._since > LIMIT_S:
+        if not _patient.get() or error.errno not in PASSING or now - self._since > PATIENCE_S:
             raise error
-        if now - self._said_at > SAY_AGAIN_S:
+        if now - self._said_at > REPEAT_S:
             self._said_at = now
             self._log.warning("waiting to write %s: %s", self._what, error)
         self._failures += 1
@@ -71,7 +69,7 @@ async def retry_write(write: Callable[[], _T], what: str, log: logging.Logger) -
     """Call `write`, and retry it while the disk refuses writes. Log lines name `what` is written.
 
     Raises:
-        OSError: another failure, or the disk refused writes for `LIMIT_S`.
+        OSError: another failure, or the disk refused writes for `PATIENCE_S`.
     """
     patience = _Patience(what, log)
     while True:
@@ -88,7 +86,7 @@ def retry_write_blocking(write: Callable[[], _T], what: str, log: logging.Logger
     """As `retry_write`, for threads.
 
     Raises:
-        OSError: another failure, or the disk refused writes for `LIMIT_S`.
+        OSError: another failure, or the disk refused writes for `PATIENCE_S`.
     """
     patience = _Patience(what, log)
     while True:

@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.typed import decode_json
+from asyncrl.comm.waits.limits import ANSWER_S
 
 T = TypeVar("T")
 
@@ -28,8 +29,6 @@ KEEP_ALIVE_S = 4.0
 """Time in seconds after which idle connections are closed, before the server closes them and breaks the next call;
 uvicorn does so after 5 s.
 """
-CONNECT_TIMEOUT_S = 5.0
-"""Time limit in seconds for a connection. If it takes longer, the call raises `HttpTimeout`."""
 
 
 PIECE_BYTES = 1 << 20
@@ -104,9 +103,7 @@ class JsonHttp:
             HttpMalformed: the body is not of the type `reply`.
         """
         data = None if body is None else _encoder.encode(body)
-        limits = aiohttp.ClientTimeout(
-            sock_connect=None if timeout_s == math.inf else min(CONNECT_TIMEOUT_S, timeout_s)
-        )
+        limits = aiohttp.ClientTimeout(sock_connect=None if timeout_s == math.inf else min(ANSWER_S, timeout_s))
         tls, headers = self._proofs(url)
         try:
             # Not `ClientTimeout.total`: if the task is cancelled when that passes, aiohttp 3.14 loses the cancellation.
@@ -143,7 +140,7 @@ class JsonHttp:
             HttpTimeout: nothing arrived for `silence_s`.
             HttpRefused: the status is not 2xx.
         """
-        limits = aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT_S, silence_s), sock_read=silence_s)
+        limits = aiohttp.ClientTimeout(sock_connect=min(ANSWER_S, silence_s), sock_read=silence_s)
         tls, proofs = self._proofs(url)
         headers, expected = {**(proofs or {}), "Accept-Encoding": "identity"}, HTTPStatus.OK
         if begin or end is not None:

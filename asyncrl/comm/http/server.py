@@ -28,16 +28,14 @@ from prometheus_client.registry import Collector
 from asyncrl.comm.names import url_host
 from asyncrl.comm.security.peer_gate import SourceLog
 
-HANDSHAKE_LIMIT_S: Final = 10.0
 HEADER_LIMIT_S: Final = 15.0
-"""Longest time, in s, from the start of a connection or its last answer to the next request's header. Clients close
+"""For a connection's encryption, and from then or its last answer to the next request's header. Clients close
 idle connections after `asyncrl.comm.http.calls.KEEP_ALIVE_S`.
 """
 BODY_LIMIT_S: Final = 60.0
-"""Longest time for a body, in s: the largest body at 10 Mbit/s."""
-_GOODBYE_LIMIT_S: Final = 2.0
-"""Longest wait, in s, until the peer confirms the end of an encrypted connection."""
+"""For a body: the largest one at 10 Mbit/s."""
 _SHUTDOWN_S: Final = 1.0
+"""For running requests to end with the server, and for a peer to confirm the end of an encrypted connection."""
 
 Body: TypeAlias = bytes
 Handler: TypeAlias = Callable[[web.BaseRequest, Body], Awaitable[web.StreamResponse]]
@@ -103,7 +101,7 @@ class HttpServer:
         self._runner = await careful_runner(self._handle)
         answering = self._runner.server
         assert answering is not None, "set up"
-        handshake_s, goodbye_s = (None, None) if self._tls is None else (HANDSHAKE_LIMIT_S, _GOODBYE_LIMIT_S)
+        handshake_s, goodbye_s = (None, None) if self._tls is None else (HEADER_LIMIT_S, _SHUTDOWN_S)
         self._server = await asyncio.get_running_loop().create_server(  # aiohttp's TCPSite allows a handshake a minute
             answering, host, port, ssl=self._tls, ssl_handshake_timeout=handshake_s, ssl_shutdown_timeout=goodbye_s
         )

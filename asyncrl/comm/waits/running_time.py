@@ -5,8 +5,8 @@ without a received message, although the other processes may have sent messages 
 silence leaves out gaps in which this process did not run.
 
 `RunningClock` is for times that are compared later. A task reads the clock every `TICK_S`, and a gap of more than
-`GAP_S` between two reads is a pause of the process. `running_wait` and `RunningTimeout` are for a single wait. They cut
-it into slices, and each slice counts at most its own length, even if it took longer.
+`SLICE_S` between two reads is a pause of the process. `running_wait` and `RunningTimeout` are for a single wait. They
+cut it into slices, and each slice counts at most its own length, even if it took longer.
 
     time      0   1   2   3 ................ 63  64  65
     reads     x   x   x   x   (suspended)     x   x   x
@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any, Self
 
 TICK_S = 0.25
-GAP_S = 1.0
-"""Four times `TICK_S`: a busy event loop reads the clock late, but that time counts."""
+"""Between two reads of a running clock: a quarter of `SLICE_S`, as a busy event loop reads it late."""
 SLICE_S = 1.0
+"""Time by which a limit on silence may be wrong after a suspension."""
 
 
 class RunningClock:
@@ -41,7 +41,7 @@ class RunningClock:
 
     def __call__(self) -> float:
         now = self._clock()
-        if now - self._last > GAP_S:
+        if now - self._last > SLICE_S:
             self._missed += now - self._last
         self._last = now
         return now - self._missed

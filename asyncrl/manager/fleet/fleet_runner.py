@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, JsonHttp
+from asyncrl.comm.waits.limits import ASK_S
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.inference.client import DamagedVersion
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -27,7 +28,6 @@ from asyncrl.manager.messages import ServerState
 from asyncrl.observe import observer
 from asyncrl.runtime.process.worker import CannotContinue
 
-_LONGEST_IDLE_S = 5.0
 _IF_NONE_AGREES = (
     "raise manager.logprob_check_tolerance if this is rounding; else the server computes this model otherwise than "
     "transformers does, so use generation.backend=embedded, or another version of SGLang"
@@ -164,7 +164,7 @@ class FleetRunner:
     async def _wait_for_change(self) -> None:
         """Wait for a change or the next deadline; while a server is drained also for the end of a request."""
         due = self._decisions.next_due()
-        limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - self._clock()))
+        limit_s = ASK_S if due is None else min(ASK_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
         if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
             changes.add(self.in_use.next_end())

@@ -8,15 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from asyncrl.comm.http.calls import HttpError, HttpUnreachable, JsonHttp
+from asyncrl.comm.waits.limits import ANSWER_S
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import CheckHealth
 from asyncrl.manager.messages import ServerState
-
-HEALTH_TIMEOUT_S = 5.0
-"""Time limit in seconds of a health check. `/ready` takes milliseconds, or a second if all cores of the machine are
-busy.
-"""
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
@@ -77,7 +73,7 @@ class HealthChecks:
         expected = self._decisions.expected_version(server, url)
         client = GenerationServerClient(self._http, url, frozen=self._frozen)
         try:
-            await client.ready(timeout_s=HEALTH_TIMEOUT_S)
+            await client.ready(timeout_s=ANSWER_S)
             served = await client.served_version()
             if expected is not None and expected == self._decisions.expected_version(server, url) != served:
                 raise WeightsChanged(f"{url} reports v{served}, but was updated to v{expected}: was it started again?")

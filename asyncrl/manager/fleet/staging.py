@@ -17,6 +17,7 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.waits.limits import ASK_S
 from asyncrl.comm.waits.notifier import Notifier
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INPUTS_DIR
@@ -27,8 +28,6 @@ from asyncrl.models.weights.staging.client import StagingClient, reason_of, sour
 from asyncrl.models.weights.staging.messages import INPUTS, MODEL, StageRequest, version_folder
 from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.process.remarks import remark
-
-_LONGEST_IDLE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -130,7 +129,7 @@ class Staging:
                 for order in self._fan_out.poll(now):
                     self._spawn(order)
                 due = self._fan_out.next_due(now)
-                await self._changed.wait(_LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, due - now))
+                await self._changed.wait(ASK_S if due is None else min(ASK_S, due - now))
         finally:
             for task in self._tasks:
                 task.cancel()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from asyncrl.comm.waits.limits import HOLD_S, LOOK_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer_order import ConfiguredOrder
@@ -20,11 +21,6 @@ from asyncrl.master.peers.guest_turns import DeviceTurns
 from asyncrl.master.settings import OnStale
 
 _log = logging.getLogger(__name__)
-
-LEND_LOOK_S = 1.0
-"""Time between two checks whether lending the devices pays, while the trainer keeps them."""
-HOLD_S = 10.0
-"""Time for which the manager may hold one question about expiring rollouts."""
 
 
 async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None:
@@ -97,7 +93,7 @@ class Batches:
                 continue
             began, before = time.monotonic(), self._buffer.received
             more = self._collector.changed(missing)
-            waiting = more if lent else _at_most(more, LEND_LOOK_S)
+            waiting = more if lent else _at_most(more, LOOK_S)
             try:
                 await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers", rollouts=True)
             except PromptsUsedUp:

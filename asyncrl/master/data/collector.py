@@ -25,6 +25,7 @@ from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.waits.limits import BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
@@ -33,25 +34,12 @@ from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutR
 
 _log = logging.getLogger(__name__)
 
-POLL_S = 10.0
-"""Time for which a worker may hold a poll while it has nothing to report."""
-PACE_S = 0.1
-"""Time between two polls while no step waits."""
-PACE_AWAITED_S = 0.004
-"""Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
-GATHER_S = 0.05
-"""Longest time in which a head gathers its share of the missing rollouts. A step waits it out if other heads have more
-than theirs."""
-REPLY_LIMIT_S = 20.0
-"""Time for the answer beyond the time for which a worker may hold the call. Only a suspended or stuck worker exceeds
-it: when a worker dies, its connection breaks."""
-
 
 class _Head:
     """Calls to one head, each repeated until it is answered.
 
     Attributes:
-        silent: True if the head has not answered for `REPLY_LIMIT_S`.
+        silent: True if the head has not answered for `CALL_S`.
     """
 
     def __init__(self, client: RequestClient) -> None:
@@ -91,8 +79,8 @@ class _Head:
         """Wait for a burst to gather, unless a step waits (`awaited`) or a refresh is requested."""
         urgent = [asyncio.ensure_future(event.wait()) for event in (awaited, self._kick)]
         try:
-            await asyncio.sleep(PACE_AWAITED_S)
-            await asyncio.wait(urgent, timeout=PACE_S - PACE_AWAITED_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(BURST_S)
+            await asyncio.wait(urgent, timeout=GATHER_S - BURST_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel(*urgent)
 
@@ -100,7 +88,7 @@ class _Head:
         """Repeat the call until it is answered; a repeated call does no harm."""
         while True:
             try:
-                reply = await self.client.call(request, timeout_s=hold_s + REPLY_LIMIT_S)
+                reply = await self.client.call(request, timeout_s=hold_s + CALL_S)
             except RequestTimeout as error:
                 self.silent = True
                 _log.warning("%s; asking again", error)
@@ -133,7 +121,7 @@ class Collector:
 
     @property
     def silent(self) -> list[int]:
-        """Return the heads that have not answered for `REPLY_LIMIT_S`, by data index."""
+        """Return the heads that have not answered for `CALL_S`, by data index."""
         return [index for index, head in enumerate(self._heads) if head.silent]
 
     async def close(self) -> None:
@@ -210,7 +198,7 @@ class Collector:
         if refresh:
             return PollBuffer(cursor, 0.0)
         share = self._missing // len(self._heads) if self._awaited.is_set() else 1
-        return PollBuffer(cursor, POLL_S, share, GATHER_S)
+        return PollBuffer(cursor, HOLD_S, share, GATHER_S)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
         before, refused = self._buffer.received, await self._refused(records) if self._confirms else []

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason, is_filter_reason
 from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.waits.limits import ANSWER_S, ASK_S, LOOK_S
 from asyncrl.comm.waits.running_time import RunningClock, running_wait
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
 from asyncrl.master.data.collector import Collector
@@ -33,12 +34,6 @@ from asyncrl.runtime.process.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")
 
-LOOK_S = 1.0
-"""Time between two checks of processes that may still be starting."""
-ASK_S = 5.0
-"""Time between two questions for the manager's counters, at most a quarter of the limit."""
-STATUS_LIMIT_S = 5.0
-"""Time limit of a question whose answer is only for a message."""
 _log = logging.getLogger(__name__)
 
 
@@ -176,7 +171,7 @@ class StallWatch:
 
     async def _diagnosis(self, version: int, what: str) -> str:
         try:
-            async with asyncio.timeout(STATUS_LIMIT_S):
+            async with asyncio.timeout(ANSWER_S):
                 gate = await self._manager.describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"

@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 from asyncrl.comm.ended_rollouts.drop_reasons import is_filter_reason
 from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.waits.limits import ASK_S
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.observe.metrics.learning import ADVICE
 
@@ -21,7 +22,6 @@ LEAST_GROUPS: Final = 64
 """Warn if filters drop at least so many groups between two steps ..."""
 LEAST_KEPT: Final = 0.05
 """... and keep less than this share of all groups meanwhile."""
-LOOK_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -72,9 +72,9 @@ async def watch_filters(
     kept: Callable[[], int],
     tell: Callable[[str], None],
 ) -> NoReturn:
-    """Check every `LOOK_S` seconds how many groups filters drop, and call `tell` with a warning."""
+    """Check every `ASK_S` seconds how many groups filters drop, and call `tell` with a warning."""
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(ASK_S)
         try:
             status = await manager.status()
         except (HttpError, ManagerGone) as error:

@@ -16,16 +16,12 @@ from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
+from asyncrl.comm.waits.limits import ASK_S, LOOK_S
 from asyncrl.comm.waits.running_time import running_wait
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import AsyncWorker
-
-ASK_S = 5.0
-"""Time between two questions, during an evaluation, whether a worker is there; at most a quarter of the limit."""
-LOOK_UP_S = 0.5
-"""Time between two look-ups, during a call, of the worker's current process."""
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +107,7 @@ class ReplaceableWorker:
             registered = kind.get(self._key)
             if registered not in (None, self._registered):  # None: its lease has run out, and there is no other yet
                 return registered
-            await asyncio.sleep(LOOK_UP_S)
+            await asyncio.sleep(LOOK_S)
 
 
 async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter) -> list[RequestClient]:

@@ -30,6 +30,7 @@ from time import perf_counter
 from typing import Protocol
 
 from asyncrl.comm.names import TrainerTurn
+from asyncrl.comm.waits.limits import HOLD_S
 from asyncrl.manager.messages import WaitRestingReply
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.peers.lending import Lending
@@ -38,8 +39,6 @@ from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.waiting import or_stop
 
-HOLD_S = 10.0
-"""Time that the manager may hold one question about guests."""
 _log = logging.getLogger(__name__)
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.waits.limits import ASK_S
 from asyncrl.runtime.process.starting import BUSY_SHARE
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import CannotContinue
@@ -22,9 +23,6 @@ from asyncrl.trainer.messages import AskPulse, RankPulse
 
 _T = TypeVar("_T")
 
-ASK_S = 5.0
-"""Time between two questions for signs of life, at most a quarter of the limit. Most calls are answered before the
-first one."""
 IDLE_LIMITS = 5
 """Limits of silence for which ranks may answer and do nothing: user code may wait for something outside."""
 BUSY_LIMITS = 15

@@ -56,6 +56,7 @@ from asyncrl.api.generation import GenerationRequest, GenerationResult
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
 from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits.limits import HOLD_S
 from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, wire_rid
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
@@ -64,8 +65,6 @@ from asyncrl.rollout.generation.partial_answers import OpenRequest, PartialAnswe
 from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
 from asyncrl.rollout.user_code_pool.timing import current_meter
 
-SCHEDULE_HOLD_S = 5.0
-"""Longest time, in s, that one call waits at the manager for a server before it is repeated."""
 STOP_CHUNK = 64
 """Tokens of a round in which only the client searches for stop strings: the most tokens that are generated in vain."""
 _BACKOFF = Backoff(0.1, 5.0)
@@ -233,7 +232,7 @@ class RolloutClient:
             min_version=work.min_version,
             policy=request.policy,
         )
-        while (route := await self._manager.schedule(wanted, SCHEDULE_HOLD_S)) is None:
+        while (route := await self._manager.schedule(wanted, HOLD_S)) is None:
             pass
         return route
 

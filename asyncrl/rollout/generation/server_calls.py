@@ -20,15 +20,12 @@ from weakref import WeakValueDictionary
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout
 from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits.limits import ANSWER_S, HOLD_S
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
-LOSS_HOLD_S = 5.0
-"""Longest time, in s, that one call waits at the manager for a server to be lost."""
 _BACKOFF = Backoff(0.1, 5.0)
-_ABORT_LIMIT_S = 2.0
-_LOOK_LIMIT_S = 5.0
 _ABORTS = 4
 """Aborts of a call to a silent server: one that was just paused may forget an abort."""
 _LONGEST = 30
@@ -124,7 +121,7 @@ class ServerCalls:
         """Return figures that change while `server` computes, of at most `every_s` ago; None if it tells none."""
 
         async def look() -> list[float | None]:
-            figures = await server.figures(timeout_s=_LOOK_LIMIT_S)
+            figures = await server.figures(timeout_s=ANSWER_S)
             return [figures.get(name) for name in _COMPUTES]
 
         now = asyncio.get_running_loop().time()
@@ -145,7 +142,7 @@ class ServerCalls:
         after, failures = -1, 0
         while True:
             try:
-                lost = await self._manager.lost_servers(after, LOSS_HOLD_S)
+                lost = await self._manager.lost_servers(after, HOLD_S)
             except (HttpError, ManagerGone) as error:  # callers that need the manager will fail
                 failures += 1
                 _log.warning("the manager does not answer which servers were lost: %s", error)
@@ -156,9 +153,7 @@ class ServerCalls:
                 for call in list(self._calls_to.get(url.rstrip("/"), ())):
                     call.cancel()
 
-    async def _abort(
-        self, server: GenerationServerClient, rids: Sequence[str], limit_s: float = _ABORT_LIMIT_S
-    ) -> None:
+    async def _abort(self, server: GenerationServerClient, rids: Sequence[str], limit_s: float = ANSWER_S) -> None:
         """Abort requests on a server, best effort.
 
         Each is named by its whole id: SGLang accepts a prefix only if the prefix is itself a live id.

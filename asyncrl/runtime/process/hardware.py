@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.comm.waits.limits import TOOL_S
+
 _CPU_INFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _DEVICES = Path("/dev")
 _NVIDIA_SMI = "nvidia-smi"
-_NVIDIA_SMI_LIMIT_S = 20.0
-"""Without its persistence daemon the driver takes seconds to wake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _ask_nvidia_smi(*arguments: str) -> list[str]:
     """Return the lines that nvidia-smi prints; none if it is not installed or fails."""
     try:
         return subprocess.run(
-            (_NVIDIA_SMI, *arguments), capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S
+            (_NVIDIA_SMI, *arguments), capture_output=True, text=True, check=True, timeout=TOOL_S
         ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []

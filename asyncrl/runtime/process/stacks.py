@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.comm.waits.limits import TOOL_S
 from asyncrl.config.run_dir import PROFILE_DIR
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE, marked
@@ -21,8 +22,6 @@ from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import cancel
 
 _log = logging.getLogger(__name__)
-DUMP_LIMIT_S = 20.0
-"""Time limit, in s, for one process."""
 ALL_LIMIT_S = 60.0
 """Time limit, in s, for all processes; those that are not dumped by then are left out."""
 _TITLE = "asyncrl "
@@ -91,9 +90,9 @@ async def _dump(program: str | None, pid: int) -> str:
     except OSError as error:
         return f"py-spy did not start: {error}"
     try:
-        said, _ = await asyncio.wait_for(process.communicate(), DUMP_LIMIT_S)
+        said, _ = await asyncio.wait_for(process.communicate(), TOOL_S)
     except TimeoutError:
-        return f"py-spy said nothing within {DUMP_LIMIT_S:g} s"
+        return f"py-spy said nothing within {TOOL_S:g} s"
     finally:
         if process.returncode is None:
             process.kill()

@@ -26,14 +26,13 @@ import psutil
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolver
+from asyncrl.comm.waits.limits import ASK_S
 from asyncrl.comm.waits.running_time import SLICE_S
 
 _T = TypeVar("_T")
 
 BEFORE_BEGIN = 5
 LONGEST_STARTS = 15
-MEASURE_S = 5.0
-"""Interval over which work is measured: the kernel counts it in hundredths of a second."""
 BUSY_SHARE = 0.02
 """Share of a core that counts as work. A process that waits uses a tenth of it: it renews leases and follows names."""
 _BYTES_PER_S = 64 << 10
@@ -102,9 +101,9 @@ class Effort:
         self._measured, self._done = clock(), _work(self._pid)
 
     def grew(self) -> bool:
-        """True if they have worked since the last measurement, which is taken every `MEASURE_S`."""
+        """True if they have worked since the last measurement, which is taken every `ASK_S`."""
         now = self._clock()
-        if (passed := now - self._measured) < MEASURE_S:
+        if (passed := now - self._measured) < ASK_S:
             return False
         before, self._done, self._measured = self._done, _work(self._pid), now
         nothing = _Work(0, 0)

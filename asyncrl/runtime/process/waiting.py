@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.comm.waits.running_time import running_wait
 
-_NAME_WAIT_S = 0.5  # longest wait for a name that a stop request cannot interrupt
 _T = TypeVar("_T")
 
 
@@ -52,7 +52,7 @@ async def await_name(resolver: NameResolver, key: str, look: Callable[[], None],
     """
     while not stop.is_set():
         try:  # a thread cannot be interrupted: short waits, so that a stop request need not outwait a long one
-            return await asyncio.to_thread(resolver.wait, key, _NAME_WAIT_S)
+            return await asyncio.to_thread(resolver.wait, key, LOOK_S)
         except NameResolveTimeout:
             look()
     raise StopRequested

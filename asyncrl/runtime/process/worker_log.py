@@ -1,7 +1,7 @@
 """Filter of a worker process's log, with a limit on lines that peers cause.
 
 Libraries log the actions of peers: a connection that breaks during a write is a traceback of uvloop, and a busy peer
-breaks thousands. So within `WINDOW_S` seconds the same message of a library is written `MOST_ALIKE` times at most, and
+breaks thousands. So within `REPEAT_S` seconds the same message of a library is written `MOST_ALIKE` times at most, and
 `MOST` messages of all libraries. Omitted messages are counted.
 """
 
@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-WINDOW_S: Final = 60.0
+from asyncrl.comm.waits.limits import REPEAT_S
+
 MOST_ALIKE: Final = 5
 MOST: Final = 100
 _ALIKE_CHARS: Final = 80
@@ -42,7 +43,7 @@ class WorkerLogFilter(logging.Filter):
         return record.levelno >= logging.WARNING and self._has_room(record)
 
     def _has_room(self, record: logging.LogRecord) -> bool:
-        if (now := self._clock()) - self._since > WINDOW_S:
+        if (now := self._clock()) - self._since > REPEAT_S:
             left_out, self._left_out = self._left_out, 0
             self._since, self._seen = now, Counter()
             if left_out:
@@ -53,7 +54,7 @@ class WorkerLogFilter(logging.Filter):
             self._seen[alike] += 1
             return True
         if not self._left_out:
-            _log.warning("messages as %r are left out for up to %g s: there are too many", alike, WINDOW_S)
+            _log.warning("messages as %r are left out for up to %g s: there are too many", alike, REPEAT_S)
         self._left_out += 1
         return False
 

@@ -37,6 +37,7 @@ from asyncrl.comm.files.private_files import (
     read_own_file,
 )
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
+from asyncrl.comm.waits.limits import ANSWER_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LAUNCHER_LOCK_FILE, LOCK_FILE, run_dir_of
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
@@ -45,8 +46,6 @@ from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 SAVE_LIMIT_S = 120.0
 """Longest time, in s, for the leading process to finish its step, save and end after it was asked to."""
-SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
-"""Longest time, in s, that a launch that was killed may keep its lock."""
 _ATTEMPTS = 3
 _HOLDER_BYTES = 1 << 16
 
@@ -186,8 +185,9 @@ def _locked(own: int, lock: int, run_dir: Path, note: Callable[[str], None]) -> 
     if take_lock(lock, LOOK_LIMIT_S):
         return True
     who = _who(read_holder(run_dir))
-    note(f"an earlier launch{who} was killed, and is saving; waiting for up to {SAVING_LIMIT_S:g} s")
-    return take_lock(lock, SAVING_LIMIT_S)
+    limit_s = SAVE_LIMIT_S + GONE_LIMIT_S + ANSWER_S
+    note(f"an earlier launch{who} was killed, and is saving; waiting for up to {limit_s:g} s")
+    return take_lock(lock, limit_s)
 
 
 def shares_names(config: ExperimentConfig) -> bool:

@@ -49,6 +49,7 @@ from asyncrl.comm.files.private_files import NotPrivate, open_private_file, read
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.comm.typed import decode_json
+from asyncrl.comm.waits.limits import PAUSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
 from asyncrl.runtime.process.remarks import remark
@@ -59,7 +60,6 @@ _STATE = "state"
 _INVALID = "invalid"
 _LOCK = "lock"
 _LAUNCH = "launch"
-_LOCK_LIMIT_S = 60.0
 _LAUNCH_BYTES = 1 << 14
 MOST_OF_A_STEP = 0.1
 """Part of a step that its copy should take at most."""
@@ -218,9 +218,9 @@ class MemoryCheckpoint:
             lock = _open_lock(self.folder)
             if lock is None:
                 continue
-            if not take_lock(lock, _LOCK_LIMIT_S, shared=self.spread):
+            if not take_lock(lock, PAUSE_S, shared=self.spread):
                 os.close(lock)
-                raise OSError(f"{self.folder / _LOCK} was not free for {_LOCK_LIMIT_S:g} s")
+                raise OSError(f"{self.folder / _LOCK} was not free for {PAUSE_S:g} s")
             if _is_at(self.folder / _LOCK, lock):
                 self._held = lock
             else:

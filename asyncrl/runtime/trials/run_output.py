@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.comm.files.retry_write import LIMIT_S, PASSING
+from asyncrl.comm.files.retry_write import PASSING
+from asyncrl.comm.waits.limits import ASK_S, PATIENCE_S
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, OBSERVED_DIR, REMARKS_FILE
 from asyncrl.observe.display import Display
 from asyncrl.observe.doctor import examine
@@ -28,19 +29,11 @@ from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.observe.observer import Activity
 
 REFRESH_S = 0.2
-"""Time between two looks at the metrics file."""
-STANDING_S = 4.0
-"""Interval, in s, at which the terminal shows what the processes do."""
-WAIT_SHOWN_S = 10.0
-"""Time in s after which the terminal names a wait."""
+"""Between two looks at the metrics file."""
 SILENT_S = 10.0
-"""A line of a process that is older says nothing about the present: it writes every two seconds."""
+"""After which the terminal names a wait, and a line of a process says nothing about the present any more."""
 NAMES_AWAY = "cannot reach name resolution (retried for up to system.name_resolve_timeout_s)"
-PROBE_S = 5.0
-"""Interval, in s, at which it is checked whether the run's disk takes writes."""
 PROBE_BYTES = 64 << 10
-ROTATE_S = 10.0
-"""Interval, in s, at which the sizes of logs are checked."""
 LOG_BYTES = 64 << 20
 """Largest size of a log; with the rotated one a process has at most twice as much."""
 
@@ -108,7 +101,7 @@ class RunOutput:
             history = await asyncio.to_thread(_read_again, history, self._run_dir)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
             self._display.outlook(outlook(history))
-            await asyncio.sleep(STANDING_S)
+            await asyncio.sleep(ASK_S)
 
     async def _watch_disk(self) -> None:
         """Say once that the run's disk refuses writes, and once that it takes them again. Processes that write there
@@ -121,14 +114,14 @@ class RunOutput:
                 refused_at = time.monotonic()
                 self._display.note(
                     f"WAITING: the disk of {self._run_dir} refuses writes ({error.strerror}): free some space, or mend "
-                    f"it; the run waits for up to {LIMIT_S / 60:.0f} minutes"
+                    f"it; the run waits for up to {PATIENCE_S / 60:.0f} minutes"
                 )
             elif error is None and refused_at is not None:
                 self._display.note(
                     f"the disk of {self._run_dir} takes writes again, after {time.monotonic() - refused_at:.0f} s"
                 )
                 refused_at = None
-            await asyncio.sleep(PROBE_S)
+            await asyncio.sleep(ASK_S)
 
     async def _watch_waits(self, *, standing: bool) -> None:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
@@ -145,17 +138,17 @@ class RunOutput:
             found = waits(observed.processes.values(), max(began, now - SILENT_S))
             for what, wait in found.items():
                 shown = standing and not self._stepped and what != NAMES_AWAY
-                if what not in told and not shown and (waited_s := now - wait.since) >= WAIT_SHOWN_S:
+                if what not in told and not shown and (waited_s := now - wait.since) >= SILENT_S:
                     told[what] = wait
                     self._display.note(f"WAITING: {wait.who} {what}, for {waited_s:.0f} s so far")
             for what in told.keys() - found.keys():
                 ended = told.pop(what)
                 self._display.note(f"{ended.who} {what} no longer, after {now - ended.since:.0f} s")
-            await asyncio.sleep(STANDING_S)
+            await asyncio.sleep(ASK_S)
 
     async def _rotate_logs(self) -> None:
         while True:
-            await asyncio.sleep(ROTATE_S)
+            await asyncio.sleep(ASK_S)
             await asyncio.to_thread(rotate, self._run_dir / LOGS_DIR)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, Subtree
+from asyncrl.comm.waits.limits import LOOK_S, PATIENCE_S
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
@@ -28,9 +29,6 @@ STOP_LIMIT_S = 3.0
 """Longest time, in s, for a process to end after it was asked to; then it is killed."""
 CAUSE_LIMIT_S = 2.0
 """Longest time, in s, from the exit of a process of the brain to the report of the death that caused it."""
-READY_LIMIT_S = 600.0
-"""Longest time, in s, that a restarted process is watched until it is ready; a large model takes time to load."""
-_READY_POLL_S = 0.2
 
 
 class RunProcesses:
@@ -136,7 +134,7 @@ class RunProcesses:
         try:
             with await asyncio.to_thread(open_resolver, self._trial.config, self._trial.run_dir) as resolver:
                 statuses = await asyncio.to_thread(resolver.follow, names.STATUSES)
-                while time.monotonic() - began < READY_LIMIT_S:
+                while time.monotonic() - began < PATIENCE_S:
                     if any(self._deaths[name] != number for name, number in incarnations.items()):
                         return  # it died again before it was ready; the note of that restart follows
                     if are_ready(statuses):
@@ -144,7 +142,7 @@ class RunProcesses:
                         note_went_on(self._trial.run_dir, what, seconds)
                         self._note(f"{what} went on after {seconds:.1f} s")
                         return
-                    await asyncio.sleep(_READY_POLL_S)
+                    await asyncio.sleep(LOOK_S)
         except NameResolveError as error:
             self._note(f"{what} was restarted; the launcher cannot see when it is ready: {error}")
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
+from asyncrl.comm.waits.limits import HOLD_S, LOOK_S
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import TrainedRollout
-from asyncrl.master.data.batches import LEND_LOOK_S
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.peers.guest_turns import DeviceTurns
@@ -28,9 +28,6 @@ from asyncrl.verify.simulator.host.clients import SimulatedManagerClient
 from asyncrl.verify.simulator.host.processes import Processes
 from asyncrl.verify.simulator.setup import LONG, Setup
 from asyncrl.verify.simulator.trainer import DataHead
-
-HOLD_S = 10.0
-"""Longest time in seconds that the manager holds a call about expiring rollouts, as in the master."""
 
 MakeTurns = Callable[[VersionAnnouncer, SimulatedManagerClient, SampleBuffer, Collector], DeviceTurns]
 """Builds the turns of the trainer and its guests."""
@@ -202,6 +199,6 @@ class MasterLoop:
             lent = await self.turns.lend(missing)
             began, before = now(), self.buffer.received
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if lent else LEND_LOOK_S):
+                async with asyncio.timeout(None if lent else LOOK_S):
                     await self.collector.changed(missing)
             self.turns.waited(self.buffer.received - before, now() - began)

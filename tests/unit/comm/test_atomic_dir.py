@@ -159,7 +159,7 @@ def test_a_leftover_that_others_delete_too_is_none(tmp_path: Path, caplog: pytes
 
 def test_a_disk_that_refuses_for_good_ends_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing could be written there either."""
-    monkeypatch.setattr(retry_write, "LIMIT_S", 0.01)
+    monkeypatch.setattr(retry_write, "PATIENCE_S", 0.01)
     make(tmp_path / "v0")
 
     def read_only(*_: object) -> Path:

@@ -262,7 +262,7 @@ def test_calls_of_one_kind_may_fail_for_so_long_whatever_others_do() -> None:
 async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
     resolver: FileResolver, away: Away, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "MEMBERSHIP_INTERVAL_S", 0.0)
+    monkeypatch.setattr(process, "LOOK_S", 0.0)
     followed: asyncio.Queue[list[str]] = asyncio.Queue()
     pusher = SimpleNamespace(set_addresses=lambda addresses: followed.put_nowait(list(addresses)))
     log = logging.getLogger("asyncrl.rollout_worker")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from asyncrl.comm.waits import running_time
-from asyncrl.comm.waits.running_time import GAP_S, TICK_S, RunningClock, RunningTimeout, running_wait
+from asyncrl.comm.waits.running_time import SLICE_S, TICK_S, RunningClock, RunningTimeout, running_wait
 
 
 class Raw:
@@ -32,8 +32,8 @@ def test_time_passes_while_the_process_runs_even_if_it_looks_late() -> None:
     clock = RunningClock(raw)
     begun = clock()
     pass_time(clock, raw, 10.0)
-    raw.now += GAP_S
-    assert clock() - begun == pytest.approx(10.0 + GAP_S)
+    raw.now += SLICE_S
+    assert clock() - begun == pytest.approx(10.0 + SLICE_S)
 
 
 def test_a_gap_is_left_out_from_the_first_look_on() -> None:

@@ -119,7 +119,7 @@ async def test_what_could_not_be_synced_is_written_again(
 
 
 def test_a_disk_that_stays_full_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_write, "LIMIT_S", 0.01)
+    monkeypatch.setattr(retry_write, "PATIENCE_S", 0.01)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

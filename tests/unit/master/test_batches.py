@@ -149,7 +149,7 @@ async def test_rollouts_at_the_ranks_may_spare_a_switch_of_the_devices() -> None
 async def test_while_the_devices_are_not_lent_the_question_is_asked_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "LEND_LOOK_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
     world = World(size=1)
     world.lends += [False, False, True]
     world.arrivals.append([record(0)])

@@ -12,8 +12,9 @@ from msgspec import structs
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.comm.request_reply.client import RequestTimeout
+from asyncrl.comm.waits.limits import BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.manager.messages import ReceivedRollout
-from asyncrl.master.data.collector import PACE_AWAITED_S, PACE_S, POLL_S, REPLY_LIMIT_S, Collector
+from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -109,7 +110,7 @@ async def test_a_burst_is_told_in_few_polls_and_in_more_while_a_step_waits(await
     collector, _ = collector_of(workers, buffer)
     if awaited:
         collector._awaited.set()
-    pace_s = PACE_AWAITED_S if awaited else PACE_S
+    pace_s = BURST_S if awaited else GATHER_S
     begun = time.monotonic()
     collector.start()
     for order in range(50):
@@ -180,7 +181,7 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     workers.received[1].append(record(0, worker=1))
     await collector.refresh()
     assert workers.discarded == [(1, "r0")]
-    assert set(workers.limits) == {REPLY_LIMIT_S, POLL_S + REPLY_LIMIT_S}, "the worker need not hold it"
+    assert set(workers.limits) == {CALL_S, HOLD_S + CALL_S}, "the worker need not hold it"
     assert collector.generated_tokens == 4
     await collector.close()
 
@@ -250,8 +251,8 @@ async def test_a_poll_may_be_held_and_any_other_call_is_answered_within_a_limit(
     await rounds()
     await collector.refresh()
     await rounds()
-    assert workers.limits == [POLL_S + REPLY_LIMIT_S, REPLY_LIMIT_S, POLL_S + REPLY_LIMIT_S]
-    assert [hold for *_, hold in workers.polls] == [POLL_S, 0.0, POLL_S]
+    assert workers.limits == [HOLD_S + CALL_S, CALL_S, HOLD_S + CALL_S]
+    assert [hold for *_, hold in workers.polls] == [HOLD_S, 0.0, HOLD_S]
     await collector.close()
 
 

@@ -402,7 +402,7 @@ async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The manager was replaced: until it is rebuilt its counters are zeros, and then those of the whole run."""
-    monkeypatch.setattr(filtered_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(filtered_module, "ASK_S", 0.0)
     filtered = {"filter: zero_variance": 900}
     statuses = [GateStatus(dropped=filtered), GateStatus(rebuilt=False), GateStatus(dropped=filtered)]
     all_seen, warnings = asyncio.Event(), list[str]()

@@ -37,7 +37,7 @@ SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(process, "LOOK_S", 0.0)
 
 
 async def watched(running: Any, ranks: Sequence[Rank], stop: asyncio.Event) -> None:

@@ -103,7 +103,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text("#!/bin/sh\nexit 9\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(hardware, "_NVIDIA_SMI_LIMIT_S", 120.0)
+    monkeypatch.setattr(hardware, "TOOL_S", 120.0)
     monkeypatch.setattr(hardware, "_GPUS", tmp_path / "absent")
     monkeypatch.setattr(hardware, "_DEVICES", tmp_path / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

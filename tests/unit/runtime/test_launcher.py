@@ -365,7 +365,7 @@ def test_a_restarted_process_that_fails_is_not_reported_as_ready(
     leader: list[Played] = []
     helpers: list[Played] = []
     config = ExperimentConfig(fileroot=str(tmp_path))
-    monkeypatch.setattr(run_processes, "_READY_POLL_S", 0.01)
+    monkeypatch.setattr(run_processes, "LOOK_S", 0.01)
 
     def fail_after_a_restart(worker: Played) -> None:
         helpers.append(worker)
@@ -584,7 +584,7 @@ def _deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_deaf")
 def test_a_checkpoint_that_takes_too_long_is_not_waited_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "CHECKPOINT_LIMIT_S", 0.0)
+    monkeypatch.setattr(launcher_module, "SAVE_LIMIT_S", 0.0)
     code, _, notes = play(leader=interrupts(1))
     assert code == EXIT_INTERRUPTED
     assert "leader/0 did not stop within" in notes

@@ -245,7 +245,7 @@ def test_a_rank_removes_what_dead_launches_left_on_its_host_and_what_it_leaves_i
 def test_a_rank_does_not_wait_for_ever_for_a_lock_that_another_process_keeps(
     memory_checkpoint: MemoryCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOCK_LIMIT_S", 0.01)
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
     memory_checkpoint.begin()
     there = MemoryCheckpoint(tmp_path, "10.0.0.2")
     there.folder.mkdir(mode=0o700)

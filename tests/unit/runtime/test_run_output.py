@@ -21,7 +21,7 @@ from asyncrl.runtime.trials.run_output import RunOutput
 async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_output, "PROBE_S", 0.0)
+    monkeypatch.setattr(run_output, "ASK_S", 0.0)
     told: list[str] = []
     looks, seen = 0, asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -63,7 +63,7 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
 async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_ends(
     standing: bool, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_output, "STANDING_S", 0.01)
+    monkeypatch.setattr(run_output, "ASK_S", 0.01)
     notes: asyncio.Queue[str] = asyncio.Queue()
     began = time.time()
     (tmp_path / OBSERVED_DIR).mkdir()
@@ -113,7 +113,7 @@ class BrokenDisplay:
 async def test_a_display_that_fails_is_reported_and_logs_are_still_rotated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(run_output, "ROTATE_S", 0.01)
+    monkeypatch.setattr(run_output, "ASK_S", 0.01)
     rotated = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -121,13 +121,13 @@ def test_work_of_a_process_and_of_its_children_counts_and_waiting_does_not() -> 
     clock = Clock()
     effort, idle = Effort(clock=clock), Effort(1 << 22, clock)
     assert not effort.grew(), "it is measured over a while"
-    clock.now += starting.MEASURE_S
+    clock.now += starting.ASK_S
     subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     with Path("/dev/zero").open("rb", buffering=0) as zeros:
         for _ in range(64):
             zeros.read(1 << 20)
     assert effort.grew()
-    clock.now += starting.MEASURE_S
+    clock.now += starting.ASK_S
     assert not idle.grew(), "there is no such process"
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
         child = Effort(waiting.pid, clock)

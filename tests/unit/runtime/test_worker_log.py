@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 import uvloop
 
-from asyncrl.runtime.process.worker_log import MOST, MOST_ALIKE, WINDOW_S, WorkerLogFilter
+from asyncrl.comm.waits.limits import REPEAT_S
+from asyncrl.runtime.process.worker_log import MOST, MOST_ALIKE, WorkerLogFilter
 
 SITE = Path(aiohttp.__file__).parent.parent
 
@@ -57,7 +58,7 @@ def test_no_peer_fills_the_log_by_connections_that_break(caplog: pytest.LogCaptu
     assert caplog.messages == [
         "messages as 'asyncio: Fatal error on SSL protocol' are left out for up to 60 s: there are too many"
     ]
-    now = WINDOW_S + 1
+    now = REPEAT_S + 1
     assert written(log, BROKEN, 2000) == MOST_ALIKE
     assert caplog.messages[1] == f"{2000 - MOST_ALIKE} messages of libraries were left out of this log"
 

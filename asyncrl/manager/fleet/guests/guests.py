@@ -13,15 +13,10 @@ from collections.abc import Callable
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.waits.limits import HOLD_S, LOOK_S
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
-from asyncrl.manager.service import MAX_HOLD_S
-
-WATCH_S = 0.5
-"""Longest time in seconds of one wait of a thread for a turn. The thread may outlive a stop by this time."""
-LOOK_S = 0.25
-"""Time between two looks at guests that load."""
 
 
 class Guests:
@@ -51,7 +46,7 @@ class Guests:
         watch = self._resolver.watch
         while True:
             try:
-                found = await asyncio.to_thread(watch, names.TRAINER_TURN_KEY, WATCH_S, self._last)
+                found = await asyncio.to_thread(watch, names.TRAINER_TURN_KEY, LOOK_S, self._last)
             except NameResolveTimeout:
                 continue
             self._seen(found)
@@ -64,7 +59,7 @@ class Guests:
 
     async def wait_resting(self, request: m.WaitRestingRequest) -> m.WaitRestingReply:
         """Wait until no guest has memory on a device, or is about to, in the trainer's turn `request.turn`."""
-        deadline = self._clock() + min(request.timeout_s, MAX_HOLD_S)
+        deadline = self._clock() + min(request.timeout_s, HOLD_S)
         while True:
             waits_for = await self._in_the_way(request.turn)
             left_s = deadline - self._clock()

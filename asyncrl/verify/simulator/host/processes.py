@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.process import WATCH_S
 from asyncrl.verify.simulator.host.cores import FIRST, Cores, Process
 from asyncrl.verify.simulator.setup import Host
 
@@ -46,7 +46,7 @@ class Processes:
 
 class Announcements:
     """New versions and the time at which the manager sees them. It polls like name resolution, with growing pauses.
-    They start again from the shortest after `WATCH_S`, or once a version was found. If not `polled`, the manager sees a
+    They start again from the shortest after `LOOK_S`, or once a version was found. If not `polled`, the manager sees a
     version at once.
     """
 
@@ -65,8 +65,8 @@ class Announcements:
 
     def _next_look_s(self) -> float:
         """Return the seconds until the manager's next poll."""
-        since = (self._loop.time() - self._watched_from) % WATCH_S
+        since = (self._loop.time() - self._watched_from) % LOOK_S
         look, pause = 0.0, FIRST_POLL_S
         while look < since:
             look, pause = look + pause, min(2 * pause, LAST_POLL_S)
-        return min(look, WATCH_S) - since
+        return min(look, LOOK_S) - since

@@ -362,7 +362,7 @@ def test_a_format_is_that_of_the_whole_answer_unless_thoughts_are_left_aside() -
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
     """`await server(handler)`: the URL of a server that answers with it; it gets the body and the attempt's number."""
     monkeypatch.setattr(remote, "_BACKOFF", Backoff(0.001, 0.001))
-    monkeypatch.setattr(http, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(http, "ANSWER_S", 60.0)
     runners = []
 
     async def start(handler: Handler) -> str:

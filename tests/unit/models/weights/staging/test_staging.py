@@ -45,7 +45,7 @@ LIMIT_S = 300.0
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit is one of this machine's speed."""
-    for module, name in ((http_module, "CONNECT_TIMEOUT_S"), (client_module, "_MARGIN_S"), (fetch, "SILENCE_S")):
+    for module, name in ((http_module, "ANSWER_S"), (client_module, "_MARGIN_S"), (fetch, "SILENCE_S")):
         monkeypatch.setattr(module, name, LIMIT_S)
 
 
