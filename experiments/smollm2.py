@@ -89,10 +89,10 @@ class WordProblems(ComputedRows):
         """`prompt`, `answer` (digits) and `steps`, the sums in order: [left, sign, right]."""
         rng = self.rng(index)
         while True:
-            has, gets, gives = rng.randint(10, 60), rng.randint(2, 40), rng.randint(2, 30)
+            has, gets, gives = rng.randint(5, 20), rng.randint(2, 10), rng.randint(2, 10)
             form = rng.randrange(3)
             if form == 2:
-                has, gets = rng.randint(3, 9), rng.randint(2, 9)
+                has, gets = rng.randint(2, 6), rng.randint(2, 9)
             first = has * gets if form == 2 else has + gets
             if first > gives and _split_of(f"{has},{gets},{gives}") == self.split:
                 break
