@@ -5,7 +5,7 @@
 
 The job `demo` is the demo: the same base model, rows, reward, batch of 32 prompts with 8 answers each in four
 minibatches, the same learning rate and its schedule, on the same two cores. `smollm2` is `smollm2_sentence`, a real
-chat model: 16 prompts with 8 answers each, in bfloat16 as both train it there by default (TRL as an autocast). TRL runs
+chat model: 16 prompts with 8 answers each, in the type that asyncrl chooses there (TRL: bfloat16 as an autocast). TRL runs
 `peers/trl_job.py` in an environment of its own, in DIR, made at the first run with the versions named below. The two
 take turns, seed by seed; figures are medians.
 

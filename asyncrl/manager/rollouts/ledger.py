@@ -34,7 +34,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     RolloutCounts,
     RolloutLine,
     RunSettings,
-    Saved,
     SealedLine,
     Step,
     Trained,
@@ -189,14 +188,6 @@ class Ledger:
             OSError: the disk refused lines for longer than writes are retried.
         """
         await asyncio.shield(asyncio.wrap_future(self._files.write()))  # a write that is cancelled would lose its lines
-
-    def saved(self, version: int, books: RolloutCounts) -> None:
-        """Add that a checkpoint of `version` is about to be written. The disk has all lines so far when `written`
-        returns.
-        """
-        line, at = self.lines + 1, self._at()
-        self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=books, seal=""))
-        self._files.sync(sealed=True)
 
     def end(self, version: int, books: RolloutCounts) -> None:
         """Add the last line, that the launch ends by itself. The disk has all lines when `written` returns."""

@@ -115,7 +115,8 @@ class Beginning:
         parts.announcer.announced = recovered.announced
         if recovered.kept:
             _log.info("going on after step %d, which was complete", recovered.version)
-        _log.info("beginning at version %d with %d prompts used", recovered.version, parts.reports.prompts_used)
+        used = parts.reports.checkpoint.prompts_used
+        _log.info("beginning at version %d with %d prompts used", recovered.version, used)
         return recovered
 
     async def continue_metrics(self, recovered: RecoveredState) -> None:

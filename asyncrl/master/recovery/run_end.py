@@ -41,7 +41,6 @@ class RunEnd:
         if parts.publishing.on_disk != parts.run.version:
             in_use = parts.reports.status.versions_in_use
             await parts.publishing.publish(parts.run.version, in_use, to_disk=True)  # the run leaves this policy behind
-        await parts.reports.last(parts.run.version)
         await parts.checkpoints.finish()
         if parts.checkpoints.unsaved:
             await parts.checkpoints.begin()
@@ -87,7 +86,6 @@ class RunEnd:
             return
         if parts.run.recorded != parts.run.version:
             return  # the successor trains this step again
-        await parts.reports.last(parts.run.version)
         if parts.checkpoints.unsaved:
             await parts.checkpoints.begin()
             await parts.checkpoints.finish()

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, Saved, Step, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, Step, Trained
 from asyncrl.comm.typed import convert
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
 from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
-from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to, version_of
+from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to
 from asyncrl.verify.audit.outcome import Outcome
 
 _FORMAT = 2
@@ -182,12 +182,12 @@ def _check_state(folder: Path, outcome: Outcome, entries: Sequence[Entry], repor
         report(place, f"has {len(used)} used prompts where count says {master.gate.used.count}")
     number = master.gate.line
     entry = entries[number - 1] if 0 < number <= len(entries) else None
-    if entry is None or not isinstance(entry.line, Saved | Step) or is_ruled_out(entry, entries):
-        report(place, f"continues after line {number} of the ledger, which is not a line of a checkpoint that counts")
+    if entry is None or not isinstance(entry.line, Step) or is_ruled_out(entry, entries):
+        report(place, f"continues after line {number} of the ledger, which is not a step that counts")
         return
     line = entry.line
-    if (line_version := version_of(line)) != version:
-        report(place, f"is of version {version}; its line of the ledger is of {line_version}")
+    if line.step != version:
+        report(place, f"is of version {version}; its line of the ledger is of {line.step}")
     told = {reason: count for reason, count in master.gate.dropped.items() if count}
     if told != line.books.dropped:
         report(place, f"has dropped {told}, its line of the ledger {line.books.dropped}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Saved, Step
+from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Step
 from asyncrl.comm.typed import json_decoder
 
 _decode = json_decoder(Line).decode
@@ -64,7 +64,7 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
                 unsealed.update(raw)
                 continue
             entries.append(Entry(len(entries) + 1, place, line))
-            if not isinstance(line, Begin | Step | Saved | End):
+            if not isinstance(line, Begin | Step | End):
                 unsealed.update(raw)
                 continue
             unsealed.update(raw[: -SEAL_BYTES - len(SEAL_END)])
@@ -105,16 +105,9 @@ def leading_to(entries: Sequence[Entry], number: int) -> list[Entry]:
 
 
 def is_ruled_out(entry: Entry, later: Iterable[Entry]) -> bool:
-    """True if a `begin` line among `later` ruled the line out for good.
-
-    A checkpoint on disk is not ruled out by a lineage that begins at its version: that one continues from memory.
-    """
-    return any(
-        begin.line.after < entry.number < begin.number
-        and not (isinstance(entry.line, Saved) and entry.line.version == begin.line.version)
-        for begin in later
-        if isinstance(begin.line, Begin)
-    )
+    """True if a `begin` line among `later` ruled the line out for good."""
+    begins = (each for each in later if isinstance(each.line, Begin))
+    return any(begin.line.after < entry.number < begin.number for begin in begins)
 
 
 def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: Iterable[Entry], report: Report) -> None:
@@ -131,14 +124,9 @@ def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: I
         report(place, f"continues after line {after}, which does not exist")
         return
     origin = entries[after - 1]
-    if not isinstance(origin.line, Saved | Step):
-        report(place, f"continues after line {after} ({origin.place}), which has no checkpoint")
+    if not isinstance(origin.line, Step):
+        report(place, f"continues after line {after} ({origin.place}), which is not the end of a step")
     elif is_ruled_out(origin, begins):
         report(place, f"continues after line {after} ({origin.place}), which was ruled out")
-    elif (version := version_of(origin.line)) != begin.version:
-        report(place, f"begins at version {begin.version} from the checkpoint of version {version} ({origin.place})")
-
-
-def version_of(line: Saved | Step) -> int:
-    """Return the version of a checkpoint's line."""
-    return line.step if isinstance(line, Step) else line.version
+    elif origin.line.step != begin.version:
+        report(place, f"begins at version {begin.version} after step {origin.line.step} ({origin.place})")

@@ -24,7 +24,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Line,
     PromptGoes,
     RolloutCounts,
-    Saved,
     Step,
     Trained,
 )
@@ -112,11 +111,6 @@ class Replay:
                 self._train(line)
             case Step():
                 self._step(line)
-            case Saved():
-                self._check_lineage(line.lineage)
-                if line.version != self.outcome.version:
-                    self._report(f"checkpoint of version {line.version} after step {self.outcome.version}")
-                self._check_books(line.books)
             case End():
                 self._end(line)
 
@@ -127,7 +121,7 @@ class Replay:
         self.outcome.lineages += 1
         self.outcome.ended, self.outcome.steps_of_launch = False, 0
         self.outcome.begun.append(line.version)
-        self.outcome.resumed |= isinstance(self._before, Saved)
+        self.outcome.resumed |= isinstance(self._before, End) and line.version > 0
         self.outcome.settings, self._lineage = line.settings, line.lineage
         if line.settings.seed < 0 or line.settings.workers < 0:
             self._report(
