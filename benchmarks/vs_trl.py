@@ -5,9 +5,9 @@
 
 The job `demo` is the demo: the same base model, rows, reward, batch of 32 prompts with 8 answers each in four
 minibatches, the same learning rate and its schedule, on the same two cores. `smollm2` is `smollm2_sentence`, a real
-chat model: 16 prompts with 8 answers each, in the type that asyncrl chooses there (TRL: bfloat16 as an autocast). TRL runs
-`peers/trl_job.py` in an environment of its own, in DIR, made at the first run with the versions named below. The two
-take turns, seed by seed; figures are medians.
+chat model: 16 prompts with 8 answers each, in the type that asyncrl chooses there (TRL: bfloat16 as an autocast). TRL
+runs `peers/trl_job.py` in an environment of its own, in DIR, made at the first run with the versions named below. The
+two take turns, seed by seed; figures are medians.
 
 Evaluation is on nobody's clock: the policy of every second step is kept, by TRL's job while its clock stands still, by
 asyncrl as a checkpoint while its clock goes on, and after the run all are asked the same held-out problems, greedily,

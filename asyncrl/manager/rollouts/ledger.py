@@ -173,8 +173,8 @@ class Ledger:
         self._files.append(encoded)
 
     def step(self, step: int, rollouts: Iterable[TrainedRollout], books: RolloutCounts) -> None:
-        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has the lines before
-        the next checkpoint.
+        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has all
+        lines when `written` returns.
         """
         for each in rollouts:
             self.add(trained_line(each, self.lineage, step))

@@ -8,7 +8,6 @@ begin together, so a report needs no acknowledgement of its own: what a checkpoi
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
@@ -25,7 +24,6 @@ from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import RolloutRecord
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 STOPPING_LIMIT_S = 5.0

@@ -90,7 +90,7 @@ class Checkpoints:
         self._under_way: asyncio.Task[None] | None = None
 
     def resume(self, *, saved: bool) -> None:
-        """Continue at the run's version; `saved`: the newest checkpoint has exactly the run's state."""
+        """Continue at the run's version; `saved`: the newest checkpoint, or none at version 0, has the run's state."""
         self.saved = self._run.version if saved else 0
         self.schedule.make_up(self._run.version, max(versions_in(self._root), default=0))
 

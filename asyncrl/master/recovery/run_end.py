@@ -82,9 +82,7 @@ class RunEnd:
             await parts.checkpoints.finish()
         except Exception as error:
             _log.warning("the checkpoint in progress could not be written: %s", error)
-        if model_in_step or not parts.run.version:
-            return
-        if parts.run.recorded != parts.run.version:
+        if model_in_step or parts.run.recorded != parts.run.version:
             return  # the successor trains this step again
         if parts.checkpoints.unsaved:
             await parts.checkpoints.begin()

@@ -169,7 +169,6 @@ class LedgerHistory:
         steps: by number, those that no launch forgot.
         rollouts: by id; see the module's docstring.
         launches: the `begin` lines, in order.
-        saved: versions with a checkpoint and when it was begun.
         ended: the `end` line of the newest launch; None where it has none.
         newest_at: time of the newest line, in seconds since 1970.
     """

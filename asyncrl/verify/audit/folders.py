@@ -6,12 +6,13 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, Step, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Dropped, End, PromptGoes, Step, Trained
 from asyncrl.comm.typed import convert
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
@@ -108,10 +109,19 @@ def check_checkpoints(
             _check_state(folder, outcome, entries, report)
     newest = int(folders[-1].name[1:]) if folders else None
     ended = outcome.is_over and outcome.version > 0
-    if newest is None and (outcome.resumed or ended):
+    if newest is None and (ended or _was_stopped(entries)):
         report(root.name, "has no checkpoint, and one was written")
     elif newest is not None and newest < outcome.version and ended:
         report(root.name, f"the newest is of version {newest}; the run ended by itself at {outcome.version}")
+
+
+def _was_stopped(entries: Sequence[Entry]) -> bool:
+    """True if the run continues from a state at which a launch had ended by itself: that one is on disk."""
+    return any(
+        isinstance(before.line, End) and isinstance(each.line, Begin) and each.line.after > 0
+        for before, each in pairwise(entries)
+        if not is_ruled_out(each, entries)
+    )
 
 
 def check_weights(

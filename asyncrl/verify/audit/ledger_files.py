@@ -1,11 +1,7 @@
 """The ledger's lines in the files. They must be complete and sealed, and a later lineage may rule out some of them.
 
-A lineage continues after the line of its checkpoint: the line of a step, whose state the ranks kept in memory, or of a
-checkpoint on disk. The lines between no longer count. The lines that lead to the last line, from lineage to lineage,
-are the history of the run's present policy.
-
-A checkpoint on disk stays where it is if its line is ruled out: after a death the run continues from memory, after the
-line of the step, which is before that of the checkpoint. If the memory is lost too, the run continues from disk.
+A lineage continues after the line of the step whose state it has, from memory or from disk. The lines between no longer
+count. The lines that lead to the last line, from lineage to lineage, are the history of the run's present policy.
 """
 
 from __future__ import annotations
@@ -111,7 +107,7 @@ def is_ruled_out(entry: Entry, later: Iterable[Entry]) -> bool:
 
 
 def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: Iterable[Entry], report: Report) -> None:
-    """Check that a lineage begins at version 0, after a checkpoint's line, or with counts carried from elsewhere."""
+    """Check that a lineage begins at version 0, after a step's line, or with counts carried from elsewhere."""
     place, after = entry.place, begin.after
     if begin.carried is not None:
         report(place, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps")

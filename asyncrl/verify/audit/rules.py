@@ -62,7 +62,6 @@ class Replay:
         self.outcome = Outcome()
         self._report_to, self._note_to = report, note
         self._place = ""
-        self._before: Line | None = None
         self._clock = Clock()
         self._data_order = DataOrder(rows, self._report)
         self._prompts = PromptAttempts(self._report)
@@ -77,7 +76,6 @@ class Replay:
         for entry in entries:
             self._place = entry.place
             self._take(entry.line)
-            self._before = entry.line
         self._check_data_order()
         self._clock.check(self._report_to, self._note_to)
         if self._batch and self.outcome.ended:
@@ -120,8 +118,7 @@ class Replay:
         self.outcome.lost += len(self._lost)
         self.outcome.lineages += 1
         self.outcome.ended, self.outcome.steps_of_launch = False, 0
-        self.outcome.begun.append(line.version)
-        self.outcome.resumed |= isinstance(self._before, End) and line.version > 0
+        self.outcome.begun = line.version
         self.outcome.settings, self._lineage = line.settings, line.lineage
         if line.settings.seed < 0 or line.settings.workers < 0:
             self._report(
