@@ -26,8 +26,6 @@ class PromptGoes(StrEnum):
     """It is tried again."""
     given_up = auto()
     """It is never tried again: the drop is for good."""
-    used = auto()
-    """Another rollout of the prompt was trained, is about to be, or was dropped for good."""
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):

@@ -81,8 +81,7 @@ class RolloutLines:
         self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
     ) -> None:
         """Add that the rollout left the count for `reason`. A returned prompt is tried again with this `attempt`."""
-        again = (attempt, failures) if prompt is PromptGoes.returned else ()
-        self._add(Dropped(rollout_id, reason, prompt, self._at(), *again))
+        self._add(Dropped(rollout_id, reason, prompt, self._at(), attempt, failures))
 
     def abandoned(self, rollout_id: str) -> None:
         """Add that the run ended before the rollout did."""

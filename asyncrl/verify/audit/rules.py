@@ -173,8 +173,6 @@ class Replay:
         known = self._ending(line.rollout, DROPPED)
         if known is None:
             return
-        if line.prompt is PromptGoes.used:
-            self._report(f"rollout {line.rollout} was dropped, and its prompt is used: it had another live rollout")
         if not line.reason or (line.reason in _PROMPT_STAYS and line.prompt is PromptGoes.given_up):
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: both cannot be"

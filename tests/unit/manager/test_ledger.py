@@ -39,6 +39,7 @@ from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
+from tests.unit.comm.test_recent_ids import items
 
 SETTINGS = RunSettings(train_batch_size=2, max_head_offpolicyness=1, on_stale="drop", workers=1, seed=0)
 COUNTS = RolloutCounts()
@@ -52,7 +53,7 @@ def new_ledger(folder: Path, file_bytes: int = 1 << 20) -> Ledger:
 def begun(folder: Path, version: int = 0, line: int = 0, file_bytes: int = 1 << 20) -> tuple[Ledger, dict[str, str]]:
     """A ledger that continues after `line`, and the rollouts that had ended by then."""
     ledger = new_ledger(folder, file_bytes)
-    return ledger, dict(ledger.begin(version, GateCheckpoint(line=line)).items())
+    return ledger, dict(items(ledger.begin(version, GateCheckpoint(line=line))))
 
 
 def admitted(order: int) -> Admitted:
@@ -104,15 +105,15 @@ def test_a_returned_prompt_alone_has_a_next_try_and_times_are_in_milliseconds() 
     about.admitted(RolloutTicket("r1", WORKER, "e0-3", 7, 1, 2), 4)
     about.admitted(RolloutTicket("r2", WORKER, "e0-4", 8), 4, adopted=True)
     about.finished("r1", 12)
-    for goes in (PromptGoes.returned, PromptGoes.used):
-        about.dropped("r1", "failed", goes, 1, 3)
+    about.dropped("r1", "failed", PromptGoes.returned, 1, 3)
+    about.dropped("r1", "failed", PromptGoes.given_up)
     about.abandoned("r1")
     assert made == [
         Admitted("r1", "e0-3", 7, 1, WORKER, 4, 1.235, 2),
         Admitted("r2", "e0-4", 8, 0, WORKER, 4, 1.235, adopted=True),
         Finished("r1", 12, 1.235),
         Dropped("r1", "failed", PromptGoes.returned, 1.235, 1, 3),
-        Dropped("r1", "failed", PromptGoes.used, 1.235),
+        Dropped("r1", "failed", PromptGoes.given_up, 1.235),
         Abandoned("r1", 1.235),
     ]
 
@@ -489,6 +490,6 @@ def test_a_beginning_that_failed_is_made_again_with_the_same_numbers(
         patch.setattr(ledger_module, "lines_in", away)
         with pytest.raises(OSError):
             second.begin(1, GateCheckpoint(line=line))
-    assert dict(second.begin(1, GateCheckpoint(line=line)).items()) == {"r0": "failed"}
+    assert dict(items(second.begin(1, GateCheckpoint(line=line)))) == {"r0": "failed"}
     second.close()
     assert [entry.line.line for entry in counting(tmp_path) if isinstance(entry.line, Begin)] == [1, 5]

@@ -330,12 +330,6 @@ def after_the_end(made: Lines) -> None:
     made.append(made[Line(made).of("step", step=5)])
 
 
-def goes_used(made: Lines) -> None:
-    at = Line(made)
-    number = at.of("dropped", prompt="returned")
-    made[number] = {key: value for key, value in made[number].items() if key != "attempt"} | {"prompt": "used"}
-
-
 ROLLOUTS: dict[str, tuple[Callable[[Lines], None], str]] = {
     "adopted without a lineage before": (in_first_lineage, "was adopted, and no lineage came before"),
     "adopted after it was trained": (adopt_trained, "was admitted before, at ledger/000001.jsonl:"),
@@ -346,7 +340,6 @@ ROLLOUTS: dict[str, tuple[Callable[[Lines], None], str]] = {
     "adopted for another prompt": (adopt(prompt="e0-0", order=-1), "prompt e0-0 is at place -1"),
     "of nobody and not adopted": (not_adopted, "was admitted for nobody/0, and not adopted"),
     "trained and not finished": (never_finished, "was trained and running before: it does not count"),
-    "dropped while another of its prompt is live": (goes_used, "its prompt is used: it had another live rollout"),
     "after the end": (after_the_end, "a line after the end of its lineage"),
 }
 
