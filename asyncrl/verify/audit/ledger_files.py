@@ -102,8 +102,7 @@ def leading_to(entries: Sequence[Entry], number: int) -> list[Entry]:
 
 def is_ruled_out(entry: Entry, later: Iterable[Entry]) -> bool:
     """True if a `begin` line among `later` ruled the line out for good."""
-    begins = (each for each in later if isinstance(each.line, Begin))
-    return any(begin.line.after < entry.number < begin.number for begin in begins)
+    return any(isinstance(each.line, Begin) and each.line.after < entry.number < each.number for each in later)
 
 
 def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: Iterable[Entry], report: Report) -> None:

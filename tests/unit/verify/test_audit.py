@@ -524,13 +524,19 @@ def test_the_checkpoints_of_a_run_that_goes_on_after_a_stop_are_missed(tmp_path:
     assert audit(run).findings == ("checkpoints: has no checkpoint, and one was written",) * stopped
 
 
-@pytest.mark.parametrize("steps", [0, 1], ids=["before its first step", "and somebody removed its checkpoints"])
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["before its first step", "and went on", "and went on for a step"])
 def test_a_run_that_was_stopped_and_begins_anew_needs_no_checkpoint(tmp_path: Path, steps: int) -> None:
+    """Where it had one, somebody has removed it."""
     run = begin_run(tmp_path / "run")
     first = Launch(run)
-    for _ in range(steps):
+    if steps:
         first.step()
     first.end(total_steps=9)
+    if steps:
+        second = Launch(run, first.kept)
+        if steps == 2:
+            second.step()
+        second.ledger.close()
     (run / "summary.json").unlink()
     for name in ("checkpoints", "weights", "samples"):
         shutil.rmtree(run / name, ignore_errors=True)
