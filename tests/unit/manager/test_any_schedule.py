@@ -998,8 +998,8 @@ class Schedule(RuleBasedStateMachine):
         check_books(counts, version * self.batch)
 
 
-def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
-    """The brain dies after a checkpoint and goes on from the step before it; then the run dies."""
+def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_its_step() -> None:
+    """The brain dies after a checkpoint and goes on from the same step; then the run dies."""
     schedule = Schedule()
     schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
     schedule.fair_turn(0)
