@@ -181,10 +181,6 @@ class ManagerClient:
         report = m.ConsumedReport(version, list(trained), list(dropped), manager=self._manager)
         return await self._connection.call("/consumed", report, m.ConsumedReply)
 
-    async def saved(self, version: int) -> m.ConsumedReply:
-        """Report that a checkpoint of `version` is about to be written; the reply has the gate's part of it."""
-        return await self._connection.call("/saved", m.SavedReport(version, manager=self._manager), m.ConsumedReply)
-
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.
 

@@ -9,7 +9,6 @@
     POST /finish_rollout     FinishRequest         Done
     POST /received           ReceivedReport        ReceivedReply
     POST /consumed           ConsumedReport        ConsumedReply
-    POST /saved              SavedReport           ConsumedReply
     POST /close_gate         TrainerRequest        Done
     POST /end_run            EndReport             RolloutCounts
     GET  /status             Empty                 StatusReply
@@ -359,12 +358,6 @@ class ConsumedReport(TrainerRequest, frozen=True):
     dropped: list[DroppedRollout] = []
 
 
-class SavedReport(TrainerRequest, frozen=True):
-    """A checkpoint of `version` is about to be written."""
-
-    version: Count
-
-
 class EndReport(TrainerRequest, frozen=True):
     """The run ends at `version`: no rollout starts any more, and live ones are abandoned."""
 
@@ -411,15 +404,13 @@ class ConsumedReply(Message, frozen=True):
     """The gate's state, which includes the report.
 
     Attributes:
-        checkpoint: as of the line of the step or of the checkpoint that was reported; None if it was neither.
-        prompts_used: number of prompts that are trained or dropped for good.
+        checkpoint: as of the line of the step that was reported; None if none was.
         idle_s: seconds so far in which no rollout ran because the gate was full.
         versions_in_use: versions that servers serve or load.
     """
 
     counts: RolloutCounts
     checkpoint: GateCheckpoint | None
-    prompts_used: Count
     idle_s: float = 0.0
     versions_in_use: list[Count] = []
 

@@ -124,7 +124,6 @@ class ManagerService:
             "/finish_rollout": (m.FinishRequest, self.finish_rollout),
             "/received": (m.ReceivedReport, self.received),
             "/consumed": (m.ConsumedReport, self.consumed),
-            "/saved": (m.SavedReport, self.saved),
             "/close_gate": (m.TrainerRequest, self.close_gate),
             "/end_run": (m.EndReport, self.end_run),
         }
@@ -288,46 +287,21 @@ class ManagerService:
         if trained:
             self._train(request)
         self._changed()
-        return await self._written(self._last_step if request.trained and self._last_step else self._reply())
+        reply = self._last_step if request.trained and self._last_step else self._reply()
+        if self._ledger is not None:
+            await self._ledger.written()
+        return reply
 
     def _train(self, request: m.ConsumedReport) -> None:
         self.rollouts.train(request.version, request.trained)
         self.admission.batch_taken()
         if self._ledger is not None:
             self._ledger.step(request.version, request.trained, self.gate.counts())
-        self._last_step = self._reply(self._checkpoint())
-
-    async def saved(self, request: m.SavedReport) -> m.ConsumedReply:
-        """Record in the ledger that a checkpoint is about to be written; return the gate's part of it. The disk has the
-        lines that lead to it.
-
-        Raises:
-            NotIntroduced, NotRebuilt: see `consumed`.
-        """
-        self._check_meant(request.manager)
-        await self._until_begun()
-        if self._ledger is not None:
-            self._ledger.saved(request.version, self.gate.counts())
-        return await self._written(self._reply(self._checkpoint()))
-
-    def _checkpoint(self) -> m.GateCheckpoint:
-        return self.rollouts.checkpoint(0 if self._ledger is None else self._ledger.lines)
+        self._last_step = self._reply(self.rollouts.checkpoint(0 if self._ledger is None else self._ledger.lines))
 
     def _reply(self, checkpoint: m.GateCheckpoint | None = None) -> m.ConsumedReply:
         """Return the gate's state as of now."""
-        return m.ConsumedReply(
-            self.gate.counts(),
-            checkpoint,
-            len(self.rollouts.used),
-            self.admission.idle_s,
-            sorted(self._versions_in_use()),
-        )
-
-    async def _written(self, reply: m.ConsumedReply) -> m.ConsumedReply:
-        """Return `reply` once the ledger's lines that lead to it are written."""
-        if self._ledger is not None:
-            await self._ledger.written()
-        return reply
+        return m.ConsumedReply(self.gate.counts(), checkpoint, self.admission.idle_s, sorted(self._versions_in_use()))
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Wait until the step can be taken without making a running rollout expire."""

@@ -220,7 +220,7 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_used_and_in_the_ledger_b
     dropped_by_trainer = [DroppedRollout("d", "stale")]
     first = await master.consumed(0, [], dropped_by_trainer)
     assert manager.given_up() == ["a", "c"]
-    assert (first.prompts_used, first.checkpoint) == (2, None)
+    assert first.checkpoint is None
     assert (first.counts.submitted, first.counts.dropped) == (4, {"failed": 2, "zero_variance": 1, "stale": 1})
     lines = manager.ledger.lines
     again = await master.consumed(0, [], dropped_by_trainer)
@@ -242,10 +242,6 @@ async def test_a_step_is_in_the_ledger_before_the_master_hears_of_it_and_counts_
     later = list(lines_in(manager.folder))[len(lines) :]
     assert again == first, "the first reply may have been lost; the drop is not in the step's state"
     assert [b'"kind":"dropped"' in line for line in later] == [True]
-    saved = await master.saved(1)
-    assert saved.checkpoint is not None
-    assert (saved.checkpoint.line, saved.checkpoint.prompts_used) == (len(lines) + 2, 3)
-    assert b'"kind":"saved"' in list(lines_in(manager.folder))[-1]
 
 
 async def test_the_end_of_the_run_is_the_ledgers_last_line_however_often_it_is_reported(manager: Manager) -> None:
@@ -270,7 +266,6 @@ async def test_calls_of_the_trainer_that_are_meant_for_another_manager_are_refus
     for call in (
         master.received([arrived("a")]),
         master.consumed(1, [trained("a")]),
-        master.saved(1),
         master.close_gate(),
         master.end_run(1),
     ):
@@ -658,7 +653,6 @@ REQUEST = '"request_id": "q", "rollout_id": null, "prompt_tokens": 1, "max_new_t
         ),
         ("/consumed", '{"version": 1, "trained": [], "dropped": [[]]}', 400, "$.dropped[0]: expected object"),
         ("/consumed", '{"version": 1, "trained": ["a"]}', 400, "$.trained[0]: expected object, got str"),
-        ("/saved", "{}", 400, "$: object missing required field version"),
         ("/begin_run", '{"checkpoint": {"line": -1}}', 400, "$.checkpoint.line: expected int"),
         ("/wait_expiring", '{"version": 1, "timeout_s": "5"}', 400, "$.timeout_s: expected float, got str"),
         ("/lost_servers", f"{{{WORKER}}}", 400, "$: object missing required field after"),
@@ -746,6 +740,7 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_what_was_measure
     await client.allocate(["r0", "r1"], timeout_s=30)
     client.finish([FinishedRollout("r0", True, success=1.0), FinishedRollout("r1", False, "dull", success=0.5)])
     await client.flush()
+    assert await client.received([arrived("r0")]) == []
     granted = (await client.allocate(["r2", "r3"], timeout_s=30)).granted
     assert {(grant.prompt_id, grant.rests) for grant in granted} == {
         (f"e1{prompts[0][2:]}", True),
@@ -754,7 +749,7 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_what_was_measure
     (resting,) = [grant for grant in granted if grant.rests]
     client.finish([FinishedRollout(resting.rollout_id, False, "curriculum")])
     await client.flush()
-    reply = await client.saved(0)
+    reply = await client.consumed(1, [trained("r0")])
     assert reply.checkpoint is not None
     rows = [int(prompt[3:]) for prompt in prompts[:2]]
     assert sorted(reply.checkpoint.curriculum) == sorted([[rows[0], 0, 1.0], [rows[1], 0, 0.5]])

@@ -289,7 +289,6 @@ REQUESTS: list[m.Message] = [
     m.FinishRequest(worker="rollout_worker/0", finished=[FINISHED]),
     m.ReceivedReport([RECEIVED], manager=1),
     m.ConsumedReport(1, [TRAINED], [m.DroppedRollout("r2", "stale")], manager=1),
-    m.SavedReport(1, manager=1),
     m.TrainerRequest(manager=1),
     m.EndReport(1, manager=1),
     m.HeldReport("rollout_worker/0", 1, [m.HeldRollout(GRANTED), m.HeldRollout(GRANTED, FINISHED)]),
@@ -364,7 +363,6 @@ def ledger_bytes() -> bytes:
         ):
             ledger.add(line)
         ledger.step(1, [TRAINED], books)
-        ledger.saved(1, books)
         ledger.end(1, books)
         ledger.close()
         return (folder / "000001.jsonl").read_bytes()
@@ -466,7 +464,7 @@ def cases() -> Iterator[Case]:
     yield from call_cases()
     yield from manager_cases()
     yield from name_cases()
-    told = [js(m.ConsumedReply(lines.RolloutCounts(1, 0, {"stale": 1}), CHECKPOINT, 2, 0.5, [3]))]
+    told = [js(m.ConsumedReply(lines.RolloutCounts(1, 0, {"stale": 1}), CHECKPOINT, 0.5, [3]))]
 
     def reply(data: bytes) -> Any:
         return decoded_reply("http://h", 200, data, m.ConsumedReply)

@@ -26,8 +26,6 @@ class PromptGoes(StrEnum):
     """It is tried again."""
     given_up = auto()
     """It is never tried again: the drop is for good."""
-    used = auto()
-    """Another rollout of the prompt was trained, is about to be, or was dropped for good."""
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -168,20 +166,11 @@ class Begin(_Sealed, frozen=True, tag="begin", kw_only=True):
 
 class Step(_Sealed, frozen=True, tag="step", kw_only=True):
     """Train step `step` is complete; its `trained` lines precede this one. A run that continues from the state of the
-    step in memory continues after this line.
+    step, in memory or on disk, continues after this line.
     """
 
     lineage: int
     step: int
-    books: RolloutCounts
-    seal: str
-
-
-class Saved(_Sealed, frozen=True, tag="saved", kw_only=True):
-    """A checkpoint of `version` is about to be written; a run resumed from it continues after this line."""
-
-    lineage: int
-    version: int
     books: RolloutCounts
     seal: str
 
@@ -197,5 +186,5 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
 
 RolloutLine: TypeAlias = Admitted | Finished | Dropped | Abandoned | Trained
 """Lines about a rollout."""
-SealedLine: TypeAlias = Begin | Step | Saved | End
+SealedLine: TypeAlias = Begin | Step | End
 Line: TypeAlias = RolloutLine | SealedLine

@@ -20,7 +20,6 @@ long for each id.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 V = TypeVar("V", bound=object)
@@ -91,11 +90,6 @@ class RecentIds(Generic[V]):
             if key in generation:
                 return generation.pop(key)
         return None
-
-    def items(self) -> Iterator[tuple[str, V]]:
-        """Yield all ids and values, the oldest first."""
-        for generation in reversed(self._generations):
-            yield from generation.items()
 
     def _begin_another(self) -> None:
         """Begin a new generation, as the newest is full.

@@ -34,7 +34,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     RolloutCounts,
     RolloutLine,
     RunSettings,
-    Saved,
     SealedLine,
     Step,
     Trained,
@@ -82,8 +81,7 @@ class RolloutLines:
         self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
     ) -> None:
         """Add that the rollout left the count for `reason`. A returned prompt is tried again with this `attempt`."""
-        again = (attempt, failures) if prompt is PromptGoes.returned else ()
-        self._add(Dropped(rollout_id, reason, prompt, self._at(), *again))
+        self._add(Dropped(rollout_id, reason, prompt, self._at(), attempt, failures))
 
     def abandoned(self, rollout_id: str) -> None:
         """Add that the run ended before the rollout did."""
@@ -174,8 +172,8 @@ class Ledger:
         self._files.append(encoded)
 
     def step(self, step: int, rollouts: Iterable[TrainedRollout], books: RolloutCounts) -> None:
-        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has the lines before
-        the next checkpoint.
+        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has all
+        lines when `written` returns.
         """
         for each in rollouts:
             self.add(trained_line(each, self.lineage, step))
@@ -189,14 +187,6 @@ class Ledger:
             OSError: the disk refused lines for longer than writes are retried.
         """
         await asyncio.shield(asyncio.wrap_future(self._files.write()))  # a write that is cancelled would lose its lines
-
-    def saved(self, version: int, books: RolloutCounts) -> None:
-        """Add that a checkpoint of `version` is about to be written. The disk has all lines so far when `written`
-        returns.
-        """
-        line, at = self.lines + 1, self._at()
-        self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=books, seal=""))
-        self._files.sync(sealed=True)
 
     def end(self, version: int, books: RolloutCounts) -> None:
         """Add the last line, that the launch ends by itself. The disk has all lines when `written` returns."""

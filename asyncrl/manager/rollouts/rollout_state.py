@@ -4,7 +4,7 @@ Pure state without sockets. Its `checkpoint` is part of the run's after each ste
 death their workers and the training ranks say which they have (`asyncrl.manager.rollouts.rebuild`).
 
 The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
-drop names its reason only. Whether the prompt waits again follows from what is used and what is live (`PromptQueue`).
+drop names its reason only: its prompt waits again (`PromptQueue`).
 """
 
 from __future__ import annotations
@@ -250,9 +250,9 @@ class RolloutState:
         return rollout_id in self.gate.live or self.gate.outcome(rollout_id) is not None
 
     def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
-        """Record a drop. The prompt waits `again`, unless it is used or another rollout of it is live."""
-        goes = PromptGoes.returned if self.queue.leave(again) else PromptGoes.used
-        self.lines.dropped(ticket.rollout_id, reason, goes, again.attempt, again.failures)
+        """Record a drop with its prompt, which waits `again`."""
+        self.queue.leave(again)
+        self.lines.dropped(ticket.rollout_id, reason, PromptGoes.returned, again.attempt, again.failures)
 
     def _drop_for_good(self, ticket: RolloutTicket, reason: str) -> None:
         """Record a drop with its prompt, which is not tried again."""
@@ -262,7 +262,6 @@ class RolloutState:
     def _use(self, ticket: RolloutTicket) -> None:
         self.used.add(ticket.prompt_id)
         self.queue.use(ticket.order)
-        self.queue.leave(_as_before(ticket))
 
     def _measure_once(self, finished: FinishedRollout) -> None:
         """Record the success that a worker reports of a rollout that it delivered, whether or not it has arrived."""

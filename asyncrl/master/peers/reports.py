@@ -1,4 +1,4 @@
-"""The master's calls to the gate about the run's rollouts: what was trained, what is dropped, what is saved.
+"""The master's calls to the gate about the run's rollouts: what was trained, and what is dropped.
 
 The GserverManager decides what counts, and records it in the ledger. The master brings it the checkpoint from which the
 run continues (`begin`), reports each complete step, and receives the gate's part of the next checkpoint. Both die and
@@ -8,16 +8,14 @@ begin together, so a report needs no acknowledgement of its own: what a checkpoi
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
 from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
-from asyncrl.comm.http.calls import HttpError
 from asyncrl.comm.names import ACTOR
-from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
+from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import ConsumedReply, GateCheckpoint, RunBegin, TrainedRollout
 from asyncrl.master.data.collector import Collector, received
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
@@ -26,15 +24,12 @@ from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import RolloutRecord
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 STOPPING_LIMIT_S = 5.0
 """Longest time in seconds that a call is awaited after a stop request. The manager answers in milliseconds unless it
-has failed itself. Then the last checkpoint, for which the launcher leaves little time, does not wait for it again.
+has failed itself.
 """
-SAVING_LIMIT_S = 1.0
-"""As `STOPPING_LIMIT_S`, for calls before the last checkpoint."""
 
 
 class Reports:
@@ -50,7 +45,6 @@ class Reports:
         counts: the gate's counters in its newest reply.
         status: the gate's state in its newest reply.
         checkpoint: the gate's part of the run's state at its newest version.
-        prompts_used: number of prompts that are trained or dropped for good.
     """
 
     def __init__(
@@ -64,16 +58,15 @@ class Reports:
     ) -> None:
         self.counts, self.status = RolloutCounts(), GateStatus()
         self.checkpoint = GateCheckpoint(used=UsedPrompts().to_json())
-        self.prompts_used = 0
         self._manager, self._collector, self._buffer, self._stop = manager, collector, buffer, stop
-        self._limit_s, self._begun, self._silent = limit_s, False, False
+        self._limit_s, self._begun = limit_s, False
         self._drops: list[Drop] = []
 
     def restore(self, trained: int, checkpoint: GateCheckpoint) -> None:
         """Continue from `checkpoint`, with the counters that the gate begins with: B trained per version, even if B was
         different at the time.
         """
-        self.checkpoint, self.prompts_used = checkpoint, checkpoint.prompts_used
+        self.checkpoint = checkpoint
         self.counts = checkpoint.counts(trained)
 
     async def look(self) -> None:
@@ -113,28 +106,6 @@ class Reports:
         while self._drops or self._buffer.has_drops:
             await self._send(version, [])
 
-    async def last(self, version: int) -> None:
-        """Report once more, so that it is known whether prompts were dropped for good since the last checkpoint."""
-        if self._begun:
-            try:
-                await self._send(version, [], saving=True)
-            except (TimeoutError, HttpError, ManagerGone) as error:
-                self._silent = self._stop.is_set()
-                _log.warning("it is not known whether there is more to save, as the manager does not answer: %s", error)
-
-    async def saved(self, version: int) -> GateCheckpoint:
-        """Return the gate's part of a checkpoint of `version`, which is about to be written."""
-        if not self._begun or self._silent:
-            return self.checkpoint  # a gate that has not opened has admitted nothing since
-        try:
-            reply = await self._answered(self._manager.saved(version), saving=True)
-        except (TimeoutError, HttpError, ManagerGone) as error:
-            _log.warning("the checkpoint has the gate of the last step, as the manager does not answer: %s", error)
-            return self.checkpoint
-        self._take(reply)
-        assert reply.checkpoint is not None, "the gate answers with its checkpoint"
-        return reply.checkpoint
-
     async def close_gate(self) -> None:
         """Have the gate admit no more rollouts."""
         await self._manager.close_gate()
@@ -156,24 +127,21 @@ class Reports:
         await self.dropped(version)
         self.counts = await self._manager.end_run(version)
 
-    async def _send(self, version: int, trained: list[TrainedRollout], *, saving: bool = False) -> ConsumedReply:
+    async def _send(self, version: int, trained: list[TrainedRollout]) -> ConsumedReply:
         """Send one report and process the reply. Drops that the manager may not have stay for the next report."""
         self._drops += self._buffer.pop_drops()
         drops = list(self._drops)
         messages = [drop.message for drop in drops]
-        reply = await self._answered(self._manager.consumed(version, trained, messages), saving=saving)
-        self._take(reply)
+        reply = await self._answered(self._manager.consumed(version, trained, messages))
+        self.counts = reply.counts
+        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.counts.dropped)
         del self._drops[: len(drops)]
         if drops:
             await self._collector.discard([drop.record for drop in drops], self._limit_s)
         return reply
 
-    def _take(self, reply: ConsumedReply) -> None:
-        self.counts, self.prompts_used = reply.counts, reply.prompts_used
-        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.counts.dropped)
-
-    async def _answered(self, call: Awaitable[_T], *, saving: bool = False) -> _T:
-        """Await `call`, after a stop request for `STOPPING_LIMIT_S` at most; `saving`: for `SAVING_LIMIT_S`.
+    async def _answered(self, call: Awaitable[_T]) -> _T:
+        """Await `call`, after a stop request for `STOPPING_LIMIT_S` at most.
 
         Raises:
             TimeoutError: it does not end in time.
@@ -182,7 +150,7 @@ class Reports:
         try:
             return await or_stop(asyncio.shield(task), self._stop, self._limit_s)
         except StopRequested:
-            async with asyncio.timeout(min(SAVING_LIMIT_S if saving else STOPPING_LIMIT_S, self._limit_s)):
+            async with asyncio.timeout(min(STOPPING_LIMIT_S, self._limit_s)):
                 return await asyncio.shield(task)
         finally:
             await cancel(task)

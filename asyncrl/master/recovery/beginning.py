@@ -41,13 +41,11 @@ class RecoveredState:
     Attributes:
         state: the master's state, as in a checkpoint; at the run's beginning that of a new loop.
         announced: version that servers have, or have to load.
-        saved: True if the newest checkpoint has exactly this state.
         kept: True if it is that of the last step, from memory.
     """
 
     state: dict[str, Any]
     announced: int
-    saved: bool
     kept: bool
 
     @property
@@ -72,10 +70,9 @@ async def find(
         StateLost: the last step is lost.
     """
     if (state := await memory.load(announced)) is not None:
-        return RecoveredState(state, announced, saved=False, kept=True)
-    stored = (await ranks.all(LoadCheckpoint(str(checkpoints))))[0].master_state
-    state = stored or fresh
-    return RecoveredState(state, state["version"], saved=stored is not None, kept=False)
+        return RecoveredState(state, announced, kept=True)
+    state = (await ranks.all(LoadCheckpoint(str(checkpoints))))[0].master_state or fresh
+    return RecoveredState(state, state["version"], kept=False)
 
 
 class Beginning:
@@ -111,11 +108,12 @@ class Beginning:
         recovered = await find(parts.ranks, parts.memory_checkpointer, checkpoints, announced, parts.run.state())
         await parts.run.restore(recovered.state)
         parts.memory_checkpointer.found(recovered.version)
-        parts.checkpoints.resume(saved=recovered.saved)
+        parts.checkpoints.resume(saved=not recovered.kept)
         parts.announcer.announced = recovered.announced
         if recovered.kept:
             _log.info("going on after step %d, which was complete", recovered.version)
-        _log.info("beginning at version %d with %d prompts used", recovered.version, parts.reports.prompts_used)
+        used = parts.reports.checkpoint.prompts_used
+        _log.info("beginning at version %d with %d prompts used", recovered.version, used)
         return recovered
 
     async def continue_metrics(self, recovered: RecoveredState) -> None:

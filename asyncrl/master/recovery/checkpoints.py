@@ -17,7 +17,7 @@ from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
 from asyncrl.master.recovery.run_files import checkpoint_root
-from asyncrl.master.recovery.run_state import Progress, RunState
+from asyncrl.master.recovery.run_state import RunState
 from asyncrl.models.weights.checkpoints.checkpoint_folder import which_to_keep
 from asyncrl.observe import observer
 from asyncrl.trainer.messages import CommitCheckpoint, FinishShare, SaveCheckpoint
@@ -68,7 +68,7 @@ class Checkpoints:
         check: raises if a rank that would be waited for is gone.
 
     Attributes:
-        saved: progress of the newest checkpoint that is complete on disk.
+        saved: version of the newest checkpoint that is complete on disk; 0: none.
         schedule: decides when a checkpoint is due.
     """
 
@@ -82,7 +82,7 @@ class Checkpoints:
         check: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.saved: Progress | None = None
+        self.saved = 0
         self.schedule = CheckpointSchedule(config, clock)
         self._figures: Row = {}
         self._config, self._root = config, checkpoint_root(run_dir)
@@ -90,14 +90,14 @@ class Checkpoints:
         self._under_way: asyncio.Task[None] | None = None
 
     def resume(self, *, saved: bool) -> None:
-        """Continue at the run's version; `saved`: the newest checkpoint has exactly the run's state."""
-        self.saved = self._run.progress if saved else None
+        """Continue at the run's version; `saved`: the newest checkpoint, or none at version 0, has the run's state."""
+        self.saved = self._run.version if saved else 0
         self.schedule.make_up(self._run.version, max(versions_in(self._root), default=0))
 
     @property
     def unsaved(self) -> bool:
-        """True if anything was trained or dropped for good since the last checkpoint."""
-        return self.saved != self._run.progress
+        """True if anything was trained since the last checkpoint."""
+        return self.saved != self._run.version
 
     async def begin(self) -> None:
         """Begin a checkpoint of the run's state, once the previous one is complete.
@@ -105,12 +105,12 @@ class Checkpoints:
         When this returns, the ranks have copied their state, and the next step may change it.
         """
         await self.finish()
-        state, progress = await self._run.checkpoint(), self._run.progress
-        path = str(self._root / f"v{progress.version}")
+        version = self._run.version
+        path = str(self._root / f"v{version}")
         self._check()  # a stop leaves little time
         self.schedule.begun()
-        await self._ranks.all(SaveCheckpoint(path, progress.version, state))
-        self._under_way = asyncio.create_task(self._complete(path, progress))
+        await self._ranks.all(SaveCheckpoint(path, version, self._run.state()))
+        self._under_way = asyncio.create_task(self._complete(path, version))
 
     async def finish(self) -> None:
         """Wait until a checkpoint in progress is complete on disk.
@@ -140,18 +140,18 @@ class Checkpoints:
         if self._under_way is not None:
             self._under_way.cancel()
 
-    async def _complete(self, path: str, progress: Progress) -> None:
+    async def _complete(self, path: str, version: int) -> None:
         began = time.time()
         shares = await self._ranks.all(FinishShare(path))
-        protected = self._protected(progress.version)
+        protected = self._protected(version)
         files = files_of(shares)
         await self._ranks.publisher(CommitCheckpoint(path, files, self._config.keep, protected))
-        observer.span("checkpoint", began, time.time(), version=progress.version)
+        observer.span("checkpoint", began, time.time(), version=version)
         self._figures = {
             "checkpoint/seconds": self.schedule.seconds(),
             "checkpoint/bytes": sum(entry.bytes for entry in files.values()),
         }
-        self.saved = progress
+        self.saved = version
 
     def _protected(self, version: int) -> tuple[int, ...]:
         """Return the versions whose checkpoints `checkpoint`'s settings keep, including `version`."""

@@ -41,7 +41,6 @@ class RunEnd:
         if parts.publishing.on_disk != parts.run.version:
             in_use = parts.reports.status.versions_in_use
             await parts.publishing.publish(parts.run.version, in_use, to_disk=True)  # the run leaves this policy behind
-        await parts.reports.last(parts.run.version)
         await parts.checkpoints.finish()
         if parts.checkpoints.unsaved:
             await parts.checkpoints.begin()
@@ -83,11 +82,8 @@ class RunEnd:
             await parts.checkpoints.finish()
         except Exception as error:
             _log.warning("the checkpoint in progress could not be written: %s", error)
-        if model_in_step or not parts.run.version:
-            return
-        if parts.run.recorded != parts.run.version:
+        if model_in_step or parts.run.recorded != parts.run.version:
             return  # the successor trains this step again
-        await parts.reports.last(parts.run.version)
         if parts.checkpoints.unsaved:
             await parts.checkpoints.begin()
             await parts.checkpoints.finish()

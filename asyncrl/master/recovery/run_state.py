@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -15,14 +15,6 @@ from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.metrics.win_rates import WinRates
 from asyncrl.master.peers.reports import Reports
-
-
-class Progress(NamedTuple):
-    """Progress of the run that a checkpoint holds."""
-
-    version: int
-    used_prompts: int
-    """Number of used prompts."""
 
 
 class RunState:
@@ -61,26 +53,17 @@ class RunState:
         self.version += 1
         self._win_rates.trained(self.version, batch.records)
 
-    def state(self, gate: GateCheckpoint | None = None, row: Row | None = None) -> dict[str, Any]:
-        """Return the state as JSON values.
-
-        Args:
-            gate: the gate's part; None: that from which the run continues.
-            row: metrics of the newest step, if they are not in the log yet.
-        """
+    def state(self, row: Row | None = None) -> dict[str, Any]:
+        """Return the state as JSON values; `row`: metrics of the newest step, if they are not in the log yet."""
         return {
             "version": self.version,
-            "gate": msgspec.to_builtins(gate or self._reports.checkpoint),
+            "gate": msgspec.to_builtins(self._reports.checkpoint),
             "buffer": self.buffer.state(),
             "metrics_log": self._metrics_log.state(self.version, row),
             "buffer_order": self._order.state(),
             "win_rates": self._win_rates.state(),
             "data_record": self._data_record,
         }
-
-    async def checkpoint(self) -> dict[str, Any]:
-        """Return the state for a checkpoint on disk, which has the ledger's lines that lead to it."""
-        return self.state(await self._reports.saved(self.version))
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
@@ -90,11 +73,6 @@ class RunState:
         await self._order.restore(state.get("buffer_order"))
         self._win_rates.restore(state.get("win_rates"))
         self._reports.restore(self.version * self._config.train_batch_size, convert(state["gate"], GateCheckpoint))
-
-    @property
-    def progress(self) -> Progress:
-        """Return the progress of a checkpoint that would begin now."""
-        return Progress(self.version, self._reports.prompts_used)
 
     @property
     def complete(self) -> bool:

@@ -80,7 +80,7 @@ class StepEnd:
         parts = self._parts
         if parts.memory_checkpointer.on:
             row = parts.metrics_log.row(step.version, step.batch, step.measured, parts.reports.status, perf_counter())
-            await parts.memory_checkpointer.begin(step.version, parts.run.state(parts.reports.checkpoint, row))
+            await parts.memory_checkpointer.begin(step.version, parts.run.state(row))
 
     async def publish(self, step: CompleteStep) -> None:
         """3. Have the ranks publish the weights."""

@@ -24,7 +24,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Line,
     RolloutCounts,
     RunSettings,
-    Saved,
     Step,
     Trained,
 )
@@ -170,7 +169,6 @@ class LedgerHistory:
         steps: by number, those that no launch forgot.
         rollouts: by id; see the module's docstring.
         launches: the `begin` lines, in order.
-        saved: versions with a checkpoint and when it was begun.
         ended: the `end` line of the newest launch; None where it has none.
         newest_at: time of the newest line, in seconds since 1970.
     """
@@ -186,7 +184,6 @@ class LedgerHistory:
         self.steps: dict[int, StepOf] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.launches: list[Begin] = []
-        self.saved: list[tuple[int, float]] = []
         self.ended: End | None = None
         self.newest_at = 0.0
         self._since_step = _SinceStep()
@@ -241,8 +238,6 @@ class LedgerHistory:
                 self._since_step.trained.append(line)
             case Step():
                 self._take_step(line)
-            case Saved():
-                self.saved.append((line.version, line.at))
             case Begin():
                 self._take_begin(line)
             case End():
@@ -294,7 +289,6 @@ class LedgerHistory:
         ran.
         """
         self.steps = {number: step for number, step in self.steps.items() if number <= line.version}
-        self.saved = [each for each in self.saved if each[0] <= line.version]
         for rollout in self.rollouts.values():
             if rollout.step is not None and rollout.step > line.version:
                 rollout.step = None

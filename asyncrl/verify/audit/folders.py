@@ -6,17 +6,18 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, PromptGoes, Saved, Step, Trained
+from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Dropped, End, PromptGoes, Step, Trained
 from asyncrl.comm.typed import convert
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
 from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
-from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to, version_of
+from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to
 from asyncrl.verify.audit.outcome import Outcome
 
 _FORMAT = 2
@@ -108,10 +109,19 @@ def check_checkpoints(
             _check_state(folder, outcome, entries, report)
     newest = int(folders[-1].name[1:]) if folders else None
     ended = outcome.is_over and outcome.version > 0
-    if newest is None and (outcome.resumed or ended):
+    if newest is None and (ended or _was_stopped(entries)):
         report(root.name, "has no checkpoint, and one was written")
     elif newest is not None and newest < outcome.version and ended:
         report(root.name, f"the newest is of version {newest}; the run ended by itself at {outcome.version}")
+
+
+def _was_stopped(entries: Sequence[Entry]) -> bool:
+    """True if the run continues from a state at which a launch had ended by itself: that one is on disk."""
+    return any(
+        isinstance(before.line, End) and isinstance(each.line, Begin) and each.line.after > 0
+        for before, each in pairwise(entries)
+        if not is_ruled_out(each, entries)
+    )
 
 
 def check_weights(
@@ -182,12 +192,12 @@ def _check_state(folder: Path, outcome: Outcome, entries: Sequence[Entry], repor
         report(place, f"has {len(used)} used prompts where count says {master.gate.used.count}")
     number = master.gate.line
     entry = entries[number - 1] if 0 < number <= len(entries) else None
-    if entry is None or not isinstance(entry.line, Saved | Step) or is_ruled_out(entry, entries):
-        report(place, f"continues after line {number} of the ledger, which is not a line of a checkpoint that counts")
+    if entry is None or not isinstance(entry.line, Step) or is_ruled_out(entry, entries):
+        report(place, f"continues after line {number} of the ledger, which is not a step that counts")
         return
     line = entry.line
-    if (line_version := version_of(line)) != version:
-        report(place, f"is of version {version}; its line of the ledger is of {line_version}")
+    if line.step != version:
+        report(place, f"is of version {version}; its line of the ledger is of {line.step}")
     told = {reason: count for reason, count in master.gate.dropped.items() if count}
     if told != line.books.dropped:
         report(place, f"has dropped {told}, its line of the ledger {line.books.dropped}")

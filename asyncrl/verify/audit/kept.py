@@ -58,7 +58,6 @@ def check_samples(
             "removed beyond samples.max_gb)",
         )
     writers = {file.name.partition(".")[2] for parts in by_step.values() for file in parts}
-    begun = outcome.begun[-1] if outcome.begun else 0
     for step, parts in sorted(by_step.items()):
         kept = _KeptStep(folder.name, step, outcome, report)
         whole = True
@@ -70,7 +69,7 @@ def check_samples(
             elif rows is not None and step <= outcome.version:
                 kept.take(file.name, rows)
         kept.check()
-        if whole and every > 0 and step > begun and len(parts) == len(writers):
+        if whole and every > 0 and step > outcome.begun and len(parts) == len(writers):
             _check_all_there(f"{folder.name}/step-{step:08d}", step, every, {*kept.rollouts}, outcome, report)
 
 

@@ -1,11 +1,7 @@
 """The ledger's lines in the files. They must be complete and sealed, and a later lineage may rule out some of them.
 
-A lineage continues after the line of its checkpoint: the line of a step, whose state the ranks kept in memory, or of a
-checkpoint on disk. The lines between no longer count. The lines that lead to the last line, from lineage to lineage,
-are the history of the run's present policy.
-
-A checkpoint on disk stays where it is if its line is ruled out: after a death the run continues from memory, after the
-line of the step, which is before that of the checkpoint. If the memory is lost too, the run continues from disk.
+A lineage continues after the line of the step whose state it has, from memory or from disk. The lines between no longer
+count. The lines that lead to the last line, from lineage to lineage, are the history of the run's present policy.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Saved, Step
+from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Step
 from asyncrl.comm.typed import json_decoder
 
 _decode = json_decoder(Line).decode
@@ -64,7 +60,7 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
                 unsealed.update(raw)
                 continue
             entries.append(Entry(len(entries) + 1, place, line))
-            if not isinstance(line, Begin | Step | Saved | End):
+            if not isinstance(line, Begin | Step | End):
                 unsealed.update(raw)
                 continue
             unsealed.update(raw[: -SEAL_BYTES - len(SEAL_END)])
@@ -105,20 +101,12 @@ def leading_to(entries: Sequence[Entry], number: int) -> list[Entry]:
 
 
 def is_ruled_out(entry: Entry, later: Iterable[Entry]) -> bool:
-    """True if a `begin` line among `later` ruled the line out for good.
-
-    A checkpoint on disk is not ruled out by a lineage that begins at its version: that one continues from memory.
-    """
-    return any(
-        begin.line.after < entry.number < begin.number
-        and not (isinstance(entry.line, Saved) and entry.line.version == begin.line.version)
-        for begin in later
-        if isinstance(begin.line, Begin)
-    )
+    """True if a `begin` line among `later` ruled the line out for good."""
+    return any(isinstance(each.line, Begin) and each.line.after < entry.number < each.number for each in later)
 
 
 def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: Iterable[Entry], report: Report) -> None:
-    """Check that a lineage begins at version 0, after a checkpoint's line, or with counts carried from elsewhere."""
+    """Check that a lineage begins at version 0, after a step's line, or with counts carried from elsewhere."""
     place, after = entry.place, begin.after
     if begin.carried is not None:
         report(place, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps")
@@ -131,14 +119,9 @@ def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: I
         report(place, f"continues after line {after}, which does not exist")
         return
     origin = entries[after - 1]
-    if not isinstance(origin.line, Saved | Step):
-        report(place, f"continues after line {after} ({origin.place}), which has no checkpoint")
+    if not isinstance(origin.line, Step):
+        report(place, f"continues after line {after} ({origin.place}), which is not the end of a step")
     elif is_ruled_out(origin, begins):
         report(place, f"continues after line {after} ({origin.place}), which was ruled out")
-    elif (version := version_of(origin.line)) != begin.version:
-        report(place, f"begins at version {begin.version} from the checkpoint of version {version} ({origin.place})")
-
-
-def version_of(line: Saved | Step) -> int:
-    """Return the version of a checkpoint's line."""
-    return line.step if isinstance(line, Step) else line.version
+    elif origin.line.step != begin.version:
+        report(place, f"begins at version {begin.version} after step {origin.line.step} ({origin.place})")

@@ -81,12 +81,10 @@ class Outcome:
     """All tokens of each finished rollout."""
     books_at: dict[int, RolloutCounts] = field(default_factory=dict)
     """By step, the books in its line."""
-    begun: list[int] = field(default_factory=list)
-    """The versions at which the launches began."""
+    begun: int = 0
+    """The version at which the last lineage began."""
     steps_of_launch: int = 0
     """Steps of the last launch."""
-    resumed: bool = False
-    """True if a lineage continued from a checkpoint on disk."""
     admitted: bool = False
     """True if a rollout was admitted to a worker, not read from kept samples."""
     whole: bool = True

@@ -103,12 +103,9 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
 
 
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
-    """Check the drops since the previous step that someone has to look into, by the books of both steps.
-
-    The first row of a lineage is left out, since its checkpoint may include drops after its step.
-    """
+    """Check the drops since the previous step that someone has to look into, by the books of both steps."""
     now, before = (outcome.books_at.get(row["step"] - back) for back in (0, 1))
-    if now is None or before is None or row["step"] - 1 in outcome.begun:
+    if now is None or before is None:
         return
     for name, told in row.items():
         reason = name.removeprefix(_DROPPED)

@@ -24,7 +24,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Line,
     PromptGoes,
     RolloutCounts,
-    Saved,
     Step,
     Trained,
 )
@@ -63,7 +62,6 @@ class Replay:
         self.outcome = Outcome()
         self._report_to, self._note_to = report, note
         self._place = ""
-        self._before: Line | None = None
         self._clock = Clock()
         self._data_order = DataOrder(rows, self._report)
         self._prompts = PromptAttempts(self._report)
@@ -78,7 +76,6 @@ class Replay:
         for entry in entries:
             self._place = entry.place
             self._take(entry.line)
-            self._before = entry.line
         self._check_data_order()
         self._clock.check(self._report_to, self._note_to)
         if self._batch and self.outcome.ended:
@@ -112,11 +109,6 @@ class Replay:
                 self._train(line)
             case Step():
                 self._step(line)
-            case Saved():
-                self._check_lineage(line.lineage)
-                if line.version != self.outcome.version:
-                    self._report(f"checkpoint of version {line.version} after step {self.outcome.version}")
-                self._check_books(line.books)
             case End():
                 self._end(line)
 
@@ -126,8 +118,7 @@ class Replay:
         self.outcome.lost += len(self._lost)
         self.outcome.lineages += 1
         self.outcome.ended, self.outcome.steps_of_launch = False, 0
-        self.outcome.begun.append(line.version)
-        self.outcome.resumed |= isinstance(self._before, Saved)
+        self.outcome.begun = line.version
         self.outcome.settings, self._lineage = line.settings, line.lineage
         if line.settings.seed < 0 or line.settings.workers < 0:
             self._report(
@@ -182,8 +173,6 @@ class Replay:
         known = self._ending(line.rollout, DROPPED)
         if known is None:
             return
-        if line.prompt is PromptGoes.used:
-            self._report(f"rollout {line.rollout} was dropped, and its prompt is used: it had another live rollout")
         if not line.reason or (line.reason in _PROMPT_STAYS and line.prompt is PromptGoes.given_up):
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: both cannot be"

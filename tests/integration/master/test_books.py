@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.manager import messages as m
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.master.recovery.run_files import BooksError
+from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from tests.integration.master.fakes import (
     FakeWorkers,
     Run,
+    check_history,
     make_config,
     running,
     until,
@@ -70,41 +73,67 @@ async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_pat
     assert second.summary()["books"]["dropped"] == {"filter: zero_variance": 2}
 
 
-async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
-    run = Run(tmp_path, make_config(checkpoint__interval=1))
-    await run.deliver(range(4))
-    async with running(run) as task:
-        await until(lambda: run.workers.saved() == [1])
+@pytest.mark.parametrize("end", ["stop", "failure"])
+async def test_the_checkpoint_that_a_run_leaves_has_exactly_the_used_prompts_of_its_step(
+    tmp_path: Path, end: str
+) -> None:
+    """One that was begun with the step is not written again."""
+    for interval in (0, 1):
+        folder = tmp_path / str(interval)
+        folder.mkdir()
+        run = Run(folder, make_config(checkpoint__interval=interval))
+        if end == "failure":
+            run.workers.on_train = lambda: setattr(run.loop.parts.stall, "limit_s", 0.05)  # noqa: B023 - for the next
+        await run.deliver(range(4))
         run.manager.give_up("e0-20")
-        run.stop.set()
+        async with running(run) as task:
+            await until(lambda: run.loop.parts.checkpoints.saved == interval and run.loop.parts.run.recorded == 1)  # noqa: B023
+            run.manager.give_up("e0-21")
+            if end == "stop":
+                run.stop.set()
+                await task
+            else:
+                with pytest.raises(Stalled):
+                    await task
+        assert run.workers.saved() == [1]
+        assert stored_prompts(run) == {"e0-20", *(f"e0-{order}" for order in range(4))}
+        assert run.workers.stored is not None
+        assert run.workers.stored["gate"]["dropped"] == {"failed": 1}
+        if end == "stop":
+            assert run.summary()["books"]["dropped"] == {"failed": 2}, "the books have what came after the step"
+
+
+async def test_a_resumed_run_tries_again_what_was_dropped_after_the_last_step_with_the_tries_of_the_step(
+    tmp_path: Path,
+) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=2))
+    manager = first.manager
+
+    def fails(rollout_id: str, *, as_next_attempt: bool) -> None:
+        manager.admit(rollout_id, 8)
+        end = m.FinishedRollout(rollout_id, False, "failed", return_prompt=True, as_next_attempt=as_next_attempt)
+        manager.service.rollouts.finish(end)
+
+    await first.deliver(range(7))
+    manager.once_begun(lambda: manager.admit("r7", 7))
+    manager.once_begun(lambda: fails("before", as_next_attempt=False))
+    async with running(first) as task:
+        await until(lambda: first.loop.parts.run.recorded == 1)
+        fails("after", as_next_attempt=True)
+        manager.give_up("e0-9")
+        assert (manager.service.rollouts.queue.waiting(8), "e0-9" in manager.used) == (NextTry(8, 1, 0), True)
+        first.stop.set()
         await task
-    assert run.workers.saved() == [1, 1]
-    assert "e0-20" in stored_prompts(run)
 
-
-async def test_a_stop_after_a_checkpoint_saves_nothing_where_nothing_happened_since(tmp_path: Path) -> None:
-    run = Run(tmp_path, make_config(checkpoint__interval=1))
-    await run.deliver(range(5))
-    async with running(run) as task:
-        await until(lambda: run.workers.saved() == [1])
-        run.stop.set()
+    second = Run(tmp_path, first.config, FakeWorkers(stored=first.workers.stored))
+    async with running(second) as task:
+        await until(lambda: second.begun == 1)
+        assert second.manager.service.rollouts.queue.waiting(8) == NextTry(8, 0, 1)
+        assert "e0-9" not in second.manager.used
+        await second.deliver(range(4, 8), oldest=1, tag="second")
         await task
-    assert run.workers.saved() == [1]
-
-
-async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
-    """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
-    run = Run(tmp_path, make_config(checkpoint__interval=1))
-    run.workers.on_train = lambda: setattr(run.loop.parts.stall, "limit_s", 0.05)  # for the step after this one
-    await run.deliver(range(4))
-    run.manager.give_up("e0-20")
-    async with running(run) as task:
-        await until(lambda: run.workers.saved() == [1])
-        run.manager.give_up("e0-21")
-        with pytest.raises(Stalled):
-            await task
-    assert {"e0-20", "e0-21"} <= stored_prompts(run)
-    assert json.loads((tmp_path / "books.json").read_text())["books"]["dropped"] == {"failed": 2}
+    assert second.summary()["books"]["dropped"] == {"failed": 1}
+    check_history(tmp_path, steps=2)
 
 
 def stored_prompts(run: Run) -> set[str]:

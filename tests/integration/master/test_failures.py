@@ -227,7 +227,6 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
 ) -> None:
     """The gate's part of the checkpoint is that of the step: nobody knows what happened at the gate since."""
     monkeypatch.setattr(reports, "STOPPING_LIMIT_S", 0.05)
-    monkeypatch.setattr(reports, "SAVING_LIMIT_S", 0.05)
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6))
     async with running(run) as task:
@@ -249,6 +248,25 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
     await run.loop.run()
     assert run.workers.trained_rollouts() == [f"again{order}" for order in range(4, 12)]
     check_history(tmp_path, steps=3)
+
+
+async def test_a_stop_saves_before_it_calls_the_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one that does not answer costs the checkpoint nothing."""
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(6))
+    async with running(run) as task:
+        await until(lambda: run.loop.parts.run.recorded == 1)
+        answers, saved = run.manager._answers, list[list[int]]()
+
+        async def noted() -> None:
+            saved.append(run.workers.saved())
+            await answers()
+
+        monkeypatch.setattr(run.manager, "_answers", noted)
+        run.stop.set()
+        await task
+    assert len(saved) > 1
+    assert saved == [[1]] * len(saved)
 
 
 async def test_a_step_that_the_manager_did_not_record_is_not_saved(tmp_path: Path) -> None:

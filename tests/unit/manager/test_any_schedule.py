@@ -737,7 +737,7 @@ class Schedule(RuleBasedStateMachine):
         assert used <= set(self.used), "the checkpoint is of the step"
         assert used.issuperset(prompt for step in self.history for prompt in step)
         assert reply.counts.trained == trainer.version * self.batch
-        trainer.state = self.state(trainer.checkpoint)
+        trainer.state = self.state()
 
     @move(dies=RARELY, when=lambda self: self.trainer.state is not None)
     def the_state_is_complete(self, dies: bool = False) -> None:
@@ -777,8 +777,9 @@ class Schedule(RuleBasedStateMachine):
             places = max(0, version + self.eta - self.trainer.version) * self.batch
             assert live - min(finished, self.batch) <= places, "the step did not wait for what will expire"
 
-    def state(self, gate: m.GateCheckpoint) -> dict[str, Any]:
-        state = {"version": self.trainer.version, "gate": gate, "buffer": self.trainer.buffer.state()}
+    def state(self) -> dict[str, Any]:
+        trainer = self.trainer
+        state = {"version": trainer.version, "gate": trainer.checkpoint, "buffer": trainer.buffer.state()}
         read: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state | {"trained": self.history}))
         return read
 
@@ -803,7 +804,10 @@ class Schedule(RuleBasedStateMachine):
             assert not any(name in self.service.gate.live for name in stale), "the step did not wait"
         drops = [drop.message for drop in trainer.drops]
         report = m.ConsumedReport(trainer.version, trained, drops, manager=self.service.number)
-        reply = self.answered(self.service.consumed(report))
+        reply = self.loop.run_until_complete(self.service.consumed(report))
+        if reply.checkpoint is not None:  # the lines that lead to it are written
+            self.written = max(self.written, reply.checkpoint.line)
+        assert reply.counts.balanced
         if dies:
             self.the_brain_dies()
             return None
@@ -812,14 +816,6 @@ class Schedule(RuleBasedStateMachine):
             return None
         discarded, trainer.drops, trainer.counts = trainer.drops, [], reply.counts
         self.free(drop.record for drop in discarded)
-        return reply
-
-    def answered(self, call: Coroutine[Any, Any, m.ConsumedReply]) -> m.ConsumedReply:
-        """The manager's reply, which comes once the lines are written that lead to its checkpoint."""
-        reply = self.loop.run_until_complete(call)
-        if reply.checkpoint is not None:
-            self.written = max(self.written, reply.checkpoint.line)
-        assert reply.counts.balanced
         return reply
 
     @move(lost=BOTH, dies=RARELY, when=lambda self: not self.trainer.begun)
@@ -879,20 +875,11 @@ class Schedule(RuleBasedStateMachine):
         self.service = self.new_manager()
         self.the_roll_is_called()
 
-    @move(
-        answered=BOTH,
-        when=lambda self: between_steps(self) and self.trainer.version and self.trainer.begun and self.service.begun,
-    )
-    def save(self, answered: bool = True) -> None:
-        """Begin a checkpoint, once the one before is complete; if the manager does not answer, of the step's gate."""
+    @move(when=lambda self: between_steps(self) and self.trainer.version)
+    def save(self) -> None:
+        """Begin a checkpoint of the last step, once the one before is complete."""
         self.the_checkpoint_is_complete()
-        gate = self.trainer.checkpoint
-        if answered:
-            request = m.SavedReport(self.trainer.version, manager=self.service.number)
-            reply = self.answered(self.service.saved(request))
-            assert reply.checkpoint is not None
-            gate = reply.checkpoint
-        self.unwritten = self.state(gate)
+        self.unwritten = self.state()
 
     @move(when=lambda self: self.unwritten is not None)
     def the_checkpoint_is_complete(self) -> None:
@@ -1011,8 +998,8 @@ class Schedule(RuleBasedStateMachine):
         check_books(counts, version * self.batch)
 
 
-def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
-    """The brain dies after a checkpoint and goes on from the step before it; then the run dies."""
+def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_its_step() -> None:
+    """The brain dies after a checkpoint and goes on from the same step; then the run dies."""
     schedule = Schedule()
     schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
     schedule.fair_turn(0)

@@ -120,7 +120,7 @@ class Run:
                 self.service.incarnation_seen("rollout_worker/1", self.incarnation)
                 self.ids[1].clear()
                 self.running[1].clear()
-        await self.service.saved(m.SavedReport(self.version))  # the disk has the ledger's lines
+        await self.service.consumed(m.ConsumedReport(self.version))  # the disk has the ledger's lines
 
     async def turn(self, index: int) -> None:
         who: dict[str, Any] = {

@@ -26,7 +26,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     RolloutCounts,
     RolloutLine,
     RunSettings,
-    Saved,
     Step,
     Trained,
 )
@@ -40,6 +39,7 @@ from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
+from tests.unit.comm.test_recent_ids import items
 
 SETTINGS = RunSettings(train_batch_size=2, max_head_offpolicyness=1, on_stale="drop", workers=1, seed=0)
 COUNTS = RolloutCounts()
@@ -53,7 +53,7 @@ def new_ledger(folder: Path, file_bytes: int = 1 << 20) -> Ledger:
 def begun(folder: Path, version: int = 0, line: int = 0, file_bytes: int = 1 << 20) -> tuple[Ledger, dict[str, str]]:
     """A ledger that continues after `line`, and the rollouts that had ended by then."""
     ledger = new_ledger(folder, file_bytes)
-    return ledger, dict(ledger.begin(version, GateCheckpoint(line=line)).items())
+    return ledger, dict(items(ledger.begin(version, GateCheckpoint(line=line))))
 
 
 def admitted(order: int) -> Admitted:
@@ -105,15 +105,15 @@ def test_a_returned_prompt_alone_has_a_next_try_and_times_are_in_milliseconds() 
     about.admitted(RolloutTicket("r1", WORKER, "e0-3", 7, 1, 2), 4)
     about.admitted(RolloutTicket("r2", WORKER, "e0-4", 8), 4, adopted=True)
     about.finished("r1", 12)
-    for goes in (PromptGoes.returned, PromptGoes.used):
-        about.dropped("r1", "failed", goes, 1, 3)
+    about.dropped("r1", "failed", PromptGoes.returned, 1, 3)
+    about.dropped("r1", "failed", PromptGoes.given_up)
     about.abandoned("r1")
     assert made == [
         Admitted("r1", "e0-3", 7, 1, WORKER, 4, 1.235, 2),
         Admitted("r2", "e0-4", 8, 0, WORKER, 4, 1.235, adopted=True),
         Finished("r1", 12, 1.235),
         Dropped("r1", "failed", PromptGoes.returned, 1.235, 1, 3),
-        Dropped("r1", "failed", PromptGoes.used, 1.235),
+        Dropped("r1", "failed", PromptGoes.given_up, 1.235),
         Abandoned("r1", 1.235),
     ]
 
@@ -170,7 +170,6 @@ async def test_each_line_is_in_the_file_once_written_returns_and_a_checkpoint_na
     calls: list[Callable[[], object]] = [
         lambda: ledger.add(admitted(0)),
         lambda: ledger.step(1, [], RolloutCounts(3, 2, {"stale": 1})),
-        lambda: ledger.saved(1, COUNTS),
         lambda: ledger.end(1, COUNTS),
     ]
     for number, call in enumerate(calls, 2):
@@ -182,7 +181,7 @@ async def test_each_line_is_in_the_file_once_written_returns_and_a_checkpoint_na
         assert getattr(line, "line", number) == number
         assert getattr(line, "at", 1.235) in (1.0, 1.235), "in milliseconds"
     ledger.close()
-    assert [type(entry.line) for entry in counting(tmp_path)] == [Begin, Admitted, Step, Saved, End]
+    assert [type(entry.line) for entry in counting(tmp_path)] == [Begin, Admitted, Step, End]
 
 
 def test_what_was_not_written_is_written_as_the_process_ends(tmp_path: Path) -> None:
@@ -230,7 +229,6 @@ async def test_what_a_state_continues_after_is_on_the_disk_as_written_returns(
     assert len(synced) == 1, "nothing else may count before the lineage has begun"
     calls: list[Callable[[], None]] = [
         lambda: ledger.step(1, [], COUNTS),
-        lambda: ledger.saved(1, COUNTS),
         lambda: ledger.end(1, COUNTS),
     ]
     for sealed in calls:
@@ -243,7 +241,7 @@ async def test_what_a_state_continues_after_is_on_the_disk_as_written_returns(
         assert len(synced) == before + 1
     add(ledger, admitted(0))
     ledger.close()
-    assert len(synced) == 5
+    assert len(synced) == 4
 
 
 async def test_whoever_waits_for_the_lines_waits_for_the_sync_that_was_begun_before(
@@ -280,7 +278,7 @@ async def test_no_line_is_lost_with_whoever_waits_for_it(tmp_path: Path, monkeyp
     assert [type(entry.line) for entry in counting(tmp_path)] == [Begin, Step, Admitted, Admitted]
 
 
-@pytest.mark.parametrize("call", ["step", "saved", "end"])
+@pytest.mark.parametrize("call", ["step", "end"])
 @pytest.mark.parametrize("error", [OSError(errno.ENODEV, "No such device"), MemoryError("No such device")], ids=repr)
 async def test_after_a_sync_in_the_background_has_failed_nothing_is_written_any_more(
     tmp_path: Path, call: str, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -291,10 +289,9 @@ async def test_after_a_sync_in_the_background_has_failed_nothing_is_written_any_
     def broken(descriptor: int) -> None:
         raise error
 
-    calls = {"step": lambda: ledger.step(1, [], COUNTS), "saved": lambda: ledger.saved(1, COUNTS)}
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", broken)
-        calls.get(call, lambda: ledger.end(1, COUNTS))()
+        ledger.step(1, [], COUNTS) if call == "step" else ledger.end(1, COUNTS)
         with pytest.raises(type(error), match="No such device"):
             await ledger.written()
     found = lines(tmp_path)
@@ -312,7 +309,7 @@ async def test_after_a_sync_in_the_background_has_failed_nothing_is_written_any_
 
 def test_a_run_that_begins_or_goes_on_carries_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = begun(tmp_path)
-    first.saved(1, COUNTS)
+    first.step(1, [], COUNTS)
     line = first.lines
     first.close()
     second, _ = begun(tmp_path, 1, line)
@@ -354,7 +351,7 @@ def test_a_ledger_that_is_damaged_is_not_gone_on_with_in_silence(
 ) -> None:
     ledger, _ = begun(tmp_path)
     add(ledger, admitted(0), dropped(0, "failed"), admitted(1), dropped(1, "timeout"))
-    ledger.saved(0, COUNTS)
+    ledger.step(1, [], COUNTS)
     line = ledger.lines
     ledger.close()
     damage(tmp_path, b'"reason":"timeout"', b'"reason":x')
@@ -373,25 +370,25 @@ def test_a_lineage_knows_the_ends_up_to_its_checkpoint_and_none_that_was_ruled_o
 ) -> None:
     first, _ = begun(tmp_path, file_bytes=file_bytes)
     add(first, *map(admitted, range(4)), dropped(0, "too_hard", PromptGoes.returned), Finished("r1", 3, 1.0))
-    first.saved(0, COUNTS)
+    first.step(1, [], COUNTS)
     line = first.lines
     add(first, dropped(1, "stale", PromptGoes.returned))
     first.close()
-    second, ended = begun(tmp_path, 0, line, file_bytes)
+    second, ended = begun(tmp_path, 1, line, file_bytes)
     assert ended == {"r0": "too_hard"}
     add(second, admitted(4), Abandoned("r2", 1.0), dropped(4, "failed"))
-    second.step(1, [trained(1), trained(3)], COUNTS)
+    second.step(2, [trained(1), trained(3)], COUNTS)
     line = second.lines
     add(second, admitted(5), dropped(5, "failed"))
     second.close()
     assert (len(list(tmp_path.iterdir())) > 1) == (file_bytes == 300)
 
-    third, ended = begun(tmp_path, 1, line, file_bytes)
+    third, ended = begun(tmp_path, 2, line, file_bytes)
     assert ended == {"r0": "too_hard", "r2": "abandoned", "r4": "failed", "r1": "trained", "r3": "trained"}
     assert (second.lineage, third.lineage) == (1, 2)
     third.close()
     begins = [entry.line for entry in counting(tmp_path) if isinstance(entry.line, Begin)]
-    assert [(each.lineage, each.version) for each in begins] == [(0, 0), (1, 0), (2, 1)]
+    assert [(each.lineage, each.version) for each in begins] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_a_run_that_begins_anew_knows_no_end(tmp_path: Path) -> None:
@@ -422,61 +419,55 @@ def test_what_came_after_the_step_that_a_brain_continues_from_counts_no_more(tmp
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 20, 300], ids=["one file", "several files"])
-def test_a_checkpoints_line_outlives_a_brain_that_continued_from_the_step_before_it(
-    tmp_path: Path, file_bytes: int
-) -> None:
-    """The launcher dies too, before there is another checkpoint: the next launch continues after that line."""
+def test_two_lineages_may_continue_after_the_same_step(tmp_path: Path, file_bytes: int) -> None:
+    """The brain died and went on from memory; the launcher died too, before there was another checkpoint."""
     ledger, _ = begun(tmp_path, file_bytes=file_bytes)
     add(ledger, admitted(0), admitted(1), admitted(2))
     ledger.step(1, [trained(0), trained(1)], COUNTS)
-    of_step = ledger.lines
+    line = ledger.lines
     add(ledger, dropped(2, "failed"))
-    ledger.saved(1, COUNTS)
-    of_checkpoint = ledger.lines
     ledger.close()
-    brain, ended = begun(tmp_path, 1, of_step, file_bytes)
-    assert ended == {"r0": "trained", "r1": "trained"}
-    add(brain, msgspec.structs.replace(admitted(2), adopted=True))
+    brain, _ = begun(tmp_path, 1, line, file_bytes)
+    add(brain, msgspec.structs.replace(admitted(2), adopted=True), dropped(2, "failed"))
     brain.close()
-    launch, ended = begun(tmp_path, 1, of_checkpoint, file_bytes)
+    launch, ended = begun(tmp_path, 1, line, file_bytes)
     launch.close()
-    assert ended == {"r0": "trained", "r1": "trained", "r2": "failed"}
-    *before, saved, begin = (entry.line for entry in counting(tmp_path))
-    assert isinstance(saved, Saved)
+    assert ended == {"r0": "trained", "r1": "trained"}
+    *before, begin = (entry.line for entry in counting(tmp_path))
     assert isinstance(begin, Begin)
-    assert (begin.lineage, begin.after, saved.line) == (2, of_checkpoint, of_checkpoint)
-    assert [type(line) for line in before] == [Begin, *[Admitted] * 3, *[Trained] * 2, Step, Dropped]
+    assert (begin.lineage, begin.after) == (2, line)
+    assert [type(each) for each in before] == [Begin, *[Admitted] * 3, *[Trained] * 2, Step]
 
 
 def test_a_lineage_after_a_damaged_one_counts_none_of_the_lines_before_that(tmp_path: Path) -> None:
     """It cannot be read which of them it went on from."""
     first, _ = begun(tmp_path)
     add(first, admitted(0), dropped(0, "failed"))
-    first.saved(0, COUNTS)
+    first.step(1, [], COUNTS)
     line = first.lines
     first.close()
-    second, ended = begun(tmp_path, 0, line)
+    second, ended = begun(tmp_path, 1, line)
     assert ended == {"r0": "failed"}
     add(second, admitted(1), dropped(1, "timeout"))
-    second.saved(0, COUNTS)
+    second.step(2, [], COUNTS)
     line = second.lines
     second.close()
-    damage(tmp_path, b'"lineage":1,"version":0,"after":4', b'"lineage":1,"version":0,"after":x')
-    third, ended = begun(tmp_path, 0, line)
+    damage(tmp_path, b'"lineage":1,"version":1,"after":4', b'"lineage":1,"version":1,"after":x')
+    third, ended = begun(tmp_path, 2, line)
     third.close()
     assert (third.lineage, ended) == (2, {"r1": "timeout"})
 
 
 def test_a_line_that_a_kill_cut_off_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = begun(tmp_path)
-    first.saved(0, COUNTS)
+    first.step(1, [], COUNTS)
     line = first.lines
     first.close()
     with (tmp_path / "000001.jsonl").open("ab") as file:
         file.write(b'{"kind":"admit')
-    second, _ = begun(tmp_path, 0, line)
+    second, _ = begun(tmp_path, 1, line)
     second.close()
-    assert [type(entry.line) for entry in counting(tmp_path)] == [Begin, Saved, Begin]
+    assert [type(entry.line) for entry in counting(tmp_path)] == [Begin, Step, Begin]
     assert "ends within a line: the last 14 bytes are cut away" in caplog.text
 
 
@@ -486,7 +477,7 @@ def test_a_beginning_that_failed_is_made_again_with_the_same_numbers(
     """A file server is away for a moment, and the master repeats its call."""
     first, _ = begun(tmp_path)
     add(first, admitted(0), dropped(0, "failed"))
-    first.saved(0, COUNTS)
+    first.step(1, [], COUNTS)
     line = first.lines
     first.close()
 
@@ -498,7 +489,7 @@ def test_a_beginning_that_failed_is_made_again_with_the_same_numbers(
     with monkeypatch.context() as patch:
         patch.setattr(ledger_module, "lines_in", away)
         with pytest.raises(OSError):
-            second.begin(0, GateCheckpoint(line=line))
-    assert dict(second.begin(0, GateCheckpoint(line=line)).items()) == {"r0": "failed"}
+            second.begin(1, GateCheckpoint(line=line))
+    assert dict(items(second.begin(1, GateCheckpoint(line=line)))) == {"r0": "failed"}
     second.close()
     assert [entry.line.line for entry in counting(tmp_path) if isinstance(entry.line, Begin)] == [1, 5]

@@ -126,7 +126,7 @@ def test_a_rejected_rollouts_prompt_is_tried_again_as_its_worker_says(
     assert rollouts.queue.waiting(0) == again
     assert rollouts.queue.is_used(0) == (again is None)
     assert list(rollouts.used) == ["e0-0"] * (again is None)
-    assert rollouts.queue.live == {1: 1}
+    assert rollouts.queue.live == {1}
     assert rollouts.measurements.found == [("e0-0", 0.25)]
     rollouts.finish(m.FinishedRollout("a", False, success=0.25, **ended))
     assert (len(since(rollouts, 2)), len(rollouts.measurements.found)) == (1, 1), "a repeated report"
@@ -224,7 +224,7 @@ def test_what_was_given_up_and_is_delivered_late_does_not_count_and_its_prompt_i
     admit(rollouts, "b", worker="w1")
     assert not rollouts.receive("a", 3)
     drop(rollouts, "a")
-    assert (since(rollouts, 1)[:1], rollouts.queue.live, rollouts.tokens_finished) == (before, {0: 1}, 0)
+    assert (since(rollouts, 1)[:1], rollouts.queue.live, rollouts.tokens_finished) == (before, {0}, 0)
     assert not rollouts.measurements.found
     assert not rollouts.awaits_ends
     assert rollouts.receive("b", 3)
@@ -288,7 +288,7 @@ def test_a_trained_rollout_uses_its_prompt_once_and_what_was_lost_is_not_trained
         train(rollouts, 1, "a", "b", "c")
     assert [rollouts.queue.is_used(order) for order in range(4)] == [True, True, False, False]
     assert list(rollouts.used) == ["e0-0", "e0-1"]
-    assert (rollouts.queue.live, rollouts.gate.counts().trained) == ({}, 2)
+    assert (rollouts.queue.live, rollouts.gate.counts().trained) == (set(), 2)
     assert rollouts.next_for("w0") == NextTry(2)
 
 
@@ -298,7 +298,7 @@ def test_a_prompt_has_one_live_rollout_whoever_reports_another() -> None:
     rollouts.adopt(m.HeldReport("w0", 0, held("a")))
     rollouts.adopt(m.HeldReport("w1", 0, held("b")))
     rollouts.enter_received(received("c", 0))
-    assert (list(rollouts.gate.live), rollouts.queue.live) == (["a"], {0: 1})
+    assert (list(rollouts.gate.live), rollouts.queue.live) == (["a"], {0})
     assert [rollouts.receive(name, 3) for name in "abc"] == [True, False, False]
     train(rollouts, 1, "a")
     rollouts.adopt(m.HeldReport("w2", 0, held("d")))
@@ -316,7 +316,7 @@ def test_what_only_the_trainer_has_enters_with_the_try_that_waits() -> None:
         Admitted("x", "e0-4", 4, 1, NOBODY, 0, 5.0, 2, True),
         Admitted("y", "e0-5", 5, 0, NOBODY, 0, 5.0, 0, True),
     ]
-    assert (rollouts.gate.counts().running, rollouts.queue.live) == (2, {4: 1, 5: 1})
+    assert (rollouts.gate.counts().running, rollouts.queue.live) == (2, {4, 5})
     assert rollouts.receive("x", 9)
     assert (rollouts.gate.counts().finished_untrained, rollouts.tokens_finished) == (1, 9)
     assert not rollouts.awaits_ends, "no worker will report its end"

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, Line, PromptGoes, RolloutCounts, Saved, Step
+from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, Line, PromptGoes, RolloutCounts, Step
 from asyncrl.manager import messages as m
 from asyncrl.manager.messages import GateCheckpoint
 from asyncrl.manager.service import ManagerService
@@ -161,7 +161,7 @@ async def test_a_steps_checkpoint_names_its_line_and_later_drops_alone_bring_non
     assert reply.checkpoint is not None
     last = lines(run.folder)[reply.checkpoint.line - 1]
     assert isinstance(last, Step)
-    assert (last.step, last.books, reply.prompts_used) == (1, reply.counts, 2)
+    assert (last.step, last.books, reply.checkpoint.prompts_used) == (1, reply.counts, 2)
     later = await run.train(1, dropped=("r2",))
     assert (later.checkpoint, later.counts.dropped) == (None, {"stale": 1})
     assert run.kinds()[-1] == "Dropped r2"
@@ -189,20 +189,6 @@ async def test_a_step_that_trained_what_does_not_count_is_refused_and_changes_no
     assert (run.kinds(), run.service.gate.counts()) == (before, counts)
 
 
-async def test_a_checkpoint_continues_after_its_own_line_which_has_what_was_dropped_since_the_step(run: Run) -> None:
-    await run.admit(0, 1, 2)
-    await run.receive(0, 1)
-    await run.train(1, 0, 1)
-    await run.end(2, "failed")
-    reply = await run.service.saved(m.SavedReport(1))
-    assert reply.checkpoint is not None
-    last = lines(run.folder)[reply.checkpoint.line - 1]
-    assert isinstance(last, Saved)
-    assert (last.version, last.books, reply.checkpoint.dropped) == (1, reply.counts, {"failed": 1})
-    assert (reply.prompts_used, reply.checkpoint.prompts_used) == (3, 3)
-    assert run.audited() == []
-
-
 async def test_a_lineage_begins_once_however_often_the_master_asks_for_it(run: Run) -> None:
     assert run.service.begun
     await run.service.begin_run(run.begin)
@@ -217,7 +203,7 @@ async def test_a_lineage_begins_once_however_often_the_master_asks_for_it(run: R
     other.ledger.close()
 
 
-@pytest.mark.parametrize("path", ["/received", "/consumed", "/saved", "/close_gate", "/end_run"])
+@pytest.mark.parametrize("path", ["/received", "/consumed", "/close_gate", "/end_run"])
 async def test_a_call_that_another_manager_is_meant_for_is_refused_and_changes_nothing(run: Run, path: str) -> None:
     """The brain that made it has died; what it reports did not happen."""
     await run.admit(0, 1)
@@ -228,7 +214,6 @@ async def test_a_call_that_another_manager_is_meant_for_is_refused_and_changes_n
     fields = {
         "/received": {"rollouts": []},
         "/consumed": {"version": 1, "trained": [trained(0), trained(1)]},
-        "/saved": {"version": 0},
         "/end_run": {"version": 0},
     }.get(path, {})
     with pytest.raises(m.NotIntroduced, match="3 was the manager before, 0 is there"):

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.api.trajectory import GENERATED, OPPONENTS
 from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
-from asyncrl.comm.http.calls import HttpRefused, HttpTimeout
+from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.waits.backoff import Backoff
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
@@ -73,10 +73,6 @@ class Manager:
         await self._answers("consumed")
         return self.replies.pop(0) if self.replies else reply(checkpoint=m.GateCheckpoint() if trained else None)
 
-    async def saved(self, version: int) -> m.ConsumedReply:
-        await self._answers(f"saved {version}")
-        return reply(checkpoint=m.GateCheckpoint(line=90 + version))
-
     async def close_gate(self) -> None:
         await self._answers("close")
 
@@ -88,8 +84,8 @@ class Manager:
         return GateStatus(idle_s=3.0)
 
 
-def reply(*, checkpoint: m.GateCheckpoint | None = None, prompts_used: int = 0, **others: Any) -> m.ConsumedReply:
-    return m.ConsumedReply(RolloutCounts(7, 4, {"stale": 3}), checkpoint, prompts_used, **others)
+def reply(*, checkpoint: m.GateCheckpoint | None = None, **others: Any) -> m.ConsumedReply:
+    return m.ConsumedReply(RolloutCounts(7, 4, {"stale": 3}), checkpoint, **others)
 
 
 class World:
@@ -110,7 +106,6 @@ class World:
 @pytest.fixture
 def while_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STOPPING_LIMIT_S", WHILE_STOPPING_S)
-    monkeypatch.setattr(module, "SAVING_LIMIT_S", WHILE_STOPPING_S)
 
 
 def record(name: str, order: int, oldest: int = 0) -> RolloutRecord:
@@ -125,7 +120,7 @@ def step(*names: str, version: int = 0) -> TrainBatch:
 
 def test_at_the_start_of_a_run_nothing_is_counted_and_no_prompt_is_used() -> None:
     reports = World().reports
-    assert (reports.counts, reports.prompts_used) == (RolloutCounts(), 0)
+    assert reports.counts == RolloutCounts()
     assert reports.checkpoint.used is not None, "a checkpoint that is made of it can be read"
     assert set(UsedPrompts.from_json(reports.checkpoint.used)) == set()
 
@@ -135,7 +130,7 @@ def test_a_resumed_run_counts_what_was_trained_and_dropped_before() -> None:
     checkpoint = m.GateCheckpoint(used=UsedPrompts(["e0-1"]).to_json(), dropped={"stale": 2, "timeout": 1, "failed": 0})
     reports.restore(4, checkpoint)
     assert reports.counts == RolloutCounts(7, 4, {"stale": 2, "timeout": 1})
-    assert (reports.checkpoint, reports.prompts_used) == (checkpoint, 1)
+    assert reports.checkpoint == checkpoint
 
 
 def test_a_rollout_of_which_nothing_was_generated_counts_as_of_the_first_version() -> None:
@@ -170,11 +165,11 @@ async def test_a_step_is_reported_with_what_was_dropped_and_brings_the_gates_par
     world = World()
     world.drop(8)
     checkpoint = m.GateCheckpoint(used=UsedPrompts(["e0-0", "e0-1", "e0-5"]).to_json(), line=40)
-    world.manager.replies = [reply(checkpoint=checkpoint, prompts_used=3, idle_s=2.0, versions_in_use=[4])]
+    world.manager.replies = [reply(checkpoint=checkpoint, idle_s=2.0, versions_in_use=[4])]
     await world.reports.trained(step("r0", "r1"))
     assert world.manager.reports == [(1, ["r0", "r1"], [m.DroppedRollout("r8", "stale")])]
     reports = world.reports
-    assert (reports.checkpoint, reports.prompts_used, reports.counts.trained) == (checkpoint, 3, 4)
+    assert (reports.checkpoint, reports.counts.trained) == (checkpoint, 4)
     assert reports.status == GateStatus(2.0, frozenset({4}), {"stale": 3})
     assert world.ranks.discarded == ["r8"]
 
@@ -188,7 +183,7 @@ async def test_what_the_buffer_drops_is_reported_once_and_freed_at_the_ranks() -
     await world.reports.dropped(3)
     assert world.manager.reports == [(3, [], [m.DroppedRollout("r1", "stale")])]
     assert world.ranks.discarded == ["r1"]
-    assert world.reports.checkpoint.line == 0, "a checkpoint is of a step, or of what is saved"
+    assert world.reports.checkpoint.line == 0, "a checkpoint is of a step"
 
 
 async def test_what_is_dropped_during_a_report_is_reported_at_once_too() -> None:
@@ -247,65 +242,6 @@ async def test_a_status_is_asked_for_without_a_report() -> None:
     assert world.manager.told == []
 
 
-async def test_a_checkpoint_has_the_gates_state_of_now() -> None:
-    world = World()
-    await world.reports.begin(2)
-    assert (await world.reports.saved(2)).line == 92
-    assert world.reports.checkpoint.line == 0, "the next one goes on from the step again"
-    assert world.reports.counts.submitted == 7
-
-
-@pytest.mark.parametrize("error", [ManagerGone("no answer"), HttpTimeout("slow"), HttpRefused("there", 409, b"other")])
-async def test_without_an_answer_of_the_manager_a_checkpoint_has_the_gates_state_of_the_last_step(
-    error: Exception,
-) -> None:
-    world = World()
-    await world.reports.begin(0)
-    checkpoint = m.GateCheckpoint(line=40)
-    world.manager.replies = [reply(checkpoint=checkpoint)]
-    await world.reports.trained(step("r0", "r1"))
-    world.manager.errors = [error]
-    assert await world.reports.saved(1) == checkpoint
-
-
-async def test_a_gate_that_has_not_opened_is_not_asked_for_its_state() -> None:
-    """It would answer only once the MasterWorker has told it to begin."""
-    world = World()
-    checkpoint = m.GateCheckpoint(line=40)
-    world.reports.restore(4, checkpoint)
-    await world.reports.last(2)
-    assert await world.reports.saved(2) == checkpoint
-    assert world.manager.told == []
-
-
-async def test_before_the_last_checkpoint_it_is_asked_what_was_dropped_for_good_if_the_manager_answers() -> None:
-    world = World()
-    await world.reports.begin(2)
-    world.manager.replies = [reply(prompts_used=9)]
-    await world.reports.last(2)
-    assert world.manager.reports == [(2, [], [])]
-    assert world.reports.prompts_used == 9
-    world.manager.errors = [ManagerGone("no answer")]
-    await world.reports.last(2)
-    assert world.reports.prompts_used == 9
-
-
-@pytest.mark.usefixtures("while_stopping")
-@pytest.mark.parametrize("stopped", [True, False])
-async def test_after_a_stop_request_the_last_checkpoint_waits_only_once_for_a_manager_that_does_not_answer(
-    stopped: bool,
-) -> None:
-    """The launcher leaves little time; without a stop request the manager may only have been slow."""
-    world = World()
-    await world.reports.begin(2)
-    if stopped:
-        world.stop.set()
-    world.manager.errors = [ManagerGone("no answer")]
-    await world.reports.last(2)
-    assert (await world.reports.saved(2)).line == (0 if stopped else 92)
-    assert ("saved 2" in world.manager.told) is not stopped
-
-
 async def test_the_books_are_closed_in_order_also_where_the_beginning_did_not_come_that_far() -> None:
     world = World()
     world.drop(1)
@@ -333,8 +269,6 @@ async def test_a_run_that_was_not_stopped_waits_as_long_for_its_last_books_as_fo
 CALLS: dict[str, Callable[[Reports], Awaitable[object]]] = {
     "trained": lambda reports: reports.trained(step("r0", "r1")),
     "dropped": lambda reports: reports.dropped(0),
-    "saved": lambda reports: reports.saved(0),
-    "last": lambda reports: reports.last(0),
     "end": lambda reports: reports.end(0),
 }
 
@@ -358,11 +292,8 @@ async def test_a_stop_request_leaves_a_silent_manager_a_short_time_for_each_answ
     await asked.wait()
     world.stop.set()
     async with asyncio.timeout(world.reports._limit_s / 2):
-        if call in ("saved", "last"):
-            await calling  # what it needs is known as of the last step
-        else:
-            with pytest.raises(BooksError if call == "end" else TimeoutError):
-                await calling
+        with pytest.raises(BooksError if call == "end" else TimeoutError):
+            await calling
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -392,10 +323,10 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
     async def call(method: str, url: str, request: object, **options: object) -> m.ConsumedReply:
         if statuses:
             raise HttpRefused(url, statuses.pop(), b"")
-        return reply(prompts_used=7)
+        return reply(idle_s=7.0)
 
     cast(Any, client)._connection.http.call = call
-    assert (await client.consumed(1)).prompts_used == 7
+    assert (await client.consumed(1)).idle_s == 7.0
 
 
 async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(

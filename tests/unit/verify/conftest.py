@@ -42,7 +42,7 @@ ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 
 @dataclass(frozen=True)
 class State:
-    """State of the run from which another lineage continues: of a step in memory, or of a checkpoint on disk."""
+    """State of a step, from which another lineage continues, from memory or from disk."""
 
     version: int = 0
     gate: GateCheckpoint = GateCheckpoint()
@@ -58,7 +58,7 @@ class Launch:
         judge: the second sample of each rollout is of another trained policy, `judge`.
 
     Attributes:
-        kept: the state of the last step, as the ranks keep it in memory.
+        kept: the state of the last step.
     """
 
     def __init__(
@@ -175,25 +175,20 @@ class Launch:
                 file.write(json.dumps({"step": self.version} | row | measured) + "\n")
         else:
             self.rows.append({"step": self.version, "row": row})
-        self.kept = self.state()
-
-    def state(self) -> State:
-        """The state after the ledger's last line."""
-        return State(self.version, self.rollouts.checkpoint(self.ledger.lines), tuple(self.evaluations))
+        self.kept = State(self.version, self.rollouts.checkpoint(self.ledger.lines), tuple(self.evaluations))
 
     def save(self) -> State:
-        """Write a checkpoint; return the state from which a lineage continues after it."""
-        self.ledger.saved(self.version, self.gate.counts())
-        self.saved, state = self.version, self.state()
+        """Write a checkpoint of the last step; return its state."""
+        self.saved = self.version
         master = {
             "version": self.version,
-            "gate": msgspec.to_builtins(state.gate),
+            "gate": msgspec.to_builtins(self.kept.gate),
             "metrics_log": {"rows": self.rows, "evaluations": self.evaluations},
         }
         text = json.dumps({"version": self.version, "master_state": master}).encode()
         folder = self.folder / "checkpoints" / f"v{self.version}"
         write_folder(folder, "checkpoint", self.version, {"state.json": text, "shard.safetensors": b"x" * 50})
-        return state
+        return self.kept
 
     def held(self, *tickets: RolloutTicket) -> HeldReport:
         """A report of the worker that runs these rollouts."""

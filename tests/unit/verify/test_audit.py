@@ -116,7 +116,7 @@ def test_whoever_changes_any_field_breaks_a_seal(recorded_run: Path) -> None:
     file, lines = ledger_of(recorded_run)
     fields = {(line["kind"], path): number for number, line in enumerate(lines) for path in paths(line)}
     assert {kind for kind, _ in fields} == {
-        "begin", "admitted", "finished", "dropped", "abandoned", "trained", "step", "saved", "end",
+        "begin", "admitted", "finished", "dropped", "abandoned", "trained", "step", "end",
     }  # fmt: skip
     for (kind, path), number in fields.items():
         doctored = json.loads(json.dumps(lines))
@@ -147,12 +147,12 @@ def test_whoever_seals_anew_is_found_by_the_rules(recorded_run: Path) -> None:
     assert fields.keys() - noticed == {("end", ("at",)), ("admitted", ("worker",))}
 
 
-@pytest.mark.parametrize("kind", ["admitted", "finished", "dropped", "abandoned", "trained", "step", "saved"])
+@pytest.mark.parametrize("kind", ["admitted", "finished", "dropped", "abandoned", "trained", "step"])
 def test_a_line_that_was_taken_away_or_repeated_is_found(recorded_run: Path, kind: str) -> None:
     file, lines = ledger_of(recorded_run)
     number = next(each for each in surviving(lines) if lines[each]["kind"] == kind)
     taken, repeated = lines[:number] + lines[number + 1 :], lines[: number + 1] + lines[number:]
-    for doctored in (taken,) if kind == "saved" else (taken, repeated):  # a call to save may be repeated
+    for doctored in (taken, repeated):
         later = json.loads(json.dumps(doctored))
         shift = len(doctored) - len(lines)
         for line in later:
@@ -184,11 +184,11 @@ def test_metrics_that_are_not_the_ledgers_are_found(
     assert [says in finding for finding in audit(recorded_run).findings].count(True) == 1
 
 
-@pytest.mark.parametrize(("step", "found"), [(1, False), (2, True), (3, False), (4, True), (5, False)])
-def test_a_wrong_count_of_failed_rollouts_is_found_but_in_the_first_row_of_a_lineage(
+@pytest.mark.parametrize(("step", "found"), [(1, False), (2, True), (3, True), (4, True), (5, True)])
+def test_a_wrong_count_of_failed_rollouts_is_found_but_in_the_first_row(
     recorded_run: Path, step: int, found: bool
 ) -> None:
-    """Whatever was restarted before."""
+    """Whatever was restarted before; steps 3 and 5 are the first of their lineages."""
     file = recorded_run / "metrics.jsonl"
     rows = [json.loads(line) | {"restarts": 2} for line in file.read_text().splitlines()]
     rows[step - 1]["rollout/dropped_invalid_prompt"] += 1
@@ -481,7 +481,7 @@ def test_a_rollout_that_a_later_lineage_adopts_is_not_lost(tmp_path: Path) -> No
 def test_a_checkpoint_on_disk_outlives_a_death_at_its_version_and_a_run_may_continue_from_it(
     tmp_path: Path, memory: bool
 ) -> None:
-    """The lineage that continues from memory rules out the line of the checkpoint, which has more."""
+    """What was dropped for good after its step is tried again."""
     run = begin_run(tmp_path / "run")
     first = Launch(run)
     first.step()
@@ -490,8 +490,7 @@ def test_a_checkpoint_on_disk_outlives_a_death_at_its_version_and_a_run_may_cont
     first.fail(given_up, "invalid_prompt")
     stored = first.save()
     first.ledger.close()
-    second = Launch(run, first.kept, received=first.received())
-    assert stored.gate.line > first.kept.gate.line
+    second = Launch(run, stored, received=first.received())
     if memory:
         second.step()
         second.end()
@@ -501,7 +500,48 @@ def test_a_checkpoint_on_disk_outlives_a_death_at_its_version_and_a_run_may_cont
         third = Launch(run, stored)
         third.step()
         third.end()
-        assert given_up.prompt_id not in {line["prompt"] for line in ledger_of(run)[1][-20:] if "prompt" in line}
+    again = [line["order"] for line in ledger_of(run)[1] if line["kind"] == "admitted"].count(given_up.order)
+    assert again == (2 if memory else 3)
+    assert audit(run).findings == ()
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["after a stop", "after a kill"])
+def test_the_checkpoints_of_a_run_that_goes_on_after_a_stop_are_missed(tmp_path: Path, stopped: bool) -> None:
+    """A run that was killed may go on from memory, and need have none."""
+    run = begin_run(tmp_path / "run")
+    first = Launch(run)
+    first.step()
+    if stopped:
+        first.end(total_steps=9)
+    else:
+        first.ledger.close()
+    second = Launch(run, first.kept, received=first.received())
+    second.step()
+    second.ledger.close()
+    (run / "summary.json").unlink(missing_ok=True)
+    assert audit(run).findings == ()
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    assert audit(run).findings == ("checkpoints: has no checkpoint, and one was written",) * stopped
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["before its first step", "and went on", "and went on for a step"])
+def test_a_run_that_was_stopped_and_begins_anew_needs_no_checkpoint(tmp_path: Path, steps: int) -> None:
+    """Where it had one, somebody has removed it."""
+    run = begin_run(tmp_path / "run")
+    first = Launch(run)
+    if steps:
+        first.step()
+    first.end(total_steps=9)
+    if steps:
+        second = Launch(run, first.kept)
+        if steps == 2:
+            second.step()
+        second.ledger.close()
+    (run / "summary.json").unlink()
+    for name in ("checkpoints", "weights", "samples"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    (run / "metrics.jsonl").write_text("")
+    Launch(run).ledger.close()
     assert audit(run).findings == ()
 
 
@@ -519,7 +559,7 @@ def test_a_checkpoint_of_a_step_that_a_later_lineage_trained_again_is_found(tmp_
     second.step()
     second.ledger.close()
     assert audit(run).findings == (
-        f"checkpoints/v2: continues after line {line} of the ledger, which is not a line of a checkpoint that counts",
+        f"checkpoints/v2: continues after line {line} of the ledger, which is not a step that counts",
     )
 
 

@@ -42,7 +42,6 @@ UNKNOWABLE = {
     *(f"ledger: swap 2 {kind}" for kind in ("admitted", "adopted admitted", "finished", "dropped", "abandoned")),
     *(f"ledger: swap {pair}" for pair in ("admitted and finished", "finished and admitted", "finished and trained")),
     *(f"ledger: swap {pair}" for pair in ("dropped and admitted", "finished and adopted admitted")),
-    *(f"ledger: {change} saved" for change in ("delete", "duplicate")),  # its step's line stands for it
     *(
         f"checkpoints/v{version}/state.json: master_state.{name}"
         for version in (2, 5)
@@ -251,19 +250,22 @@ def continues(after: Callable[[Line], int], version: int = 4) -> Callable[[Lines
 
 
 BEGINNINGS: dict[str, tuple[Callable[[Lines], None], str]] = {
-    "after a line in the middle": (continues(lambda at: at.of("step", step=4) - 1), "), which has no checkpoint"),
+    "after a line in the middle": (
+        continues(lambda at: at.of("step", step=4) - 1),
+        "), which is not the end of a step",
+    ),
     "after the line of a rollout": (
         continues(lambda at: at.of("admitted", at.begins[1])),
-        "), which has no checkpoint",
+        "), which is not the end of a step",
     ),
-    "after its predecessor's beginning": (continues(lambda at: at.begins[1], 2), "), which has no checkpoint"),
+    "after its predecessor's beginning": (continues(lambda at: at.begins[1], 2), "), which is not the end of a step"),
     "after a step of another version": (
         continues(lambda at: at.of("step", at.begins[1], step=3)),
-        "begins at version 4 from the checkpoint of version 3",
+        "begins at version 4 after step 3",
     ),
     "after an earlier step": (continues(lambda at: at.of("step", at.begins[1], step=3), 3), "step 5 after step 3"),
     "after a ruled-out step": (continues(lambda at: at.of("step", step=3), 3), "), which was ruled out"),
-    "after a ruled-out rollout": (continues(lambda at: at.of("step", step=3) - 1), "), which has no checkpoint"),
+    "after a ruled-out rollout": (continues(lambda at: at.of("step", step=3) - 1), "), which is not the end of a step"),
     "after itself": (continues(lambda at: at.begins[2]), "which does not exist"),
     "after the last line": (continues(lambda at: len(at.lines)), "which does not exist"),
     "before the first line": (continues(lambda at: -3), "after line -2, which does not exist"),
@@ -325,13 +327,7 @@ def two_at_once(made: Lines) -> None:
 
 
 def after_the_end(made: Lines) -> None:
-    made.append(made[Line(made).of("saved")])
-
-
-def goes_used(made: Lines) -> None:
-    at = Line(made)
-    number = at.of("dropped", prompt="returned")
-    made[number] = {key: value for key, value in made[number].items() if key != "attempt"} | {"prompt": "used"}
+    made.append(made[Line(made).of("step", step=5)])
 
 
 ROLLOUTS: dict[str, tuple[Callable[[Lines], None], str]] = {
@@ -344,7 +340,6 @@ ROLLOUTS: dict[str, tuple[Callable[[Lines], None], str]] = {
     "adopted for another prompt": (adopt(prompt="e0-0", order=-1), "prompt e0-0 is at place -1"),
     "of nobody and not adopted": (not_adopted, "was admitted for nobody/0, and not adopted"),
     "trained and not finished": (never_finished, "was trained and running before: it does not count"),
-    "dropped while another of its prompt is live": (goes_used, "its prompt is used: it had another live rollout"),
     "after the end": (after_the_end, "a line after the end of its lineage"),
 }
 
@@ -384,7 +379,7 @@ def without_drops(gate: dict[str, Any], at: Line) -> None:
     gate["dropped"] = {}
 
 
-NOWHERE = "which is not a line of a checkpoint that counts"
+NOWHERE = "which is not a step that counts"
 CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any], Line], None], str]] = {
     "after a rollout": (at_line(lambda at: at.of("admitted")), NOWHERE),
     "after a beginning": (at_line(lambda at: at.begins[1]), NOWHERE),

@@ -1,7 +1,7 @@
 """The waiting prompts: those of the data order that are neither used nor live.
 
 A prompt is *used* once it was trained or dropped for good, and *live* while a rollout of it runs or waits to be
-trained. No process decides that a prompt returns: when its last live rollout leaves and it is not used, it waits.
+trained, one at most. When its rollout leaves and it is not used, it waits again.
 
 The prompt with the lowest place comes next. A first attempt has the place of its order in the data. A later attempt,
 with other random numbers, has its place at the end of its epoch or of a later one: under the same weights it would only
@@ -11,15 +11,14 @@ so it does not change a batch. Places need not be stored to hand out the same pr
     place(order, attempt) = (order, 1)                                     attempt 0
                             ((order // rows + attempt) * rows, 0)          later attempts
 
-Below a cursor every prompt is used, live, or *back* (waiting for another attempt). So only two kinds of used prompts
-must be stored: those above the cursor, and those that are still live.
+Below a cursor every prompt is used, live, or *back* (waiting for another attempt). So only the used prompts above the
+cursor must be stored.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ class PromptQueue:
         end: int | None = None,
     ) -> None:
         self.rows, self._end = rows, math.inf if end is None else end
-        self.live: Counter[int] = Counter()
+        self.live: set[int] = set()
         self.back: dict[int, tuple[int, int]] = {}
         self._cursor = 0
         self._used = set(used)
@@ -96,43 +95,24 @@ class PromptQueue:
 
     def enter(self, order: int) -> None:
         """Record that a rollout of the prompt is live, whichever manager started it."""
-        if self._is_past(order):
-            self._used.add(order)
-        self.live[order] += 1
+        self.live.add(order)
         self.back.pop(order, None)
         self._advance()
 
-    def leave(self, turn: NextTry) -> bool:
-        """Record that a rollout of the prompt is no longer live. True if the prompt now waits for another attempt,
-        `turn`.
-
-        It does not wait if it is used, or if another rollout of it is live.
-        """
-        self.live[turn.order] -= 1
-        if self.live[turn.order]:
-            return False
-        del self.live[turn.order]
-        if turn.order in self._used:
-            if turn.order < self._cursor:
-                self._used.remove(turn.order)
-            return False
+    def leave(self, turn: NextTry) -> None:
+        """Record that the prompt's rollout is no longer live; the prompt waits for another attempt, `turn`."""
+        self.live.remove(turn.order)
         self._wait(turn)
-        return True
 
     def use(self, order: int) -> None:
-        """Record that the prompt is used."""
-        if order >= self._cursor or order in self.live:
+        """Record that the prompt's rollout is no longer live, and the prompt used."""
+        self.live.remove(order)
+        if order >= self._cursor:
             self._used.add(order)
-        self.back.pop(order, None)
-        self._advance()
 
     def is_used(self, order: int) -> bool:
         """True if the prompt was trained or dropped for good."""
-        return order in self._used or self._is_past(order)
-
-    def _is_past(self, order: int) -> bool:
-        """True if the cursor has passed the prompt, and it is neither live nor waiting."""
-        return order < self._cursor and order not in self.live and order not in self.back
+        return order in self._used or (order < self._cursor and order not in self.live and order not in self.back)
 
     def _place(self, order: int, attempt: int) -> tuple[int, int]:
         return ((order // self.rows + attempt) * self.rows, 0) if attempt else (order, 1)
@@ -140,17 +120,11 @@ class PromptQueue:
     def _advance(self) -> None:
         """Bring the cursor to the first prompt that is neither used, nor live, nor back."""
         while self._cursor in self._used or self._cursor in self.live or self._cursor in self.back:
-            if self._cursor not in self.live:
-                self._used.discard(self._cursor)
+            self._used.discard(self._cursor)
             self._cursor += 1
 
     def _wait(self, turn: NextTry) -> None:
-        untried = not turn.attempt and not turn.failures
-        if turn.order in self._used or (turn.order >= self._cursor and untried):
+        if turn.order >= self._cursor and not turn.attempt and not turn.failures:
             return  # the cursor will reach it
-        self._put_back(turn)
-
-    def _put_back(self, turn: NextTry) -> None:
         self.back[turn.order] = turn.attempt, turn.failures
         heapq.heappush(self._heap, (self._place(turn.order, turn.attempt), turn.order))
-        self._advance()

@@ -18,7 +18,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     PromptGoes,
     RolloutCounts,
     RunSettings,
-    Saved,
     Step,
     Trained,
 )
@@ -93,14 +92,12 @@ def test_what_is_new_is_taken_in_and_a_line_that_is_not_whole_waits(run: Path) -
 
 def test_steps_that_a_launch_forgot_are_forgotten(run: Path) -> None:
     append(ledger(run), begin(), *step_lines(1, 10.0, "ab"))
-    append(ledger(run), Saved(lineage=0, version=1, books=RolloutCounts(), line=9, at=11.0, seal="0"))
     append(ledger(run), *step_lines(2, 20.0, "cd"), Admitted("e", "e0-4", 4, 0, "rollout_worker/0", 2, 21.0))
     append(ledger(run), begin(1, 1, 9, at=25.0))
     history = History(run)
     assert sorted(history.steps) == [1]
     assert history.rollouts["c"].end == "abandoned"
     assert history.rollouts["e"].end == "abandoned"
-    assert history.ledger.saved == [(1, 11.0)]
     append(ledger(run), *step_lines(2, 30.0, "xy", lineage=1))
     history.refresh()
     assert history.steps[2].lineage == 1

@@ -15,7 +15,6 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     PromptGoes,
     RolloutCounts,
     RunSettings,
-    Saved,
     Step,
     Trained,
 )
@@ -131,7 +130,7 @@ def test_what_a_lineage_ruled_out_is_the_cost_of_the_last_kill_of_the_launcher_o
     lines = entries(
         begin(1, 50.0),
         admitted("a", 51.0),
-        Saved(line=3, at=60.0, lineage=0, version=1, books=RolloutCounts(), seal=""),
+        step(1, 3, 60.0),
         admitted("c", 61.0),
         Finished("c", 12, 62.0),
         trained,
