@@ -34,7 +34,10 @@ def waits() -> Iterator[Wait]:
                     for each in target.elts if isinstance(target, ast.Tuple) else [target]:
                         if isinstance(each, ast.Name) and each.id.endswith("_S"):
                             yield Wait(
-                                str(file.relative_to(ROOT / "asyncrl")), each.id, ast.unparse(node.value), reason(following)
+                                str(file.relative_to(ROOT / "asyncrl")),
+                                each.id,
+                                ast.unparse(node.value),
+                                reason(following),
                             )
 
 

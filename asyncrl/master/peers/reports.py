@@ -15,6 +15,7 @@ from typing import TypeVar
 from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
 from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
 from asyncrl.comm.names import ACTOR
+from asyncrl.comm.waits.limits import ANSWER_S
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import ConsumedReply, GateCheckpoint, RunBegin, TrainedRollout
 from asyncrl.master.data.collector import Collector, received
@@ -25,11 +26,6 @@ from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import RolloutRecord
 
 _T = TypeVar("_T")
-
-STOPPING_LIMIT_S = 5.0
-"""Longest time in seconds that a call is awaited after a stop request. The manager answers in milliseconds unless it
-has failed itself.
-"""
 
 
 class Reports:
@@ -141,7 +137,7 @@ class Reports:
         return reply
 
     async def _answered(self, call: Awaitable[_T]) -> _T:
-        """Await `call`, after a stop request for `STOPPING_LIMIT_S` at most.
+        """Await `call`, after a stop request for `ANSWER_S` at most.
 
         Raises:
             TimeoutError: it does not end in time.
@@ -150,7 +146,7 @@ class Reports:
         try:
             return await or_stop(asyncio.shield(task), self._stop, self._limit_s)
         except StopRequested:
-            async with asyncio.timeout(min(STOPPING_LIMIT_S, self._limit_s)):
+            async with asyncio.timeout(min(ANSWER_S, self._limit_s)):
                 return await asyncio.shield(task)
         finally:
             await cancel(task)

@@ -226,7 +226,7 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
     tmp_path: Path, manager: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate's part of the checkpoint is that of the step: nobody knows what happened at the gate since."""
-    monkeypatch.setattr(reports, "STOPPING_LIMIT_S", 0.05)
+    monkeypatch.setattr(reports, "ANSWER_S", 0.05)
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6))
     async with running(run) as task:

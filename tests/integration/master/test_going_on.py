@@ -142,7 +142,7 @@ async def test_a_run_that_is_stopped_before_its_gate_opens_has_nothing_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at its beginning nor where it is resumed."""
-    monkeypatch.setattr(reports, "STOPPING_LIMIT_S", 0.05)
+    monkeypatch.setattr(reports, "ANSWER_S", 0.05)
     whole = Run(tmp_path, make_config(total_train_steps=1))
     await whole.deliver(range(4))
     await whole.loop.run()

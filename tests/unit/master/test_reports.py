@@ -27,7 +27,7 @@ from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 WHILE_STOPPING_S = 1 / 32
-"""Instead of `STOPPING_LIMIT_S`."""
+"""Instead of `ANSWER_S`."""
 
 
 class NothingAtTheRanks:
@@ -105,7 +105,7 @@ class World:
 
 @pytest.fixture
 def while_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STOPPING_LIMIT_S", WHILE_STOPPING_S)
+    monkeypatch.setattr(module, "ANSWER_S", WHILE_STOPPING_S)
 
 
 def record(name: str, order: int, oldest: int = 0) -> RolloutRecord:
