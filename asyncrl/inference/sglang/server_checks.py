@@ -19,7 +19,6 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import EngineStartError
-from asyncrl.inference.settings import GenerationBackend, adopts
 from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
@@ -30,6 +29,17 @@ LEAST_DIFFERENCE = 1e-6
 """In nats: log-probabilities of two pictures that differ by less are taken for equal."""
 
 
+async def check_server(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
+    """Check that the server at `url` can do what the run needs.
+
+    Raises:
+        EngineStartError: it cannot, or it does not answer.
+    """
+    await check_kept_requests(url, config, security)
+    await check_pictures(url, config, security)
+    await check_head(url, config, security)
+
+
 async def check_kept_requests(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
     """Check that answers of the server at `url` may span a weight update, if they do in this run.
 
@@ -37,8 +47,7 @@ async def check_kept_requests(url: str, config: ExperimentConfig, security: Http
         EngineStartError: they may not, or the server does not answer.
     """
     mode, generation = config.manager.update_mode, config.generation
-    kept = mode in (UpdateMode.retract, UpdateMode.in_place)
-    if not kept or generation.backend == GenerationBackend.embedded:
+    if mode not in (UpdateMode.retract, UpdateMode.in_place):
         return
     try:
         async with connect(url, security) as client:
@@ -70,7 +79,7 @@ async def check_head(url: str, config: ExperimentConfig, security: HttpSecurity 
     Raises:
         EngineStartError: it does not, or it does not answer.
     """
-    if not config.model.float32_head or not adopts(config.generation):
+    if not config.model.float32_head or not config.generation.engine.urls:
         return
     try:
         async with connect(url, security) as client:
@@ -91,8 +100,6 @@ async def check_pictures(url: str, config: ExperimentConfig, security: HttpSecur
         EngineStartError: it does not, or it does not answer.
     """
     generation, folder = config.generation, Path(str(config.model.path))
-    if generation.backend == GenerationBackend.embedded:
-        return
     described = read_model_config(folder)
     if not pictures_served(config, described):
         return

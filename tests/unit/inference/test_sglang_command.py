@@ -33,6 +33,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def command(config: ExperimentConfig, model_dir: Path, ports: PortBlock, **changes: object) -> ServerCommand:
+    config.generation.backend = GenerationBackend.sglang
     arguments = {"device": "cpu", "secrets_file": Path("/run/secrets.yaml"), "scratch": Path("/run/x")} | changes
     return build_command(config, model_dir=model_dir, ports=ports, **arguments)
 

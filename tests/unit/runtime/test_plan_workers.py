@@ -76,7 +76,7 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
     gpus: int, trainer: list[str], servers: list[str]
 ) -> None:
     config = ExperimentConfig()
-    config.generation.servers = 2
+    config.generation.backend, config.generation.servers = GenerationBackend.sglang, 2
     config.generation.sglang.tensor_parallel = 2
     plans = plans_of(config, gpus)
 
