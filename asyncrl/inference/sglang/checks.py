@@ -71,8 +71,11 @@ def _quantised(config: ExperimentConfig) -> Iterator[str]:
         )
     if not said:
         return
-    any_type = generation.engine.flags["quantization"] in ANY_TYPE
-    if not any_type and with_types(config).generation.dtype == Dtype.float32:
+    try:
+        dtype = with_types(config).generation.dtype
+    except ValueError:  # no layout, or no graph
+        dtype = generation.dtype  # reported by the trainer's checks and by the launcher
+    if dtype == Dtype.float32 and generation.engine.flags["quantization"] not in ANY_TYPE:
         yield (
             f"generation.dtype={str(generation.dtype)!r}: with {said} SGLang does not compute in float32, which "
             "generation.dtype=auto is on a CPU; use bfloat16"
