@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from asyncrl.inference.settings import GenerationConfig, SGLangConfig
@@ -60,18 +60,12 @@ class Backend:
         verifies_files: it verifies the checksums of the weights that it reads.
     """
 
-    label: ClassVar[str]
-    host: ClassVar[str]
-    checks: ClassVar[str]
-    server_check: ClassVar[str] = ""
-    memory_flag: ClassVar[str] = ""
-    own_api: ClassVar[bool] = False
-    same_arithmetic: ClassVar[bool] = False
-    tells_experts: ClassVar[bool] = False
-    loads_adapters: ClassVar[bool] = False
-    loads_quantised: ClassVar[bool] = False
-    takes_sent_weights: ClassVar[bool] = False
-    verifies_files: ClassVar[bool] = False
+    label: str
+    host: str
+    checks: str
+    server_check = memory_flag = ""
+    own_api = same_arithmetic = tells_experts = loads_adapters = False
+    loads_quantised = takes_sent_weights = verifies_files = False
 
     def __init__(self, generation: GenerationConfig) -> None:
         self.generation = generation

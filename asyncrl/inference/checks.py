@@ -51,7 +51,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if generation.engine.urls:
         yield from _urls(config)
     else:
-        yield from _gpus(config)
+        yield from gpu_problems(config)
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -94,11 +94,13 @@ def _positions(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _gpus(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message if one server needs more GPUs than exist. Several servers may share too few GPUs."""
-    generation = config.generation
+def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting by which servers cannot work on the GPUs that exist, or that the plan
+    gives them. Several servers may share too few GPUs.
+    """
+    generation, engine = config.generation, config.generation.engine
     try:
-        shape = generation.engine.shape
+        shape = engine.shape
     except ValueError as error:
         yield str(error)
         return
@@ -108,31 +110,26 @@ def _gpus(config: ExperimentConfig) -> Iterator[str]:
             "generation.device='cuda': no NVIDIA GPU is visible here (see nvidia-smi and CUDA_VISIBLE_DEVICES); use "
             "cpu or auto"
         )
-    elif generation.device != Device.cpu and 0 < gpus < wanted:
+        return
+    if generation.device != Device.cpu and 0 < gpus < wanted:
         ranks = f"a server takes {wanted}, and " if wanted > shape.tensor else ""
         yield f"{shape}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
-    else:
-        yield from gpu_problems(config)
-
-
-def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each setting by which servers cannot work on the GPUs that the plan gives them."""
-    engine = config.generation.engine
+        return
     try:
-        plans, shape = plan_workers(config), engine.shape
+        plans = plan_workers(config)
     except ValueError:  # no layout, or no graph
         return  # reported by the trainer's checks and by the launcher
     servers = [plan for plan in plans if plan.kind == GENERATION_SERVER]
-    least = min((len(plan.resources.gpus) for plan in servers if plan.resources.gpus), default=shape.gpus)
-    if least < shape.gpus:
-        ranks = f"a server has {shape.gpus} ranks, and " if shape.gpus > shape.tensor else ""
+    least = min((len(plan.resources.gpus) for plan in servers if plan.resources.gpus), default=wanted)
+    if least < wanted:
+        ranks = f"a server has {wanted} ranks, and " if wanted > shape.tensor else ""
         yield (
             f"{shape}: {ranks}training ranks leave a server {least} GPU{'s'[: least - 1]}; "
             f"use {least}, fewer training ranks (trainer.parallel), or a host with more GPUs"
         )
     if engine.fixed_cache or engine.memory_share is not None:
         return
-    guests = guests_of(config.generation)  # they share with training ranks, but with no other server
+    guests = guests_of(generation)  # they share with training ranks, but with no other server
     stay = [plan for plan in plans if plan.kind != GENERATION_SERVER or plan.index not in guests]
     if shared := first_shared_gpu(servers) or first_shared_gpu(stay):
         gpu, (server, other) = shared
