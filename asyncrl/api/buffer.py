@@ -42,5 +42,5 @@ class BufferOrder(Protocol):
     """
 
     def __call__(self, rollout: ReadyRollout) -> float:
-        """Return the rank of `rollout`, a finite number. Lower ranks are trained first; among equals, the oldest."""
+        """Return the rank of `rollout`, a finite number. Lower ranks are trained first."""
         ...

@@ -157,7 +157,6 @@ class GenerationServerEntry(_Entry, frozen=True):
 
     url: str
     pid: int | None
-    backend: str
     version: int
 
 

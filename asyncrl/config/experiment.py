@@ -142,7 +142,7 @@ class ExperimentConfig:
     @property
     def adopted_urls(self) -> list[str]:
         """Addresses of servers outside the run; they do not receive the run's token."""
-        return [*self.generation.sglang.urls, *(policy.url for policy in self.policies if policy.url is not None)]
+        return [*self.generation.engine.urls, *(policy.url for policy in self.policies if policy.url is not None)]
 
     @property
     def policy_of_server(self) -> list[PolicyConfig]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
+from asyncrl.inference.settings import guests_of
 from asyncrl.trainer.settings import KeptOn
 
 OUT_OF_MEMORY = "out of memory"
@@ -68,11 +68,9 @@ def trainer_settings(
     if on_gpu and roles > 1 and not trainer.offload:
         yield "trainer.offload=true"
     if shared:
-        if generation.backend == GenerationBackend.embedded:
-            yield f"generation.max_total_tokens below {generation.max_total_tokens}"
-        else:
-            share = sglang_flags(generation).get("mem_fraction_static", "SGLang's default")
-            yield f"generation.sglang.args.mem_fraction_static below {share}"
+        engine = generation.engine
+        now = generation.max_total_tokens if engine.fixed_cache else engine.memory_share or f"{engine.label}'s default"
+        yield f"{engine.memory_setting} below {now}"
         if not guests_of(generation):
             yield "generation.guests=all (the trainer and its servers use the GPU in turns)"
     if on_gpu:

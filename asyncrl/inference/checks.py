@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from types import ModuleType
 from urllib.parse import urlsplit
 
-from asyncrl.comm.names import GENERATION_SERVER
+from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.settings import (
-    ALL_GUESTS,
-    GenerationBackend,
-    Quantization,
-    adopts,
-    guests_of,
-    quantised,
-    server_shape,
-    sglang_flags,
-)
-from asyncrl.inference.sglang import gpu_checks
-from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
+from asyncrl.config.setting import Device
+from asyncrl.inference.settings import ALL_GUESTS, GenerationConfig, guests_of
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
+from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode
-
-ANY_TYPE = ("bitsandbytes", "gguf")
-"""SGLang's quantisations that compute in float32 too."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -48,48 +35,33 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     yield from _positions(config)
     yield from guest_problems(config)
-    if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
+    if generation.engine.fixed_cache and generation.max_running_requests < config.group_size:
         yield (
             f"generation.max_running_requests={generation.max_running_requests}: a group of "
             f"group_size={config.group_size} does not fit; use {config.group_size} or more"
         )
-    if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < needed:
+    if generation.engine.fixed_cache and generation.max_total_tokens < needed:
         yield (
             f"generation.max_total_tokens={generation.max_total_tokens}: one sample may take {needed}; use "
             f"{needed} or more"
         )
     yield from _frozen_servers(config)
     yield from _quantised(config)
-    if generation.backend == GenerationBackend.sglang:
-        yield from _sglang(config)
-    elif generation.sglang.urls:
-        yield (
-            f"generation.sglang.urls={list(generation.sglang.urls)}: servers of SGLang, which "
-            f"generation.backend={str(generation.backend)!r} does not use; set generation.backend=sglang, or leave "
-            "them out"
-        )
-    if generation.backend == GenerationBackend.embedded or not generation.sglang.urls:
-        yield from _gpus(config)
+    yield from _checks_of(generation).check(config)
+    if generation.engine.urls:
+        yield from _urls(config)
+    else:
+        yield from gpu_problems(config)
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a warning for each valid setting with a surprising effect."""
-    if _embedded_on_gpus(config):
-        yield (
-            "generation.backend='embedded': on a GPU it is for tests and small models, as a token costs some thirty "
-            "operators a layer, each started by the CPU; use generation.backend=sglang for speed"
-        )
+    yield from _checks_of(config.generation).warnings(config)
 
 
-def _embedded_on_gpus(config: ExperimentConfig) -> bool:
-    """True if an embedded engine computes on a GPU."""
-    if config.generation.backend != GenerationBackend.embedded:
-        return False
-    try:
-        plans = plan_workers(config)
-    except ValueError:  # no layout, or no graph
-        return False  # reported by the trainer's checks and by the launcher
-    return any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plans)
+def _checks_of(generation: GenerationConfig) -> ModuleType:
+    """Return the checks of settings that concern the chosen back end alone."""
+    return import_module(generation.engine.checks)
 
 
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
@@ -97,31 +69,11 @@ def _quantised(config: ExperimentConfig) -> Iterator[str]:
     quantisation.
     """
     generation, algorithm = config.generation, config.algorithm
-    if generation.backend == GenerationBackend.sglang and generation.quantization != Quantization.none:
-        yield (
-            f"generation.quantization={str(generation.quantization)!r}: it is the embedded engine's; SGLang has "
-            "generation.sglang.args={quantization: fp8} and others"
-        )
-    said = quantised(generation)
-    if not said:
-        return
-    if algorithm.policy_loss.name == "decoupled_ppo" and algorithm.correction.name == "none":
+    said = generation.engine.quantised
+    if said and algorithm.policy_loss.name == "decoupled_ppo" and algorithm.correction.name == "none":
         yield (
             f"algorithm.correction='none': {said} makes servers sample from another policy than the trainer's, which "
             "decoupled_ppo weighs by a correction only; use algorithm.correction.name=token_truncate"
-        )
-    if generation.backend != GenerationBackend.sglang:
-        return
-    any_type = sglang_flags(generation)["quantization"] in ANY_TYPE
-    if with_types(config).generation.dtype == Dtype.float32 and not any_type:
-        yield (
-            f"generation.dtype={str(generation.dtype)!r}: with {said} SGLang does not compute in float32, which "
-            "generation.dtype=auto is on a CPU; use bfloat16"
-        )
-    if config.manager.weight_transport != "disk":
-        yield (
-            f"manager.weight_transport={config.manager.weight_transport!r}: whether SGLang quantises weights anew that "
-            f"it gets from memory is not known for {said}; use weight_transport=disk"
         )
 
 
@@ -142,11 +94,13 @@ def _positions(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _gpus(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message if one server needs more GPUs than exist. Several servers may share too few GPUs."""
-    generation = config.generation
+def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting by which servers cannot work on the GPUs that exist, or that the plan
+    gives them. Several servers may share too few GPUs.
+    """
+    generation, engine = config.generation, config.generation.engine
     try:
-        shape = server_shape(generation)
+        shape = engine.shape
     except ValueError as error:
         yield str(error)
         return
@@ -156,11 +110,51 @@ def _gpus(config: ExperimentConfig) -> Iterator[str]:
             "generation.device='cuda': no NVIDIA GPU is visible here (see nvidia-smi and CUDA_VISIBLE_DEVICES); use "
             "cpu or auto"
         )
-    elif generation.backend == GenerationBackend.sglang and generation.device != Device.cpu and 0 < gpus < wanted:
+        return
+    if generation.device != Device.cpu and 0 < gpus < wanted:
         ranks = f"a server takes {wanted}, and " if wanted > shape.tensor else ""
         yield f"{shape}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
-    else:
-        yield from gpu_checks.problems(config)
+        return
+    try:
+        plans = plan_workers(config)
+    except ValueError:  # no layout, or no graph
+        return  # reported by the trainer's checks and by the launcher
+    servers = [plan for plan in plans if plan.kind == GENERATION_SERVER]
+    least = min((len(plan.resources.gpus) for plan in servers if plan.resources.gpus), default=wanted)
+    if least < wanted:
+        ranks = f"a server has {wanted} ranks, and " if wanted > shape.tensor else ""
+        yield (
+            f"{shape}: {ranks}training ranks leave a server {least} GPU{'s'[: least - 1]}; "
+            f"use {least}, fewer training ranks (trainer.parallel), or a host with more GPUs"
+        )
+    if engine.fixed_cache or engine.memory_share is not None:
+        return
+    guests = guests_of(generation)  # they share with training ranks, but with no other server
+    stay = [plan for plan in plans if plan.kind != GENERATION_SERVER or plan.index not in guests]
+    if shared := first_shared_gpu(servers) or first_shared_gpu(stay):
+        gpu, (server, other) = shared
+        arguments, _, flag = engine.memory_setting.rpartition(".")
+        yield (
+            f"{arguments}: {server} and {other} are both on GPU {gpu}, and {engine.label} takes nearly all memory "
+            "that is free at its start, so that the one that comes later runs out of it; set its part, for example "
+            f"{arguments}={{{flag}: 0.3}} (--show-allocation says what training ranks need), or "
+            "give each a GPU of its own"
+        )
+
+
+def first_shared_gpu(plans: list[WorkerPlan]) -> tuple[str, tuple[str, str]] | None:
+    """Return the first GPU that a generation server shares with a training rank or another server, and the two."""
+    on: defaultdict[tuple[str, str], list[WorkerPlan]] = defaultdict(list)
+    for plan in plans:
+        if plan.kind in (MODEL_WORKER, GENERATION_SERVER):
+            for gpu in plan.resources.gpus:
+                on[plan.host.name, gpu].append(plan)
+    for (_, gpu), there in on.items():
+        servers = [plan.name for plan in there if plan.kind == GENERATION_SERVER]
+        others = [plan.name for plan in there if plan.kind != GENERATION_SERVER] + servers[1:]
+        if servers and others:
+            return gpu, (servers[0], others[0])
+    return None
 
 
 def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
@@ -183,14 +177,16 @@ def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
             )
 
 
-def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
-    yield from _addresses("generation.sglang.urls", urls, system)
+def _urls(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each of the adopted servers that the run cannot use."""
+    setting, urls = f"generation.{config.generation.backend}.urls", config.generation.engine.urls
+    yield from _addresses(setting, urls, config.system)
     servers = [url.rstrip("/") for url in urls]
     for url in sorted({url for url in servers if servers.count(url) > 1}):
-        yield f"generation.sglang.urls={url!r}: given {servers.count(url)} times; name each server once"
+        yield f"{setting}={url!r}: given {servers.count(url)} times; name each server once"
 
 
-def _addresses(setting: str, urls: list[str], system: SystemConfig) -> Iterator[str]:
+def _addresses(setting: str, urls: Sequence[str], system: SystemConfig) -> Iterator[str]:
     """Yield an error message for each address of `setting` that the run cannot use."""
     for url in urls:
         try:
@@ -208,61 +204,6 @@ def _addresses(setting: str, urls: list[str], system: SystemConfig) -> Iterator[
             )
 
 
-def _sglang(config: ExperimentConfig) -> Iterator[str]:
-    generation = config.generation
-    if config.rollout.sampling.allowed_token_ids:
-        yield (
-            f"rollout.sampling.allowed_token_ids={config.rollout.sampling.allowed_token_ids!r}: SGLang has no such "
-            "parameter; use generation.backend=embedded"
-        )
-    try:
-        check_args(generation.sglang.args)
-    except ValueError as error:
-        yield str(error)
-    if "SGLANG_RETURN_ORIGINAL_LOGPROB" in generation.sglang.env:
-        yield (
-            "generation.sglang.env.SGLANG_RETURN_ORIGINAL_LOGPROB: asyncrl sets it to 0, for training needs "
-            "log-probabilities at the sampling temperature; leave it out"
-        )
-    yield from _sglang_pictures(config)
-    if generation.sglang.urls:
-        yield from _urls(generation.sglang.urls, config.system)
-        return
-    python = generation.sglang.python
-    if python and shutil.which(Path(python).expanduser()) is None:
-        yield (
-            f"generation.sglang.python={python!r}: not an executable; give the interpreter of an environment that has "
-            "sglang"
-        )
-    if not python and importlib.util.find_spec("sglang") is None:
-        yield (
-            "generation.backend='sglang': sglang is not installed in this environment; make one for it by "
-            "`asyncrl install sglang_gpu` (without a GPU: sglang_cpu), and name its interpreter in "
-            "generation.sglang.python"
-        )
-
-
-def _sglang_pictures(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each setting by which SGLang would see other pictures than the trainer."""
-    path, env = config.model.path, config.generation.sglang.env
-    try:
-        described = read_model_config(str(path))
-        served = pictures_served(config, described)
-        missing = missing_for_pictures(described) if served else ""
-    except (OSError, ValueError, TypeError, AttributeError):
-        return  # reported by the trainer's checks
-    if missing:
-        yield (
-            f"model.path={path!r}: its config.json has no {missing}, which SGLang reads of {described['model_type']}; "
-            "add it as the model's published folder has it, or use model.vision=none, or generation.backend=embedded"
-        )
-    if served and "SGLANG_VLM_CACHE_SIZE_MB" in env and config.model.vision == VisionMode.train:
-        yield (
-            f"generation.sglang.env.SGLANG_VLM_CACHE_SIZE_MB={env['SGLANG_VLM_CACHE_SIZE_MB']!r}: SGLang would show "
-            "pictures as earlier versions of the vision tower saw them; leave it out, or use model.vision=freeze"
-        )
-
-
 def guest_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting that guests exclude: `setting=value: what is wrong; what to do`."""
     try:
@@ -273,10 +214,10 @@ def guest_problems(config: ExperimentConfig) -> Iterator[str]:
     if not guests:
         return
     setting = f"generation.guests={config.generation.guests!r}"
-    if adopts(config.generation):
+    if config.generation.engine.urls:
         yield (
-            f"{setting}: generation.sglang.urls names servers that others started, and where they run is not known; "
-            "leave the urls out, or use guests=none"
+            f"{setting}: generation.{config.generation.backend}.urls names servers that others started, and where they "
+            "run is not known; leave the urls out, or use guests=none"
         )
     if len(guests) < config.generation.servers and config.system.hosts:
         yield f"{setting}: of servers on several hosts (system.hosts) only all can be guests; use {ALL_GUESTS}"

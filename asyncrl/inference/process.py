@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import pkgutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +24,14 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.waits.limits import LOOK_S
-from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
 from asyncrl.inference.figures import EngineFigures
-from asyncrl.inference.settings import GenerationBackend, guests_of
-from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
-from asyncrl.inference.sglang.server_checks import check_head, check_kept_requests, check_pictures
+from asyncrl.inference.settings import guests_of
+from asyncrl.inference.sglang.host import AdoptedHost
 from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
@@ -187,45 +185,25 @@ class GenerationServer(AsyncWorker):
         Raises:
             EngineStartError: it cannot, or it does not answer.
         """
-        await check_kept_requests(url, self.config, self.http_security)
-        await check_pictures(url, self.config, self.http_security)
-        await check_head(url, self.config, self.http_security)
+        if path := self.config.generation.engine.server_check:
+            await pkgutil.resolve_name(path)(url, self.config, self.http_security)
 
     def _register(self, served: ServedEngine) -> None:
         """Publish the engine's address with a lease, and report to the launcher that it serves."""
-        entry = names.GenerationServerEntry(served.url, served.pid, self.config.generation.backend, int(BASE_VERSION))
+        entry = names.GenerationServerEntry(served.url, served.pid, int(BASE_VERSION))
         self.resolver.add(self._key, entry.encode(), lease_s=self.config.system.lease_s, replace=True)
         self.ready()
-        self.log.info("%s serves at %s", self.config.generation.backend, served.url)
+        self.log.info("the engine serves at %s", served.url)
 
     def _unregister(self) -> None:
         if not self.resolver.withdraw(self._key):
             self.log.info("the registration was already gone, or is another's")
 
     def _make_host(self) -> EngineHost:
-        generation, model_dir = self.config.generation, Path(str(self.config.model.path))
-        if generation.backend == GenerationBackend.embedded:
-            with lasting_imports():  # torch is imported only here: with SGLang this process stays small
-                from asyncrl.inference.embedded.host import EmbeddedHost
-
-            return EmbeddedHost(self.config, security=self.http_security, guest=self._guest is not None)
-        if generation.sglang.urls:
-            url, limit_s = generation.sglang.urls[self.index], generation.start_timeout_s
-            return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
-        device = generation.device
-        if device == Device.auto:
-            device = Device.cuda if count_gpus() else Device.cpu
-        where = f"GPU {', '.join(visible_gpus())}" if device == Device.cuda else "the CPU"
-        self.log.info("SGLang computes on %s in %s", where, generation.dtype.on(device))
-        return SGLangHost(
-            self.config,
-            scratch=f"{self._scratch}{self.index}",
-            run_dir=self.run_dir,
-            device=device,
-            security=self.http_security,
-            log=self.log,
-            guest=self._guest is not None,
-        )
+        """Return the engine of the configured back end, whose libraries are loaded only here."""
+        with lasting_imports():
+            make: Callable[..., EngineHost] = pkgutil.resolve_name(self.config.generation.engine.host)
+        return make(self, scratch=f"{self._scratch}{self.index}", guest=self._guest is not None)
 
 
 class PolicyServer(GenerationServer):
@@ -245,8 +223,6 @@ class PolicyServer(GenerationServer):
             self.config.model.path = str(Path(policy.path).expanduser())
         self.config.moe.replay_routing = False  # its tokens are not trained
         self._trained, self._url = policy.trained, policy.url
-        if policy.url is not None:
-            self.config.generation.backend = GenerationBackend.sglang  # the API of servers at a URL
 
     _is_guest = False
 
@@ -263,4 +239,4 @@ class PolicyServer(GenerationServer):
     async def _check(self, url: str) -> None:
         """Check a trained policy only: no answer of the others spans a weight update. All of them read text."""
         if self._trained:
-            await check_kept_requests(url, self.config, self.http_security)
+            await super()._check(url)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any, Final
+from typing import Any
 
 from asyncrl.config.setting import Device, Dtype, setting
+from asyncrl.inference.backends import BACKENDS, Backend
 
 NO_GUESTS, ALL_GUESTS = "none", "all"
-SGLANG_PICTURES: Final = frozenset({"glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""`model_type` of the models whose pictures SGLang servers take (`asyncrl/inference/sglang/plugin`)."""
 
 
 class GenerationBackend(StrEnum):
-    """The engine behind the HTTP contract."""
+    """The engine behind the HTTP contract; `asyncrl.inference.backends` has what each can do."""
 
     embedded = auto()
     """The torch engine in the GenerationServer's own process."""
@@ -99,78 +98,10 @@ class GenerationConfig:
     threads: int = setting(1, "CPU threads of each server", unit="threads", minimum=1)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
-
-def servers_take_pictures(generation: GenerationConfig, weight_transport: str, model_type: str) -> bool:
-    """Return whether the servers take the pictures of a model of transformers' type `model_type` that takes some.
-
-    SGLang servers do if they are the run's own, and get their weights from disk: others were not compared.
-    """
-    if generation.backend == GenerationBackend.embedded:
-        return True
-    return model_type in SGLANG_PICTURES and not generation.sglang.urls and weight_transport == "disk"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerShape:
-    """Ranks of one SGLang server along each axis.
-
-    With `shared_attention` (`enable_dp_attention`) the data axis lies within the tensor axis and adds no ranks.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    shared_attention: bool = False
-
     @property
-    def gpus(self) -> int:
-        """Number of GPUs of the server: one per rank."""
-        return self.tensor * self.pipeline * (1 if self.shared_attention else self.data)
-
-    def __str__(self) -> str:
-        axes = {"tensor_parallel": self.tensor, "args.pp_size": self.pipeline, "args.dp_size": self.data}
-        named = [f"generation.sglang.{name}={value}" for name, value in axes.items() if value > 1]
-        return ", ".join(named) or "generation.sglang.tensor_parallel=1"
-
-
-def server_shape(generation: GenerationConfig) -> ServerShape:
-    """Return the ranks of each server that is started.
-
-    Raises:
-        ValueError: a flag of SGLang does not fit; the message names it.
-    """
-    if generation.backend != GenerationBackend.sglang:
-        return ServerShape(tensor=generation.sglang.tensor_parallel)
-    flags = sglang_flags(generation)
-
-    def size(*names: str) -> int:
-        value = next((flags[name] for name in names if flags.get(name) is not None), 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"generation.sglang.args.{names[0]}={value!r}: it is a number of ranks; use 1 or more")
-        return value
-
-    if (nodes := size("nnodes")) > 1:
-        raise ValueError(
-            f"generation.sglang.args.nnodes={nodes}: a server is started on one host; start one over several yourself "
-            "and name it in generation.sglang.urls"
-        )
-    shape = ServerShape(
-        generation.sglang.tensor_parallel,
-        size("pp_size", "pipeline_parallel_size"),
-        size("dp_size", "data_parallel_size"),
-        bool(flags.get("enable_dp_attention")),
-    )
-    if shape.shared_attention and size("attn_dp_size") > 1:
-        raise ValueError(
-            "generation.sglang.args.enable_dp_attention=true: attn_dp_size says the same in SGLang's newer words; "
-            "leave enable_dp_attention out"
-        )
-    if shape.shared_attention and shape.tensor % shape.data:
-        raise ValueError(
-            f"generation.sglang.args.dp_size={shape.data}: with enable_dp_attention it divides "
-            f"generation.sglang.tensor_parallel={shape.tensor}"
-        )
-    return shape
+    def engine(self) -> Backend:
+        """What the servers can do."""
+        return BACKENDS[self.backend](self)
 
 
 def guests_of(generation: GenerationConfig) -> range:
@@ -179,7 +110,7 @@ def guests_of(generation: GenerationConfig) -> range:
     Raises:
         ValueError: `generation.guests` is neither none, all nor a number of servers; the message says so.
     """
-    said, servers = generation.guests, len(generation.sglang.urls) or generation.servers
+    said, servers = generation.guests, len(generation.engine.urls) or generation.servers
     if said in (NO_GUESTS, ALL_GUESTS):
         count = servers if said == ALL_GUESTS else 0
     elif not said.isdecimal() or not 1 <= int(said) <= servers:
@@ -190,40 +121,3 @@ def guests_of(generation: GenerationConfig) -> range:
     else:
         count = int(said)
     return range(servers - count, servers)
-
-
-def quantised(generation: GenerationConfig) -> str:
-    """Return the setting by which the servers quantise their weights; empty if they do not quantise, or were not
-    started by the run.
-    """
-    if generation.backend == GenerationBackend.embedded:
-        chosen = generation.quantization
-        return "" if chosen == Quantization.none else f"generation.quantization={chosen}"
-    method = sglang_flags(generation).get("quantization")
-    return f"generation.sglang.args.quantization={method!r}" if method and method != "unquant" else ""
-
-
-def adopts(generation: GenerationConfig) -> bool:
-    """Return True if the servers are SGLang's and were not started by the run."""
-    return generation.backend == GenerationBackend.sglang and bool(generation.sglang.urls)
-
-
-def finds_stop_strings(generation: GenerationConfig) -> bool:
-    """Return True if the servers have tokenizers to find stop strings with: SGLang's only if started with one."""
-    if generation.backend == GenerationBackend.embedded:
-        return True
-    return not generation.sglang.urls and sglang_flags(generation).get("skip_tokenizer_init") is False
-
-
-def wants_prefix_first(generation: GenerationConfig) -> bool:
-    """Return True if the servers share the common prefix of one batch's requests only after an earlier request had it,
-    as with SGLang's radix cache. The embedded engine shares it in any case.
-    """
-    if generation.backend == GenerationBackend.embedded:
-        return False
-    return not sglang_flags(generation).get("disable_radix_cache")
-
-
-def sglang_flags(generation: GenerationConfig) -> dict[str, Any]:
-    """Return `generation.sglang.args` by SGLang's own names, whichever way they are spelled."""
-    return {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}

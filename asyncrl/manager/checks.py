@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import GenerationBackend, adopts
 from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.weights.transports.base import weight_transport
@@ -17,11 +16,11 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
-    transport, backend = weight_transport(config.manager.weight_transport), config.generation.backend
-    if transport.needs_sglang and backend != GenerationBackend.sglang:
+    transport, generation = weight_transport(config.manager.weight_transport), config.generation
+    if not transport.needs_folders and not generation.engine.takes_sent_weights:
         yield (
-            f"manager.weight_transport={transport.name!r}: generation.backend={str(backend)!r} takes weights "
-            "from disk only; use weight_transport=disk or backend=sglang"
+            f"manager.weight_transport={transport.name!r}: generation.backend={str(generation.backend)!r} takes "
+            "weights from disk only; use weight_transport=disk or backend=sglang"
         )
     yield from transport.check(config)
     system = config.system
@@ -38,7 +37,7 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each policy that agents could not use."""
     if not config.policies:
         return
-    if adopts(config.generation) and any(policy.url is None for policy in config.policies):
+    if config.generation.engine.urls and any(policy.url is None for policy in config.policies):
         yield (
             "policies: their servers are started, and generation.sglang.urls names servers that run already; leave the "
             "urls out, or give each policy its url"
@@ -119,7 +118,7 @@ def _url(config: ExperimentConfig, policy: PolicyConfig, url: str) -> Iterator[s
         yield f"{setting}: a model that is never updated has no versions; leave out url or versions"
     if policy.servers != 1:
         yield f"{setting}: servers={policy.servers}: the run starts no server beside the one at url; leave servers out"
-    if url in {own.rstrip("/") for own in config.generation.sglang.urls}:
+    if url in {own.rstrip("/") for own in config.generation.engine.urls}:
         yield f"{setting}: the run updates that server, as generation.sglang.urls names it; leave it out of one of them"
 
 
@@ -127,7 +126,7 @@ def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterat
     setting = f"policies: {policy.name!r}: path={path!r}"
     if policy.versions != VersionPoolConfig() and not policy.trained:
         yield f"{setting}: a model that is never updated has no versions; leave out path or versions"
-    as_it_is = not policy.trained and config.generation.backend == GenerationBackend.sglang
+    as_it_is = not policy.trained and config.generation.engine.loads_quantised
     faults = list(hugging_face_folder(f"policies: {policy.name!r}: path", path, quantised=as_it_is))
     yield from faults
     if not faults and config.model.path is not None and (difference := vocabulary_difference(config.model.path, path)):

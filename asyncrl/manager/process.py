@@ -24,7 +24,7 @@ from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
-from asyncrl.inference.settings import GenerationBackend, guests_of
+from asyncrl.inference.settings import guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.guests.guests import Guests
@@ -170,7 +170,7 @@ class GserverManager(AsyncWorker):
             weight_transport(updates.weight_transport).manager_end(publisher),
             timeout_s=updates.update_timeout_s,
             checks=() if self._logprob_check is None else (self._logprob_check,),
-            backend=self.config.generation.backend,
+            own_api=self.config.generation.engine.own_api,
         )
         return FleetRunner(
             self._decisions,
@@ -242,10 +242,10 @@ class GserverManager(AsyncWorker):
     async def _take(self, target: Target, win_rates: names.WinRatesOfPools) -> None:
         """Make `target` the version that generation servers update to.
 
-        A damaged or mismatching version is refused, and servers keep the present one. Checksums are verified here only
-        for SGLang: the embedded engine verifies them itself when it reads the files.
+        A damaged or mismatching version is refused, and servers keep the present one. Checksums are verified here if
+        the engine does not verify them itself when it reads the files.
         """
-        summed = self.config.generation.backend == GenerationBackend.sglang
+        summed = not self.config.generation.engine.verifies_files
         try:
             manifest = await asyncio.to_thread(verify, Path(target.path), checksums=summed)
             if self._first_manifest is not None:

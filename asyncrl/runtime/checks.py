@@ -95,7 +95,7 @@ def _own_disks(config: ExperimentConfig) -> Iterator[str]:
             f"{off}: manager.weight_transport={config.manager.weight_transport!r} reaches servers of the trainer's "
             "host alone; use disk, which brings each version to the disk of every host"
         )
-    if generation.sglang.urls:
+    if generation.engine.urls:
         yield f"{off}: generation.sglang.urls: the run cannot copy weights to servers that it did not start"
 
 

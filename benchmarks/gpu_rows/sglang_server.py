@@ -27,12 +27,12 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.inference.checks import gpu_problems
 from asyncrl.inference.client import GenerationServerClient, PauseMode, wire_rid
 from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.messages import GenerateRequest
 from asyncrl.inference.replies import parse_completion
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.inference.sglang import gpu_checks
 from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
@@ -163,7 +163,7 @@ def settings(bench: Bench, dtype: Dtype) -> ExperimentConfig:
     assert bench.sglang is not None
     generation.sglang.python = bench.sglang
     if bench.cuda:
-        generation.sglang.args = {gpu_checks.MEMORY_SHARE: MEMORY_SHARE}
+        generation.sglang.args = {generation.engine.memory_flag: MEMORY_SHARE}
         if dtype == Dtype.float32:  # other kernels compute in 16 bits; speed does not matter here
             generation.sglang.args |= {"attention_backend": "triton", "disable_cuda_graph": True}
         server = next(plan for plan in plan_workers(config) if plan.kind == GENERATION_SERVER)
@@ -314,7 +314,7 @@ def _updates(
         transport.manager_end(SentFromHere(end)),
         timeout_s=LIMIT_S,
         checks=[check] if tolerance else [],
-        backend=GenerationBackend.sglang,
+        own_api=False,
     )
 
     def publish() -> Target:
@@ -367,7 +367,7 @@ def _updates(
 
 def _other_type(bench: Bench, made: Calls, dtype: Dtype) -> Iterator[Figure]:
     """Agreement in the type that the device would not choose."""
-    if problems := [*gpu_checks.problems(settings(bench, dtype))]:
+    if problems := [*gpu_problems(settings(bench, dtype))]:
         raise LeftOut("; ".join(problems))
     try:
         with served(bench, made, dtype) as server:

@@ -36,7 +36,6 @@ from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, MemoryTag, PauseMode, UpdateFailed, wire_rid
 from asyncrl.inference.replies import parse_completion
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
 from asyncrl.manager.fleet.update import ServerUpdater
@@ -320,7 +319,7 @@ async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationSe
 @pytest_asyncio.fixture
 async def updater(backend: Backend) -> AsyncIterator[ServerUpdater]:
     http = JsonHttp(backend.security)
-    yield ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, backend=GenerationBackend(backend.kind))
+    yield ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, own_api=backend.kind == "embedded")
     await http.close()
 
 

@@ -99,7 +99,7 @@ class Run:
         return self.clients[-1]
 
     def register(self, index: int, server: Any) -> None:
-        value = names.GenerationServerEntry(server.url, 1, "fake", 0).encode()
+        value = names.GenerationServerEntry(server.url, 1, 0).encode()
         self.resolver.add(names.gen_server_key(index), value, lease_s=LIMIT_S, replace=True)
 
     def weights(self, version: int, shape: tuple[int, ...] = (2,), probe: LogprobProbe | None = None) -> Path:

@@ -14,7 +14,6 @@ from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, J
 from asyncrl.inference import client as client_module
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
 from asyncrl.inference.replies import MalformedReply, parse_completion, parse_version
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
@@ -243,7 +242,7 @@ async def test_running_requests_have_ended_before_sglang_is_paused(
     client = GenerationServerClient(http, server.url)
     running = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))
     await server.until(lambda: server.generated_tokens == 2)
-    updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, backend=GenerationBackend.sglang)
+    updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, own_api=False)
     await updater.update(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"))
     (answer,) = await running
     assert (answer.finish_reason, answer.versions) == (FinishReason.abort, [0, 0])

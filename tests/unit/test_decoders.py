@@ -434,7 +434,7 @@ def name_cases() -> Iterator[Case]:
         names.TrialHolder("l", "h", "m", 1, 2, "now", "/x"),
         names.WorkerAddress("tcp://h:1", 1),
         names.WorkerStatus("ready", 1, "why", 2),
-        names.GenerationServerEntry("http://h:1", None, "embedded", 3),
+        names.GenerationServerEntry("http://h:1", None, 3),
         names.PublishedVersion(3, "/x"),
     ]
     for entry in entries:

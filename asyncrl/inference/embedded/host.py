@@ -14,11 +14,11 @@ from asyncrl.config.memory_advice import in_order, is_out_of_memory, server_sett
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.load_engine import load_engine
 from asyncrl.inference.embedded.serving.server import Server, serve
-from asyncrl.inference.engine_host import EngineStartError, ServedEngine
+from asyncrl.inference.engine_host import EngineHost, EngineStartError, ServedEngine
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
 from asyncrl.runtime.process.torch_device import choose_device, shortage
-from asyncrl.runtime.process.worker import OutOfMemory
+from asyncrl.runtime.process.worker import AsyncWorker, OutOfMemory
 
 _HEALTH_POLL_S = 0.25
 
@@ -32,6 +32,11 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def make_host(worker: AsyncWorker, *, scratch: str, guest: bool) -> EngineHost:
+    """Return the host of the engine of `worker`, which needs no scratch folder; `guest` as of `EmbeddedHost`."""
+    return EmbeddedHost(worker.config, security=worker.http_security, guest=guest)
 
 
 class EmbeddedHost:

@@ -22,7 +22,6 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import BASE_VERSION
-from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
@@ -138,7 +137,7 @@ def build_command(
     pictures = pictures_served(config, model_config)
     if pictures and model_config["model_type"] == "qwen3_vl":
         flags["enable_precise_embedding_interpolation"] = True  # else some paths place patches differently
-    user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
+    user = generation.engine.flags
     if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
         flags["dist_init_addr"] = f"{url_host(config.system.host)}:{ports.rendezvous}"
     argv = [generation.sglang.python or sys.executable, "-m", "sglang.launch_server"]
@@ -224,7 +223,7 @@ def pictures_served(config: ExperimentConfig, model_config: Mapping[str, Any]) -
     if config.model.vision == VisionMode.none or placeholder_id(model_config) is None:
         return False
     kind, transport = str(model_config.get("model_type")), config.manager.weight_transport
-    return servers_take_pictures(config.generation, transport, kind)
+    return config.generation.engine.takes_pictures(transport, kind)
 
 
 def missing_for_pictures(model_config: Mapping[str, Any]) -> str:

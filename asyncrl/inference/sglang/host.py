@@ -22,11 +22,13 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory_advice import in_order, is_out_of_memory
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
+from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree
+from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.starting import LONGEST_STARTS, Effort
+from asyncrl.runtime.process.worker import AsyncWorker
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
 """First and last interval of the readiness check, in s. It grows, so that answering the check does not count as
@@ -39,6 +41,28 @@ _ADDRESS_IN_USE = ("address already in use", "errno 98", "eaddrinuse")
 _CHILD_TITLE = "sglang::"  # what SGLang calls its schedulers and its detokenizer
 _MAX_SOCKET_FOLDER = 80  # a Unix socket's path holds 107 bytes, of which SGLang's file names take some 20
 _NO_ROOM_FOR_THE_CACHE = "not enough memory. please try to increase --mem-fraction-static"
+
+
+def make_host(worker: AsyncWorker, *, scratch: str, guest: bool) -> EngineHost:
+    """Return the host of the server of `worker`; `scratch` and `guest` as of `SGLangHost`."""
+    generation, security = worker.config.generation, worker.http_security
+    if generation.sglang.urls:
+        folder, limit_s = Path(str(worker.config.model.path)), generation.start_timeout_s
+        return AdoptedHost(generation.sglang.urls[worker.index], model_dir=folder, security=security, timeout_s=limit_s)
+    device = generation.device
+    if device == Device.auto:
+        device = Device.cuda if count_gpus() else Device.cpu
+    where = f"GPU {', '.join(visible_gpus())}" if device == Device.cuda else "the CPU"
+    worker.log.info("SGLang computes on %s in %s", where, generation.dtype.on(device))
+    return SGLangHost(
+        worker.config,
+        scratch=scratch,
+        run_dir=worker.run_dir,
+        device=device,
+        security=security,
+        log=worker.log,
+        guest=guest,
+    )
 
 
 class SGLangHost:

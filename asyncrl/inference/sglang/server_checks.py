@@ -19,7 +19,6 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import EngineStartError
-from asyncrl.inference.settings import GenerationBackend, adopts
 from asyncrl.inference.sglang.command import pictures_served
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
@@ -30,27 +29,47 @@ LEAST_DIFFERENCE = 1e-6
 """In nats: log-probabilities of two pictures that differ by less are taken for equal."""
 
 
-async def check_kept_requests(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
-    """Check that answers of the server at `url` may span a weight update, if they do in this run.
+async def check_server(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
+    """Check that the server at `url` can do what the run needs.
 
     Raises:
-        EngineStartError: they may not, or the server does not answer.
+        EngineStartError: it cannot, or it does not answer.
     """
-    mode, generation = config.manager.update_mode, config.generation
-    kept = mode in (UpdateMode.retract, UpdateMode.in_place)
-    if not kept or generation.backend == GenerationBackend.embedded:
-        return
     try:
-        async with connect(url, security) as client:
-            fault = await _fault_in_keeping(client, mode, generation.start_timeout_s)
-    except HttpError as error:
-        raise EngineStartError(f"server {url} does not generate: {error}") from error
+        async with connect(url, security, inline_pictures=True) as client:
+            setting, fault = await _fault(client, config)
+    except (HttpError, PictureRulesError) as error:
+        raise EngineStartError(f"server {url} does not answer what it is asked before it serves: {error}") from error
     if fault:
-        raise EngineStartError(f"manager.update_mode={str(mode)!r}: server {url} {fault}")
+        raise EngineStartError(f"{setting}: server {url} {fault}")
+
+
+async def _fault(client: GenerationServerClient, config: ExperimentConfig) -> tuple[str, str]:
+    """Return a setting that the server does not go with, and why; two empty texts if there is none."""
+    mode, generation = config.manager.update_mode, config.generation
+    if fault := await _fault_in_keeping(client, mode, generation.start_timeout_s):
+        return f"manager.update_mode={str(mode)!r}", fault
+    if config.model.float32_head and generation.engine.urls and not await client.computes_head_in_float32():
+        fault = "computes logits in the type of its weights; start it with --enable-fp32-lm-head, or use false"
+        return "model.float32_head=true", fault
+    folder = Path(str(config.model.path))
+    described = read_model_config(folder)
+    if not pictures_served(config, described):
+        return "", ""
+    fault = await fault_in_pictures(
+        client,
+        folder,
+        vocabulary=int(described.get("text_config", described)["vocab_size"]),
+        context=context_length(config, described),
+        timeout_s=generation.start_timeout_s,
+    )
+    return "generation.backend='sglang'", fault
 
 
 async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, timeout_s: float) -> str:
-    """Return why answers of this server may not span a weight update of this mode; empty if they may."""
+    """Return why answers of this server may not span a weight update of this mode; empty if they may, or never do."""
+    if mode not in (UpdateMode.retract, UpdateMode.in_place):
+        return ""
     if not await client.tells_token_versions(timeout_s=timeout_s):
         return (
             "does not say which weights each token of its answers is of (no weight_versions); use SGLang 0.5.20 or "
@@ -62,53 +81,6 @@ async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, ti
             "start it with --disable-radix-cache, or use update_mode=retract"
         )
     return ""
-
-
-async def check_head(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
-    """Check that the adopted server at `url` computes logits in float32, if the training ranks do.
-
-    Raises:
-        EngineStartError: it does not, or it does not answer.
-    """
-    if not config.model.float32_head or not adopts(config.generation):
-        return
-    try:
-        async with connect(url, security) as client:
-            agrees = await client.computes_head_in_float32()
-    except HttpError as error:
-        raise EngineStartError(f"server {url} does not answer about its settings: {error}") from error
-    if not agrees:
-        raise EngineStartError(
-            f"model.float32_head=true: server {url} computes logits in the type of its weights; start it with "
-            "--enable-fp32-lm-head, or use false"
-        )
-
-
-async def check_pictures(url: str, config: ExperimentConfig, security: HttpSecurity | None) -> None:
-    """Check that the server at `url` looks at pictures, if the run shows it pictures.
-
-    Raises:
-        EngineStartError: it does not, or it does not answer.
-    """
-    generation, folder = config.generation, Path(str(config.model.path))
-    if generation.backend == GenerationBackend.embedded:
-        return
-    described = read_model_config(folder)
-    if not pictures_served(config, described):
-        return
-    try:
-        async with connect(url, security, inline_pictures=True) as client:
-            fault = await fault_in_pictures(
-                client,
-                folder,
-                vocabulary=int(described.get("text_config", described)["vocab_size"]),
-                context=context_length(config, described),
-                timeout_s=generation.start_timeout_s,
-            )
-    except (HttpError, PictureRulesError) as error:
-        raise EngineStartError(f"server {url} does not answer about pictures: {error}") from error
-    if fault:
-        raise EngineStartError(f"generation.backend='sglang': server {url} {fault}")
 
 
 async def fault_in_pictures(

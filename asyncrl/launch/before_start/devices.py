@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.machine_limits import host_memory
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
-from asyncrl.inference.settings import adopts, guests_of
+from asyncrl.inference.settings import guests_of
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
@@ -54,12 +54,12 @@ def device_lines(config: ExperimentConfig) -> Iterator[str]:
                     "training: this CPU has neither avx512_bf16 nor amx_bf16: in float32 (model.dtype, "
                     f"generation.dtype) its matrix products are about {BFLOAT16_LOSS} times as fast"
                 )
-    if serves and adopts(generation):
+    if serves and generation.engine.urls:
         yield f"generation: {len(serves)} servers that were started by others"
     elif serves:
-        attention = generation.sglang.args.get("attention_backend", "of its choice")
-        own = "its own" if generation.backend == "embedded" else attention
-        yield f"generation: {_line(serves, f'{generation.backend} server', generation.dtype, own)}"
+        engine = generation.engine
+        attention = engine.flags.get("attention_backend", "its own" if engine.program is None else "of its choice")
+        yield f"generation: {_line(serves, f'{generation.backend} server', generation.dtype, attention)}"
 
 
 def _is_wide(model: str | None) -> bool:

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start.served_policies import check_served_policies
 from asyncrl.runtime.hosts.ray_requests import address_of
 from asyncrl.runtime.hosts.ssh_check import check_hosts
@@ -22,7 +21,7 @@ _CONNECT_LIMIT_S = 10.0
 _SLURM_LIMIT_S = 60.0
 _FIND_LIMIT_S = 60.0
 _ALLOCATED = "SLURM_JOB_NODELIST"
-_FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 
 def check_reachable(config: ExperimentConfig) -> list[str]:
@@ -36,7 +35,7 @@ def check_reachable(config: ExperimentConfig) -> list[str]:
         TrialError: a host does not answer by ssh now.
     """
     notes = check_hosts(config)
-    if faults := [*_slurm(config), *_ray(config), *_sglang(config)]:
+    if faults := [*_slurm(config), *_ray(config), *_servers(config)]:
         raise ConfigError("\n".join(faults))
     return [*notes, *check_served_policies(config)]
 
@@ -89,27 +88,29 @@ def _ray(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _sglang(config: ExperimentConfig) -> Iterator[str]:
+def _servers(config: ExperimentConfig) -> Iterator[str]:
     """Check the adopted servers, or the interpreter that starts servers on this host."""
-    sglang = config.generation.sglang
-    starts_here = config.generation.backend == GenerationBackend.sglang and not sglang.urls
-    if starts_here and sglang.python and not config.system.hosts:
-        asked = [str(Path(sglang.python).expanduser()), "-c", _FIND_SGLANG]
+    program, name = config.generation.engine.program, str(config.generation.backend)
+    if program is None:
+        return
+    setting = f"generation.{name}"
+    if program.python and not program.urls and not config.system.hosts:
+        asked = [str(Path(program.python).expanduser()), "-c", _FIND, name]
         try:
             is_missing = subprocess.run(asked, timeout=_FIND_LIMIT_S, check=False).returncode != 0
         except (OSError, subprocess.TimeoutExpired) as error:
-            yield f"generation.sglang.python={sglang.python!r}: the interpreter cannot be asked for sglang: {error}"
+            yield f"{setting}.python={program.python!r}: the interpreter cannot be asked for {name}: {error}"
             is_missing = False
         if is_missing:
             yield (
-                f"generation.sglang.python={sglang.python!r}: sglang is not installed for this interpreter; `asyncrl "
-                "install sglang_gpu` (without a GPU: sglang_cpu) makes an environment for it"
+                f"{setting}.python={program.python!r}: {name} is not installed for this interpreter; `asyncrl install "
+                f"{name}_gpu` (without a GPU: {name}_cpu) makes an environment for it"
             )
-    for url in sglang.urls:
+    for url in program.urls:
         parts = urlsplit(url)
         if parts.hostname and parts.port and (why := _no_answer(parts.hostname, parts.port)):
             yield (
-                f"generation.sglang.urls={url!r}: no server answers there ({why}); start it first, or leave urls out "
+                f"{setting}.urls={url!r}: no server answers there ({why}); start it first, or leave urls out "
                 "and the run starts its own"
             )
 

@@ -19,7 +19,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.folder_checks import ModelPart, WantedFolder, hugging_face_folder
 from asyncrl.trainer.supervised.losses import REWARD_LOSS, loss_kind
@@ -89,7 +88,7 @@ def loaded_folders(config: Config, *, evaluates: bool = False) -> Iterator[Wante
     yield from _wanted("model.path", config.model.path, ModelPart.language)
     for policy in config.policies:
         setting = f"policies: {policy.name!r}: path"
-        as_it_is = not policy.trained and config.generation.backend == GenerationBackend.sglang
+        as_it_is = not policy.trained and config.generation.engine.loads_quantised
         packed = as_it_is and policy.path is not None and any(hugging_face_folder(setting, policy.path))
         yield from _wanted(setting, None if packed else policy.path, ModelPart.language)
     if evaluates:

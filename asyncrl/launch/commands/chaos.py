@@ -155,7 +155,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     servers: dict[str, list[str]] = {}
     for name in _links(config):
         servers.setdefault(name.partition("/")[0], []).append(name)
-    if config.generation.sglang.urls:
+    if config.generation.engine.urls:
         left_out.append("cuts and delays of generation.sglang.urls: those servers are not the run's")
     counts = {
         FaultKind.kill: args.kills,
@@ -189,7 +189,7 @@ def _links(config: ExperimentConfig) -> dict[str, str]:
     """
     there = {worker.name for worker in plan_workers(config)}
     links = {f"{names.GSERVER_MANAGER}/0": names.MANAGER_KEY}
-    if not config.generation.sglang.urls:
+    if not config.generation.engine.urls:
         servers = range(config.generation.servers)
         links |= {f"{names.GENERATION_SERVER}/{index}": names.gen_server_key(index) for index in servers}
     heads = worker_grid(config).data_heads

@@ -88,7 +88,7 @@ def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str
         )
     config = read_run_config(run_dir)
     serves = kind == names.GENERATION_SERVER
-    if serves and config.generation.sglang.urls:
+    if serves and config.generation.engine.urls:
         raise JoinError("generation.sglang.urls: the run uses the servers of that list, which it does not start")
     if not PROCESS_KINDS[kind].count(config):
         raise JoinError(f"{run_dir} is a replay of kept samples, which plays no prompt and asks no server")

@@ -16,7 +16,7 @@ from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend, guests_of
+from asyncrl.inference.settings import guests_of
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.trainer.sizing.memory_estimate import MemoryNeed
 from asyncrl.trainer.sizing.sized_model import ModelSizes, SizedModel
@@ -82,15 +82,16 @@ def cache_bytes(config: ExperimentConfig, model: SizedModel, value_bytes: int) -
 
 
 def server_bytes(config: ExperimentConfig, model: SizedModel) -> int:
-    """Return the bytes that one server needs for weights and cache. SGLang takes all free memory; for it this is the
-    least that it can work with.
+    """Return the bytes that one server needs for weights and cache. An engine without a fixed cache takes all free
+    memory; for it this is the least that it can work with.
     """
     generation = config.generation
     value_bytes = 4 if generation.dtype.on("cuda") == Dtype.float32 else 2
     per_token = cache_bytes_per_token(model.sizes, value_bytes)
-    if generation.backend == GenerationBackend.sglang:
-        return model.numel * value_bytes // generation.sglang.tensor_parallel + per_token * context_length(config, {})
-    return model.numel * value_bytes + cache_bytes(config, model, value_bytes)
+    weights = model.numel * value_bytes // generation.engine.shape.tensor
+    if generation.engine.fixed_cache:
+        return weights + cache_bytes(config, model, value_bytes)
+    return weights + per_token * context_length(config, {})
 
 
 def shared_devices(

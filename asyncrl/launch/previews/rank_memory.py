@@ -12,8 +12,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
-from asyncrl.inference.sglang.gpu_checks import MEMORY_SHARE
+from asyncrl.inference.settings import guests_of
 from asyncrl.launch.before_start.initial_model import base_model_config
 from asyncrl.launch.previews.guest_memory import SharedDevice, cache_bytes, shared_devices
 from asyncrl.master.graph.call_graph import Graph
@@ -94,7 +93,7 @@ def memory_checkpoint_bytes(config: ExperimentConfig, graph: Graph, placed: Plac
 
 
 def server_line(config: ExperimentConfig, graph: Graph, folder: Path | None) -> str:
-    """Return a line on the memory of each embedded generation server."""
+    """Return a line on the memory of each generation server of the embedded engine."""
     generation = config.generation
     model = count(_described(config, model_of(config, graph, "actor"), folder))
     on_gpu = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == GENERATION_SERVER)
@@ -119,16 +118,15 @@ def in_turns(
 
 
 def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the memory of this host's GPUs that SGLang servers leave, each taking its share of the free memory.
+    """Return the memory of this host's GPUs that servers leave which take a share of the free memory.
 
     Guests leave all of it while a step is trained.
     """
-    part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
+    share = config.generation.engine.memory_share or 0.0
     left, guests = dict(gpu_bytes), guests_of(config.generation)
-    if config.generation.backend == GenerationBackend.sglang:
-        for plan in plan_workers(config):
-            if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
-                left |= {gpu: round(left[gpu] * (1 - part)) for gpu in plan.resources.gpus if gpu in left}
+    for plan in plan_workers(config):
+        if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
+            left |= {gpu: round(left[gpu] * (1 - share)) for gpu in plan.resources.gpus if gpu in left}
     return left
 
 

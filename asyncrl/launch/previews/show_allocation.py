@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.machine_limits import host_memory
 from asyncrl.config.run_dir import read_run_config
-from asyncrl.inference.settings import GenerationBackend, guests_of
+from asyncrl.inference.settings import guests_of
 from asyncrl.launch.previews.guest_memory import problems
 from asyncrl.launch.previews.rank_memory import (
     GIB,
@@ -64,7 +64,7 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     console.print(table if fits else _stacked(table))
     if kept := memory_checkpoint_bytes(config, graph, placed, folder):
         console.print(f"in-memory checkpoint: {kept / GIB:.2f} GiB of /dev/shm on the ranks' hosts", soft_wrap=True)
-    if config.generation.backend == GenerationBackend.embedded:
+    if config.generation.engine.fixed_cache:
         console.print(server_line(config, graph, folder), soft_wrap=True)
     for line in warnings(rows, host_memory() - kept, gpu_bytes):
         console.print(f"warning: {line}", soft_wrap=True)

@@ -22,7 +22,6 @@ from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.inference.settings import quantised
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.models.weights.versions.logprob_probe import LogprobProbe, read_probe
 from asyncrl.models.weights.versions.manifest import ManifestError
@@ -47,7 +46,7 @@ def logprob_check_tolerance(config: ExperimentConfig) -> float:
     """`manager.logprob_check_tolerance` in nats, or a default for the data types if it is null."""
     if config.manager.logprob_check_tolerance is not None:
         return config.manager.logprob_check_tolerance
-    if quantised(config.generation):
+    if config.generation.engine.quantised:
         return QUANTISED_TOLERANCE
     model = config.model
     published = model.dtype if model.publish_dtype == Dtype.auto else model.publish_dtype

@@ -83,7 +83,7 @@ class PolicyFleets:
                     DiskManagerEnd(),
                     timeout_s=updates.update_timeout_s,
                     checks=checks,
-                    backend=config.generation.backend,
+                    own_api=config.generation.engine.own_api,
                 ),
                 http,
                 health_interval_s=updates.health_interval_s,

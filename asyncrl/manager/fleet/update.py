@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, JsonHttp
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode, PictureSender
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
 from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.trainer.messages import SendWeights
@@ -28,7 +27,7 @@ class ServerUpdater:
         timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
             limit.
         checks: checks that a server must pass after each update.
-        backend: the servers' engine.
+        own_api: see `asyncrl.inference.backends.Backend`.
     """
 
     def __init__(
@@ -38,10 +37,9 @@ class ServerUpdater:
         *,
         timeout_s: float,
         checks: Sequence[UpdateCheck] = (),
-        backend: GenerationBackend = GenerationBackend.embedded,
+        own_api: bool = True,
     ) -> None:
-        self._is_sglang = backend == GenerationBackend.sglang
-        self._http, self._sender = http, PictureSender(http, inline=self._is_sglang)
+        self._own_api, self._http, self._sender = own_api, http, PictureSender(http, inline=not own_api)
         self._transport, self._timeout_s, self._checks = transport, timeout_s, checks
 
     async def update(
@@ -114,8 +112,8 @@ class ServerUpdater:
     async def _pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
         if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
             await client.pause(PauseMode.retract, timeout_s=math.inf)
-        elif order.pause == PauseMode.abort and self._is_sglang and await client.end_running():
-            # Its pause with `abort` looks once a second whether requests have ended.
+        elif order.pause == PauseMode.abort and not self._own_api and await client.end_running():
+            # SGLang's pause with `abort` looks once a second whether requests have ended.
             await client.pause(PauseMode.retract, timeout_s=math.inf)
             await client.abort_all()  # requests that came since, which wait in the queue
             return

@@ -1,7 +1,7 @@
 """The user's order of the buffer (`buffer.order.path`), which ranks the waiting rollouts.
 
 A step does not depend on the user's function: if it fails, or takes longer than `buffer.order.timeout_s` for all
-waiting rollouts, the step takes the buffer's own order (`sample_buffer`), and the log says why. It runs in a daemon
+waiting rollouts, the step takes the order of `BatchOrder`, and the log says why. It runs in a daemon
 thread beside the master's event loop. A call that hangs cannot be ended, so the function is not called again before it
 has returned. An object of a user's class may have a state, which is saved in every checkpoint.
 """
@@ -20,7 +20,7 @@ from asyncrl.config.plugin_code.daemon_threads import DaemonThreads
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.settings import BufferOrderConfig
+from asyncrl.master.settings import BatchOrder, BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ConfiguredOrder:
     """The order that the settings name.
 
     Attributes:
-        failures: steps in the buffer's own order because the function failed or was too slow.
+        failures: steps in the order of `BatchOrder` because the function failed or was too slow.
 
     Raises:
         ConfigError: the path names nothing that can be called.
@@ -54,9 +54,7 @@ class ConfiguredOrder:
         return {"rollout/order_failed": float(self.failures)} if self._path else {}
 
     async def ranks(self, records: Iterable[RolloutRecord], version: int) -> dict[str, float]:
-        """Return ranks, by rollout id, of the `records` that wait for the step at `version`; empty: the buffer's own
-        order.
-        """
+        """Return ranks, by rollout id, of the `records` that wait for the step at `version`; empty: none is ranked."""
         if (own := self._own) is None:
             return {}
         ready = [_ready(record, version) for record in records]
@@ -66,7 +64,7 @@ class ConfiguredOrder:
                 raise BufferOrderFailed(f"buffer.order {self._path} returned {wrong}; a rank is a finite number")
         except BufferOrderFailed as error:
             self.failures += 1
-            _log.warning("%s; oldest tokens first in step %d", error, version + 1, exc_info=error.__cause__)
+            _log.warning("%s; %s in step %d", error, BatchOrder.words, version + 1, exc_info=error.__cause__)
             return {}
         return {name: rank for (name, _), rank in zip(ready, found, strict=True)}
 

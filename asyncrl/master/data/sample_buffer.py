@@ -12,18 +12,14 @@ Life of a record
 The gate has one live rollout of a prompt at most, and only records that it counts come here (`collector`).
 
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
-v. Admission alone cannot guarantee this (a long rollout is overtaken by others), so `take(v)` checks the oldest token
-of every live record. Under `drop` and `wait` it drops a record with an older token; under `mask` only a record without
-any token in range, and the batch's `min_version` tells the workers which tokens carry no loss. Under `wait` the master
+v. Admission alone cannot guarantee this (a long rollout is overtaken by others), so `take(v)` drops what has expired.
+Under `drop` and `wait` a record expires by its oldest token; under `mask` by its newest, and the batch's `min_version`
+tells the workers which tokens carry no loss. A record without generated tokens never expires. Under `wait` the master
 holds the step until no running rollout would expire; the check remains as a last safeguard.
 
-Oldest first. A batch takes the records with the oldest tokens, as they expire next, and among equals in data order.
-Example, η = 2, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 0, d: 3} (data order a b c d),
-c is dropped (3 - 0 > 2), b goes first, then a; d waits. Within the batch the order is the data order: a, b.
-
-The user's order (`buffer.order.path`) ranks the records that could wait for another step. Those that could not are
-taken before them, oldest first, so an order never loses a rollout that this step can train and never trains a stale
-token.
+The order (`master.settings.BatchOrder`, before it the user's, `buffer.order.path`) decides which live records a step
+takes. Those that could not wait for another step are taken before all others, so no order loses a rollout that this
+step can train or trains a stale token. Within the batch the order is the data order.
 """
 
 from __future__ import annotations
@@ -37,8 +33,7 @@ from typing import Any
 from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
 from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
-from asyncrl.master.data.live_records import LiveRecords
-from asyncrl.master.settings import OnStale
+from asyncrl.master.settings import BatchOrder, OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
 
@@ -85,7 +80,10 @@ class SampleBuffer:
         self.received = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
-        self._live = LiveRecords(eta, on_stale)
+        self._eta, self._on_stale = eta, on_stale
+        self._live: dict[str, RolloutRecord] = {}
+        self._by_age: dict[int, dict[str, RolloutRecord]] = {}  # by the version that decides when they expire
+        self._version = 0  # of the policy, as far as is known
         self._taken: dict[str, RolloutRecord] = {}
         self._finished: RecentIds[None] = RecentIds(
             ids_remembered(batch_size, eta) if remembered is None else remembered
@@ -106,25 +104,35 @@ class SampleBuffer:
                     copies.append(record)
                 continue
             self.received += 1
-            if not self._live.add(record):
+            if self._expires(record, self._version):
                 self._drop(record, DropReason.stale)
+                continue
+            self._live[record.rollout_id] = record
+            if record.generated_tokens:
+                self._by_age.setdefault(self._decisive(record), {})[record.rollout_id] = record
         return copies
 
     def refuse(self, rollout_ids: Iterable[str]) -> list[RolloutRecord]:
         """Remove live records that the gate does not count; return them, which are to be freed."""
-        refused = [self._live.pop(each) for each in rollout_ids if self._live.get(each) is not None]
+        refused = [self._pop(each) for each in rollout_ids if each in self._live]
         for record in refused:
             self._finished.put(record.rollout_id, None)
         return refused
 
     def expire(self, version: int) -> None:
-        """Drop the live records that neither the step at `version` nor a later one may train."""
-        for record in self._live.expire(version):
-            self._drop(record, DropReason.stale)
+        """Drop the live records that neither the step at `version` nor a later one may train.
+
+        The cost of a call grows with the number of expired records, not with the number of live ones.
+        """
+        self._version = max(self._version, version)
+        while self._by_age and version - (oldest := min(self._by_age)) > self._eta:
+            for record in self._by_age.pop(oldest).values():
+                del self._live[record.rollout_id]
+                self._drop(record, DropReason.stale)
 
     def live(self) -> list[RolloutRecord]:
         """Return the live records."""
-        return list(self._live)
+        return list(self._live.values())
 
     def take(self, version: int, ranks: Mapping[str, float] | None = None) -> TrainBatch | None:
         """Take the batch of the step at `version`; None while fewer than B live records are left after the expiry
@@ -137,14 +145,14 @@ class SampleBuffer:
             return None
         known = ranks or {}
 
-        def turn(record: RolloutRecord) -> tuple[bool, float, int, int, str]:
-            can_wait, rank = not self._live.expires(record, version + 1), known.get(record.rollout_id, inf)
-            return can_wait, rank, record.oldest_version, *_data_order(record)
+        def turn(record: RolloutRecord) -> tuple[bool, float, float, int, str]:
+            can_wait, rank = not self._expires(record, version + 1), known.get(record.rollout_id, inf)
+            return can_wait, rank, BatchOrder.rank(record), *_data_order(record)
 
-        chosen = sorted(self._live, key=turn)[: self.batch_size]
+        chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
         for record in chosen:
-            self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
-        return TrainBatch(version, max(0, version - self._live.eta), tuple(sorted(chosen, key=_data_order)))
+            self._taken[record.rollout_id] = self._pop(record.rollout_id)
+        return TrainBatch(version, max(0, version - self._eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
         """Record that the step of `batch` is complete.
@@ -186,6 +194,24 @@ class SampleBuffer:
         """Continue from `state`."""
         self.trained = state["trained"]
         self.dropped = Counter(state["dropped"])
+
+    def _pop(self, rollout_id: str) -> RolloutRecord:
+        """Remove the live record of this rollout, and return it."""
+        record = self._live.pop(rollout_id)
+        if record.generated_tokens:
+            same_age = self._by_age[self._decisive(record)]
+            del same_age[rollout_id]
+            if not same_age:
+                del self._by_age[self._decisive(record)]
+        return record
+
+    def _expires(self, record: RolloutRecord, version: int) -> bool:
+        """True if the step at `version` may not train `record`."""
+        return bool(record.generated_tokens) and version - self._decisive(record) > self._eta
+
+    def _decisive(self, record: RolloutRecord) -> int:
+        """Return the version of the token whose age decides when the record expires."""
+        return record.newest_version if self._on_stale == OnStale.mask else record.oldest_version
 
     def _drop(self, record: RolloutRecord, reason: str) -> None:
         self.dropped[reason] += 1

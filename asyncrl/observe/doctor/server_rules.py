@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
+from asyncrl.inference.settings import GenerationBackend, GenerationConfig
 from asyncrl.observe.doctor.finding import Finding
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured
 from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
@@ -81,11 +82,8 @@ def _limit(m: Measured, fleet: Fleet) -> Finding | None:
     retracted = fleet.total("retracted_s") or 0.0
     seen = f"{waits(m)}; {queued:.0f} samples wait in {fleet.name} while {running:.0f}"
     if kv > 0.7 or retracted > 0 or (most and running < 0.6 * most and kv > 0.3):
-        cache = (
-            "generation.sglang.args.mem_fraction_static"
-            if m.settings.get("generation.backend") == "sglang"
-            else "generation.max_total_tokens"
-        )
+        backend = GenerationBackend(str(m.settings.get("generation.backend", GenerationBackend.embedded)))
+        cache = GenerationConfig(backend).engine.memory_setting
         return bottleneck(
             m,
             "kv-cache-too-small",

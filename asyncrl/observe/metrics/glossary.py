@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
+from asyncrl.master.settings import BatchOrder
+
 SAMPLES_OWN = ("agent", "tool", "chat", "reward", "rollout")
 """Groups of metrics that an answer brings with it, so that an evaluation has them too."""
 
@@ -213,7 +215,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/order_failed",
         "steps",
-        "Steps since the MasterWorker began that took the oldest tokens first, as the function of `buffer.order.path` "
+        f"Steps since the MasterWorker began that took {BatchOrder.words}, as the function of `buffer.order.path` "
         "failed or was too slow.",
         "0.",
         grows=True,

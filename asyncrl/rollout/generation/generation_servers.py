@@ -18,7 +18,6 @@ from asyncrl.inference.client import (
     RoutingWanted,
     check_tokens,
 )
-from asyncrl.inference.settings import GenerationBackend, finds_stop_strings, wants_prefix_first
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import RoutingShape, routing_shape_of
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
@@ -96,15 +95,16 @@ def capabilities_of(config: ExperimentConfig, vocab_size: int | None, decode: De
         vocab_size: see `ServerCapabilities`.
         decode: likewise.
     """
+    engine = config.generation.engine
     return ServerCapabilities(
         vocab_size,
         decode,
-        find_stops=finds_stop_strings(config.generation),
+        find_stops=engine.finds_stop_strings,
         frozen=[policy.name for policy in config.policies if policy.url is not None],
-        cache=wants_prefix_first(config.generation) and config.manager.update_mode != UpdateMode.in_place,
+        cache=engine.wants_prefix_first and config.manager.update_mode != UpdateMode.in_place,
         routing=routing_shape_of(str(config.model.path)) if config.moe.replay_routing else None,
         pictures=pictures_taken(config) is not None,
-        inline_pictures=config.generation.backend == GenerationBackend.sglang,
+        inline_pictures=not engine.own_api,
     )
 
 

@@ -9,7 +9,6 @@ from asyncrl.api import GenerationClient, Prompt
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.plugins.chat.client import ChatPolicy
 from asyncrl.plugins.chat.parsers import parser, readers, why_unread
 from asyncrl.plugins.chat.request import ChatLimits
@@ -53,7 +52,7 @@ def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> Ch
     """Build the rules of conversations; `model_config` is the content of the model's `config.json`."""
     chat, generation = config.rollout.chat, config.generation
     context, setting = context_length(config, model_config), "generation.context_length"
-    if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
+    if generation.engine.fixed_cache and generation.max_total_tokens < context:
         context, setting = generation.max_total_tokens, "generation.max_total_tokens"
     limits = ChatLimits(chat.max_turns, context, chat.max_tool_s, setting)
     named = tuple(policy.name for policy in config.policies)

@@ -13,7 +13,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
-from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
@@ -133,7 +132,7 @@ def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
     if config.model.vision == VisionMode.none or not described.is_file():
         return None
     kind = str(read_model_config(described.parent).get("model_type"))
-    taken = servers_take_pictures(config.generation, config.manager.weight_transport, kind)
+    taken = config.generation.engine.takes_pictures(config.manager.weight_transport, kind)
     return picture_rules(described.parent) if taken else None
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import adopts, server_shape
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Share, gpus_of_servers
 from asyncrl.runtime.planning.staging_hosts import staging_hosts
 from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
@@ -65,7 +64,7 @@ def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
 
 def _by_room(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Share]) -> list[HostConfig]:
     """Return the hosts of generation servers, each as often as servers fit on its free GPUs; all once if none fits."""
-    each = server_shape(config.generation).gpus
+    each = config.generation.engine.shape.gpus
     fits = [len(gpus_of_servers(config, share)) // each for share in shares]
     return [host for host, count in zip(hosts, fits, strict=True) for _ in range(count)] or hosts
 
@@ -90,6 +89,6 @@ def with_types(config: ExperimentConfig, run: Purpose = Purpose.train) -> Experi
         return "cuda" if any(plan.resources.gpus for plan in plans if plan.kind == kind) else "cpu"
 
     model, generation = config.model, config.generation
-    if not adopts(generation):
+    if not generation.engine.urls:
         generation = replace(generation, dtype=generation.dtype.on(device_of(GENERATION_SERVER)))
     return replace(config, model=replace(model, dtype=model.dtype.on(device_of(MODEL_WORKER))), generation=generation)

@@ -25,7 +25,7 @@ from asyncrl.comm.names import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import GenerationBackend, guests_of, server_shape
+from asyncrl.inference.settings import guests_of
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.planning.staging_hosts import staging_hosts
 from asyncrl.runtime.planning.worker_plan import Resources
@@ -127,7 +127,7 @@ def _training_rank(config: ExperimentConfig, index: int, here: Share) -> Resourc
 
 
 def _generation_servers(config: ExperimentConfig) -> int:
-    return 0 if config.samples.replay else len(config.generation.sglang.urls) or config.generation.servers
+    return 0 if config.samples.replay else len(config.generation.engine.urls) or config.generation.servers
 
 
 def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
@@ -153,9 +153,9 @@ def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Res
     if ours and index in guests and config.trainer.device != Device.cpu:
         ours, index = here.gpus[: here.ranks] or ours, index - guests.start
     niceness = 0 if ours else _niceness(config, here)
-    in_process = generation.backend == GenerationBackend.embedded
-    allocator = GPU_ALLOCATOR if ours and in_process else ""
-    return Resources(generation.threads, _dealt(index, server_shape(generation).gpus, ours), niceness, allocator)
+    engine = generation.engine
+    allocator = GPU_ALLOCATOR if ours and engine.program is None else ""
+    return Resources(generation.threads, _dealt(index, engine.shape.gpus, ours), niceness, allocator)
 
 
 def _policy_servers(config: ExperimentConfig) -> int:
@@ -194,7 +194,7 @@ def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resour
     taken = here.ranks if config.trainer.device != Device.cpu else 0
     if config.generation.device != Device.cpu:
         servers = _generation_servers(config) + _computing(config.policy_of_server)
-        taken += servers * server_shape(config.generation).gpus
+        taken += servers * config.generation.engine.shape.gpus
     left = here.gpus[min(taken, len(here.gpus) - 1) :]
     return Resources(gpus=_dealt(index, gpus, left), allocator=GPU_ALLOCATOR)
 

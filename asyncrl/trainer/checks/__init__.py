@@ -9,7 +9,6 @@ from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
-from asyncrl.inference.settings import GenerationBackend, quantised
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.models.folder_checks import hugging_face_folder
@@ -84,8 +83,8 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
     if correction == "none":
         return
     published = config.model.publish_dtype in (Dtype.auto, config.model.dtype)
-    same = generation.backend == GenerationBackend.embedded and generation.dtype == config.model.dtype
-    same = same and published and not quantised(generation)
+    engine = generation.engine
+    same = engine.same_arithmetic and generation.dtype == config.model.dtype and published and not engine.quantised
     if config.algorithm.prox == ProximalMode.behave and correction != "opsm" and not same:
         yield (
             f"algorithm.prox='behave': generation.backend={str(generation.backend)!r} in {generation.dtype} rounds "

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.models.folder_checks import hugging_face_folder
@@ -36,10 +35,10 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
     setting, path = "moe.replay_routing=True", config.model.path
     if not config.moe.replay_routing:
         return
-    if config.generation.backend == GenerationBackend.sglang:
+    if not config.generation.engine.tells_experts:
         yield (
-            f"{setting}: generation.backend='sglang' does not tell which experts it chose in a way that is shown to be "
-            "right here; use generation.backend=embedded, or set moe.replay_routing=false"
+            f"{setting}: generation.backend={str(config.generation.backend)!r} does not tell which experts it chose in "
+            "a way that is shown to be right here; use generation.backend=embedded, or set moe.replay_routing=false"
         )
     if config.samples.replay:
         yield f"{setting}: kept samples do not tell which experts there were; set it to false to replay them"

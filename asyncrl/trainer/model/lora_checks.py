@@ -9,7 +9,6 @@ from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.folder_checks import read_header
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
@@ -40,7 +39,7 @@ def publishes_adapters(config: ExperimentConfig) -> bool:
 
 def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
     """Yield each reason why servers cannot load adapters."""
-    if config.generation.backend != GenerationBackend.embedded:
+    if not config.generation.engine.loads_adapters:
         yield f"generation.backend={str(config.generation.backend)!r} loads whole weights"
     if config.manager.weight_transport != "disk":
         yield f"manager.weight_transport={config.manager.weight_transport!r} sends whole weights"

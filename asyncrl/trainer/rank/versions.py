@@ -12,7 +12,6 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import servers_take_pictures
 from asyncrl.models.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.models.weights.versions import publishing
 from asyncrl.models.weights.versions.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
@@ -118,7 +117,7 @@ class Versions:
             return None
         picture = probe_picture()
         transport = self._config.manager.weight_transport
-        served = servers_take_pictures(self._config.generation, transport, model_config.model_type)
+        served = self._config.generation.engine.takes_pictures(transport, model_config.model_type)
         placeholders = policy.placeholders(picture) if served else []
         shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
         if shown is None:

@@ -18,7 +18,7 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.command import DROPPED_FLAGS, OWNED_FLAGS, ServerCommand, build_command, render_flags
 from asyncrl.inference.sglang.host import advice, explained
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
-from asyncrl.inference.sglang.server_checks import check_head
+from asyncrl.inference.sglang.server_checks import check_server
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def command(config: ExperimentConfig, model_dir: Path, ports: PortBlock, **changes: object) -> ServerCommand:
+    config.generation.backend = GenerationBackend.sglang
     arguments = {"device": "cpu", "secrets_file": Path("/run/secrets.yaml"), "scratch": Path("/run/x")} | changes
     return build_command(config, model_dir=model_dir, ports=ports, **arguments)
 
@@ -159,7 +160,7 @@ def test_servers_compute_logits_in_float32_where_the_training_ranks_do(model_dir
 
 @pytest.mark.parametrize(("answer", "refused"), [({"enable_fp32_lm_head": True}, False), ({}, True), (None, True)])
 async def test_an_adopted_server_that_rounds_logits_is_refused_where_the_training_ranks_do_not(
-    answer: Any, refused: bool
+    answer: Any, refused: bool, model_dir: Path
 ) -> None:
     async def server_info(request: web.Request) -> web.Response:
         return web.json_response(answer)
@@ -169,13 +170,14 @@ async def test_an_adopted_server_that_rounds_logits_is_refused_where_the_trainin
     async with TestServer(app) as server:
         url, config = str(server.make_url("")).rstrip("/"), ExperimentConfig()
         config.generation.backend, config.generation.sglang.urls = GenerationBackend.sglang, [url]
-        await check_head(url, config, None)
+        config.model.path = str(model_dir)
+        await check_server(url, config, None)
         config.model.float32_head = True
         if not refused:
-            await check_head(url, config, None)
+            await check_server(url, config, None)
             return
         with pytest.raises(EngineStartError, match=r"model.float32_head=true: .* --enable-fp32-lm-head, or use false"):
-            await check_head(url, config, None)
+            await check_server(url, config, None)
 
 
 def test_updates_that_leave_the_cache_in_place_want_no_shared_prefixes_and_no_step_ahead(

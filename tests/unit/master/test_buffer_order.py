@@ -17,7 +17,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
 from asyncrl.master.data.buffer_order import BufferOrderFailed, ConfiguredOrder
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.settings import BufferOrderConfig
+from asyncrl.master.settings import BatchOrder, BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
 LIMIT_S = 120.0
@@ -101,7 +101,7 @@ async def test_where_it_fails_the_step_takes_the_oldest_and_the_log_says_so(
     assert await taken(BufferOrderConfig(f"{mine}:{name}"), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
     assert f"{name} " in caplog.text
     assert "took longer" not in caplog.text, "a TimeoutError of the function's own is a failure like others"
-    assert "oldest tokens first in step 4" in caplog.text
+    assert f"{BatchOrder.words} in step 4" in caplog.text
 
 
 async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_run(
@@ -122,7 +122,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
     assert await asyncio.to_thread(begun.wait, LIMIT_S)
     assert await order.ranks(ROLLOUTS, 4) == {}
-    assert "mine.py:slow has not returned from an earlier step's call; oldest tokens first in step 5" in caplog.text
+    assert f"slow has not returned from an earlier step's call; {BatchOrder.words} in step 5" in caplog.text
     assert (calls, order.failures) == (["e0-0"], 2)
     hang.set()
     assert order._busy is not None

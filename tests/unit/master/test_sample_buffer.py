@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from msgspec import structs
 from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.settings import BatchOrder
 from asyncrl.trainer.messages import RolloutRecord
 from tests.examples import examples
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def record(
@@ -30,7 +34,7 @@ def record(
         oldest_version=oldest,
         version_tokens={oldest: 3, newest: 3},
         lengths=(length,),
-        generated=(6,),
+        generated=(length - 2,),
         rewards=(1.0,),
         truncated=(False,),
         episodes=(0,),
@@ -42,7 +46,7 @@ def ids(buffer: SampleBuffer, version: int) -> list[str] | None:
     return None if batch is None else [taken.rollout_id for taken in batch.records]
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_the_example_of_the_order() -> None:
     buffer = SampleBuffer(2, 2, "drop")
     buffer.add([record(0, 3), record(1, 2), record(2, 0), record(3, 3)])
     assert ids(buffer, 3) == ["r0", "r1"]
@@ -52,9 +56,15 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_the_oldest_are_taken_though_none_would_expire() -> None:
     buffer = SampleBuffer(2, 4, "drop")
-    buffer.add([record(0, 4, length=7), record(1, 3, length=9), record(2, 4, length=8), record(3, 2, length=99)])
-    assert ids(buffer, 4) == ["r1", "r3"], "whatever their lengths"
+    buffer.add([record(0, 4, length=99), record(1, 3, length=8), record(2, 4, length=7), record(3, 2, length=9)])
+    assert ids(buffer, 4) == ["r1", "r3"], "whatever their lengths, and not in the order of the data"
     assert len(buffer) == 2
+
+
+def test_the_words_for_the_order_are_those_of_its_class() -> None:
+    assert BatchOrder.words == "the oldest tokens first"
+    for file in ("data.md", "settings.md", "metrics.md"):
+        assert BatchOrder.words in (DOCS / file).read_text(), file
 
 
 def test_a_short_batch_takes_nothing_but_drops_what_expired() -> None:
@@ -188,7 +198,7 @@ class CountedRecords(dict[str, RolloutRecord]):
 def test_what_does_not_expire_is_not_looked_at() -> None:
     buffer = SampleBuffer(1_000, 4, "drop")
     buffer.add(record(order, order % 5) for order in range(500))
-    buffer._live._records = counted = CountedRecords(buffer._live._records)
+    buffer._live = counted = CountedRecords(buffer._live)
     for order in range(500, 600):
         buffer.add([record(order, 4)])
         buffer.expire(4)

@@ -76,7 +76,7 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
     gpus: int, trainer: list[str], servers: list[str]
 ) -> None:
     config = ExperimentConfig()
-    config.generation.servers = 2
+    config.generation.backend, config.generation.servers = GenerationBackend.sglang, 2
     config.generation.sglang.tensor_parallel = 2
     plans = plans_of(config, gpus)
 
@@ -297,6 +297,11 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
     return change
 
 
+def adopts_a_server(config: ExperimentConfig) -> None:
+    config.generation.backend = GenerationBackend.sglang
+    config.generation.sglang.urls = ["http://10.0.0.9:30000"]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -316,7 +321,7 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
         (lambda config: setattr(config.system.hosts[2], "fileroot", "~/runs"), "fileroot='~/runs': is on another host"),
         (lambda config: setattr(config.system.hosts[2], "address", "10.0.0.2"), "has '10.0.0.2' 2 times"),
         (set_to("manager.weight_transport", "distributed"), "manager.weight_transport='distributed' reaches"),
-        (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: the run cannot copy"),
+        (adopts_a_server, "generation.sglang.urls: the run cannot copy"),
         (set_to("system.shared_filesystem", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
     ],
 )

@@ -85,9 +85,9 @@ class WeightTransport(ABC):
     """A transport; `name` is its value of `manager.weight_transport`."""
 
     needs_folders: ClassVar[bool]
-    """True if servers read every version's folder; else one is written only with checkpoints and at the end."""
-    needs_sglang: ClassVar[bool]
-    """True if the embedded engine cannot take weights this way."""
+    """True if servers read every version's folder; else they are sent it, and a folder is written only with checkpoints
+    and at the end.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name

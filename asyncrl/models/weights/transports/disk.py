@@ -27,7 +27,6 @@ class DiskTransport(WeightTransport):
     """Lets servers read the weights from the version's folder."""
 
     needs_folders: ClassVar[bool] = True
-    needs_sglang: ClassVar[bool] = False
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
         """Yield nothing: this transport works with every engine."""

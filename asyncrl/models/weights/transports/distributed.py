@@ -61,7 +61,7 @@ class DistributedTransport(MemoryTransport):
             timeout_s=timeout_s,
             group=f"asyncrl-{uuid.uuid4().hex}",
             device=device if on_gpus else None,
-            tensor_parallel=config.generation.sglang.tensor_parallel,
+            tensor_parallel=config.generation.engine.shape.tensor,
         )
 
 

@@ -49,13 +49,12 @@ class MemoryTransport(WeightTransport):
     """A transport in which the trainer sends weights from its memory."""
 
     needs_folders: ClassVar[bool] = False
-    needs_sglang: ClassVar[bool] = True
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
         """Require servers whose ranks all receive weights, and that `check_distance` allows."""
         generation = config.generation
         here = {config.system.host, *LOOPBACK}
-        elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
+        elsewhere = [url for url in generation.engine.urls if urlsplit(url).hostname not in here]
         if elsewhere:
             yield from self.check_distance(elsewhere[0], config.system.host)
         for key, value in generation.sglang.args.items():

@@ -43,7 +43,7 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
     two versions.
     """
     generation = config.generation
-    if generation.sglang.urls:
+    if generation.engine.urls:
         return  # unknown for servers that asyncrl did not start
     try:
         plans = plan_workers(config)

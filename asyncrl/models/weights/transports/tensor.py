@@ -40,7 +40,7 @@ class TensorTransport(MemoryTransport):
     def connection(
         self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
     ) -> SharedMemoryConnection:
-        ranks = config.generation.sglang.tensor_parallel
+        ranks = config.generation.engine.shape.tensor
         return SharedMemoryConnection(url, http, timeout_s=timeout_s, tensor_parallel=ranks)
 
 

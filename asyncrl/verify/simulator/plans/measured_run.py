@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.inference.settings import server_shape
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.observe.doctor.measured import Measured, window
@@ -133,7 +132,7 @@ def _server_devices(history: History) -> int:
     generation.sglang.tensor_parallel = int(history.setting("generation.sglang.tensor_parallel", 1))
     generation.sglang.args = dict(history.setting("generation.sglang.args", {}))
     generation.backend = type(generation.backend)(str(history.setting("generation.backend", generation.backend)))
-    return server_shape(generation).gpus
+    return generation.engine.shape.gpus
 
 
 def _loads(process: Process, begin: float, end: float) -> Iterator[tuple[float, float]]:

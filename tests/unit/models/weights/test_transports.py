@@ -35,7 +35,6 @@ def test_every_choice_of_the_setting_has_both_ends(name: str) -> None:
 def test_the_default_needs_no_memory_and_any_engine() -> None:
     transport = weight_transport(ManagerConfig().weight_transport)
     assert transport.needs_folders
-    assert not transport.needs_sglang
     assert list(transport.check(ExperimentConfig())) == []
 
 

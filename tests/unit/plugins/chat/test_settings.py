@@ -11,7 +11,6 @@ import pytest
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.launch.before_start.checks import validate
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.tools.settings import ToolConfig
@@ -84,13 +83,13 @@ def test_the_limit_names_the_setting_that_it_comes_from() -> None:
 
 def test_servers_are_told_of_stop_strings_only_where_they_have_a_tokenizer() -> None:
     generation = ExperimentConfig().generation
-    assert finds_stop_strings(generation)
+    assert generation.engine.finds_stop_strings
     generation.backend = "sglang"  # type: ignore[assignment]
-    assert not finds_stop_strings(generation)
+    assert not generation.engine.finds_stop_strings
     generation.sglang.args = {"skip-tokenizer-init": False}
-    assert finds_stop_strings(generation)
+    assert generation.engine.finds_stop_strings
     generation.sglang.urls = ["http://127.0.0.1:1"]
-    assert not finds_stop_strings(generation)
+    assert not generation.engine.finds_stop_strings
 
 
 def test_tools_are_offered_in_the_prompts_of_those_agents_that_take_them(

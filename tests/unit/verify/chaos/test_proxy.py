@@ -132,8 +132,8 @@ async def test_where_nobody_listens_behind_it_a_connection_is_broken() -> None:
         (names.puller_key(0), "tcp://127.0.0.1:4711", "tcp://127.0.0.1:99"),
         (
             names.gen_server_key(1),
-            names.GenerationServerEntry("http://[::1]:4711", 3, "embedded", 2).encode(),
-            names.GenerationServerEntry("http://[::1]:99", 3, "embedded", 2).encode(),
+            names.GenerationServerEntry("http://[::1]:4711", 3, 2).encode(),
+            names.GenerationServerEntry("http://[::1]:99", 3, 2).encode(),
         ),
     ],
 )
