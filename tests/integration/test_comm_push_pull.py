@@ -20,8 +20,7 @@ from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPush
 from asyncrl.comm.push_pull import puller as puller_module
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Frame
-from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError, encode_trajectories
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -353,7 +352,7 @@ async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Puller) ->
 
 async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Puller) -> None:
     pusher = make_pusher(puller.endpoint, max_bytes=1000)
-    with pytest.raises(CodecError, match=r"'rollout-1' takes 1300 bytes, limit 1000"):
+    with pytest.raises(CodecError, match=r"'rollout-1' takes 1342 bytes, limit 1000"):
         await pusher.push(make_trajectory(1, 50), PATIENCE_S)
     assert await pusher.close(PATIENCE_S) == []
 

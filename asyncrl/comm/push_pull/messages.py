@@ -17,8 +17,7 @@ import msgspec
 
 from asyncrl.comm.push_pull.outbox import OutboxEntry
 from asyncrl.comm.sockets import Frame
-from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
-from asyncrl.comm.trajectory_codec.array_messages import decode_typed
+from asyncrl.comm.trajectory_codec import Prepared, decode_typed, encode_prepared
 from asyncrl.comm.typed import msgpack_decoder
 
 BATCH_BYTES = 1 << 20  # of arrays in one message: above this size the cost per message is negligible

@@ -18,8 +18,7 @@ from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
-from asyncrl.comm.trajectory_codec import decode_each
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError, decode_each
 
 _log = logging.getLogger(__name__)
 

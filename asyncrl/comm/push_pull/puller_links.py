@@ -11,7 +11,7 @@ from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, PeerLink, connecting
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError
 
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
 

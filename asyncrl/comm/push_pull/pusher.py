@@ -14,8 +14,7 @@ from asyncrl.comm.push_pull.outbox import Outbox
 from asyncrl.comm.push_pull.puller_links import PullerLinks
 from asyncrl.comm.push_pull.pushes import Push, Pushes, PushTimeout
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.trajectory_codec import Prepared, prepare
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError, Prepared, prepare
 
 _log = logging.getLogger(__name__)
 
