@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from asyncrl.api import Sample, Trajectory
+from asyncrl.comm import sockets
 from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, messages
-from asyncrl.comm.push_pull import puller as puller_module
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import CodecError, encode_trajectories
@@ -148,7 +148,7 @@ def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Pu
 
 
 async def test_closing_a_puller_acknowledges_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puller_module, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
+    monkeypatch.setattr(sockets, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
     accepted = threading.Event()
     puller = TrajectoryPuller(HOST, None, on_message=lambda _: accepted.set())
     pusher = make_pusher(puller.endpoint)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket as os_socket
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +14,13 @@ from asyncrl.comm.ended_rollouts.recent_ids import AT_LEAST, RecentIds
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
+from asyncrl.comm.sockets import SocketThread, peer_address
 from asyncrl.comm.trajectory_codec import CodecError, decode_each
 
 _log = logging.getLogger(__name__)
 
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
 _REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
-_MESSAGES_PER_TURN = 64  # read before the next check whether the puller was closed
-_CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just before `close`
 
 
 @dataclass(slots=True)
@@ -168,60 +163,34 @@ class TrajectoryPuller:
                 f"{2 * messages.BATCH_BYTES}"
             )
         self._deliveries = Deliveries(on_message, max_bytes, remembered, accepted)
-        self._closing = threading.Event()
-        self._waker, self._wakened = os_socket.socketpair()
-        self._context = Context()
         # A message of up to twice the limit is read, counted and refused. For a larger one libzmq ends the connection.
-        self._socket, self.endpoint, self._gate = bind(
-            self._context,
+        self._io = SocketThread(
             bind_host,
             security,
+            self._on_message,
+            name="trajectory-puller",
             requests_high_water=_SOCKET_HIGH_WATER,
             replies_high_water=_REPLIES_HIGH_WATER,
             max_frame_bytes=2 * max_bytes,
         )
-        self._thread = threading.Thread(target=self._run, name="trajectory-puller", daemon=True)
-        self._thread.start()
+        self.endpoint = self._io.endpoint
+        self._io.start()
 
     @property
     def counters(self) -> PullerCounters:
         """Return the counts so far."""
         counters = self._deliveries.counters
-        counters.unauthenticated = self._gate.refused
+        counters.unauthenticated = self._io.unauthenticated
         return counters
 
     def close(self) -> None:
         """Stop receiving. Accepted trajectories are acknowledged; the others stay with their senders."""
-        self._closing.set()
-        with contextlib.suppress(OSError):  # closed before
-            self._waker.send(b"w")
-        self._thread.join()
+        self._io.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakened, zmq.POLLIN)
-        try:
-            while not self._closing.is_set():
-                poller.poll()
-                self._read()
-        finally:
-            self._socket.close(linger=_CLOSE_LINGER_MS)
-            self._context.term()
-            self._waker.close()
-            self._wakened.close()
-
-    def _read(self) -> None:
-        """Read the messages that have arrived.
-
-        Each message is acknowledged separately: the sender prepares the next one while this end decodes.
-        """
-        for _ in range(_MESSAGES_PER_TURN):
-            if (frames := receive(self._socket)) is None:
-                return
-            sender, *message = frames
-            self._deliveries.take(message, partial(self._reply, sender.bytes))
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        """Deliver one message and answer it at once: the sender prepares the next one while this end decodes."""
+        sender, *message = frames
+        self._deliveries.take(message, partial(self._reply, sender.bytes))
 
     def _reply(self, sender: bytes, reply: messages.Reply) -> None:
-        if not send(self._socket, [sender, messages.encode(reply)]):
-            _log.debug("a sender accepts no acknowledgement now; it will send again and be answered then")
+        self._io.send([sender, messages.encode(reply)])

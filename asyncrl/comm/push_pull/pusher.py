@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.push_pull.outbox import Outbox
-from asyncrl.comm.push_pull.puller_links import PullerLinks
-from asyncrl.comm.push_pull.pushes import Push, Pushes, PushTimeout
+from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
+from asyncrl.comm.sockets import Context, PeerLink, PeerRouter
 from asyncrl.comm.trajectory_codec import CodecError, Prepared, prepare
 
 _log = logging.getLogger(__name__)
@@ -25,6 +28,104 @@ DEFAULT_PUSH_TIMEOUT_S = 600.0
 
 class TrajectoryRejected(Exception):
     """The puller refused the trajectory. It is invalid, or sender and receiver have different versions or limits."""
+
+
+_SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
+
+
+class PushTimeout(Exception):
+    """No acknowledgement came within the time limit; the trajectory is kept and will be sent again."""
+
+
+@dataclass(slots=True)
+class Push:
+    """A call of `push` that waits until `deadline`, in seconds of the loop's clock."""
+
+    rollout_id: str
+    content: Prepared
+    deadline: float
+    accepted: asyncio.Future[None]
+
+
+class Pushes:
+    """The calls of `push` that have not returned: pure state, without sockets or clocks.
+
+    Life of a call:
+
+        queue ─▶ queued ─next─▶ (its trajectory enters the outbox) ─hold─▶ held ─settle─▶ returned
+                   └──────────────── expire / fail / cancelled ─────────────┘
+
+    A call ends at its deadline, but a held trajectory stays in the outbox and is delivered later.
+    """
+
+    def __init__(self) -> None:
+        self._queued: deque[Push] = deque()
+        self._held: dict[int, Push] = {}  # by the trajectory's number in the outbox
+
+    @property
+    def any_queued(self) -> bool:
+        """True while a call waits for a place in the outbox."""
+        return bool(self._queued)
+
+    def queue(self, push: Push) -> None:
+        """Let `push` wait for a place in the outbox."""
+        self._queued.append(push)
+
+    def next(self) -> Push | None:
+        """Remove and return the first queued call that was not cancelled; None if there is none."""
+        while self._queued:
+            push = self._queued.popleft()
+            if not push.accepted.done():
+                return push
+        return None
+
+    def hold(self, seq: int, push: Push) -> None:
+        """Let `push` wait for the acknowledgement of entry `seq` of the outbox."""
+        self._held[seq] = push
+
+    def settle(self, seq: int, error: Exception | None) -> None:
+        """Make the held call `seq` return, or raise `error` from it."""
+        accepted = self._held.pop(seq).accepted
+        if accepted.done():
+            return
+        if error is None:
+            accepted.set_result(None)
+        else:
+            accepted.set_exception(error)
+
+    def expire(self, now: float, timeout: Callable[[Push, str], PushTimeout]) -> float:
+        """End the calls past their deadline and return the earliest deadline of the others; infinity if none is left.
+
+        Args:
+            timeout: builds the error from a call and the thing that it waited for.
+        """
+        due = math.inf
+        awaited = ((self._held.values(), "an acknowledgement"), (self._queued, "a place among those held"))
+        for pushes, what in awaited:
+            for push in pushes:
+                if push.accepted.done():
+                    continue
+                if push.deadline <= now:
+                    push.accepted.set_exception(timeout(push, what))
+                else:
+                    due = min(due, push.deadline)
+        self._queued = deque(push for push in self._queued if not push.accepted.done())
+        return due
+
+    def fail_queued(self, reason: str) -> None:
+        """Raise PushTimeout from the calls without a place in the outbox."""
+        _fail(self._queued, reason)
+        self._queued.clear()
+
+    def fail_held(self, reason: str) -> None:
+        """Raise PushTimeout from the calls that wait for an acknowledgement."""
+        _fail(self._held.values(), reason)
+
+
+def _fail(pushes: Iterable[Push], reason: str) -> None:
+    for push in pushes:
+        if not push.accepted.done():
+            push.accepted.set_exception(PushTimeout(reason))
 
 
 class _Alarm:
@@ -83,7 +184,10 @@ class TrajectoryPusher:
         self._identity = identity
         self._max_bytes = max_bytes
         self._outbox: Outbox[Prepared] = Outbox((), high_water=high_water, resend_after_s=resend_after_s)
-        self._links = PullerLinks(security, on_writable=self._pump, on_reply=self._on_reply, on_lost=self._on_lost)
+        self._security, self._context = security, Context()
+        self._links: dict[str, PeerLink] = {}  # by address
+        self._writable: dict[str, PeerLink] = {}  # those that accept a message now
+        self._log = SourceLog("reply")
         self._pushes = Pushes()
         self._alarm = _Alarm(self._on_alarm)
         self._drained = asyncio.Event()
@@ -100,9 +204,24 @@ class TrajectoryPusher:
         return self._outbox.labels
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Send to these pullers from now on. Trajectories in flight to other pullers are sent again to one of these."""
+        """Send to these pullers from now on. Trajectories in flight to other pullers are sent again to one of these.
+
+        Raises:
+            ValueError: an address is not an endpoint.
+        """
         addresses = list(dict.fromkeys(addresses))
-        self._links.set_addresses(addresses)
+        for gone in [address for address in self._links if address not in addresses]:
+            self._writable.pop(gone, None)
+            self._links.pop(gone).router.close()
+        for address in addresses:
+            if address not in self._links:
+                router = PeerRouter(self._security, high_water=_SOCKET_HIGH_WATER, context=self._context)
+                self._links[address] = router.connect(
+                    address,
+                    on_writable=partial(self._on_writable, address),
+                    on_message=partial(self._on_message, address),
+                    on_lost=partial(self._on_lost, address),
+                )
         self._outbox.set_peers(addresses)
         self._pump()
 
@@ -140,7 +259,7 @@ class TrajectoryPusher:
         if not self._closed:
             self._closed = True
             self._pushes.fail_queued(f"{self._identity} was closed")
-            if not self._links.any_connected:
+            if not self._any_connected():
                 self._drained.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -149,7 +268,10 @@ class TrajectoryPusher:
                 _log.warning("%s closes with %d trajectories unacknowledged", self._identity, len(self._outbox))
             self._alarm.stop()
             self._pushes.fail_held(f"{self._identity} was closed")
-            self._links.close()
+            self._writable.clear()
+            for link in self._links.values():
+                link.router.close()
+            self._context.term()
         return self._outbox.labels
 
     def _hold(self, push: Push) -> None:
@@ -161,7 +283,7 @@ class TrajectoryPusher:
     def _timeout(self, push: Push, awaited: str) -> PushTimeout:
         return PushTimeout(
             f"trajectory {push.rollout_id!r} of {self._identity} waited too long for {awaited}: "
-            f"{len(self._outbox)} are held, pullers {self._links.addresses}, connected {list(self._links.writable)}"
+            f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {list(self._writable)}"
         )
 
     def _pump_soon(self) -> None:
@@ -175,7 +297,7 @@ class TrajectoryPusher:
         self._pump_scheduled = False
         now = asyncio.get_running_loop().time()
         filling: dict[str, messages.Batch] = {}  # by puller
-        while (taken := self._outbox.take(self._links.writable, now)) is not None:
+        while (taken := self._outbox.take(self._writable, now)) is not None:
             entry, address = taken
             batch = filling.get(address)
             if batch is None or not batch.add(entry):
@@ -189,12 +311,15 @@ class TrajectoryPusher:
             self._alarm.by(due)
 
     def _send(self, address: str, batch: messages.Batch) -> None:
-        if self._links.send(address, batch):
+        link = self._links[address]
+        if link.writable and link.send(messages.pack(batch.entries)):
             self.resent += sum(entry.sends > 1 for entry in batch.entries)
         else:
             self._outbox.untake(batch.entries)
-        if self._links.writable and address not in self._links.writable:
-            self._pump_soon()  # other pullers may accept these entries
+        if not link.writable:
+            self._writable.pop(address, None)
+            if self._writable:
+                self._pump_soon()  # other pullers may accept these entries
 
     def _on_alarm(self) -> None:
         """End expired pushes and send overdue trajectories again."""
@@ -208,13 +333,26 @@ class TrajectoryPusher:
         self._pump()
         self._alarm.by(due)
 
+    def _any_connected(self) -> bool:
+        return any(link.connected for link in self._links.values())
+
+    def _on_writable(self, address: str) -> None:
+        self._writable[address] = self._links[address]
+        self._pump()
+
     def _on_lost(self, address: str) -> None:
+        self._writable.pop(address, None)
         self._outbox.lost(address)
-        if self._closed and not self._links.any_connected:
+        if self._closed and not self._any_connected():
             self._drained.set()
         self._pump()
 
-    def _on_reply(self, reply: messages.Reply) -> None:
+    def _on_message(self, address: str, frames: list[memoryview]) -> None:
+        try:
+            reply = messages.decode_reply(b"".join(frames))
+        except CodecError as error:
+            self._log.note(address, str(error))
+            return
         for number in reply.numbers:
             if (entry := self._outbox.acked(number)) is not None:
                 error = None

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from asyncrl.comm.push_pull.pushes import Push, Pushes, PushTimeout
+from asyncrl.comm.push_pull.pusher import Push, Pushes, PushTimeout
 
 
 def push(name: str, deadline: float) -> Push:
