@@ -56,7 +56,8 @@ import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import sockets
-from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, messages, pusher
+from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, pusher
+from asyncrl.comm.push_pull.puller import BATCH_BYTES, BATCH_TRAJECTORIES
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context, Frame
@@ -347,7 +348,7 @@ def time_parts(case: Case, results: Connection) -> None:
     """Encode and decode, in messages as the pusher makes them."""
     base, encode_s, decode_s = case.trajectory(), 0.0, 0.0
     ready = [dataclasses.replace(base, rollout_id=f"rollout-{i:08d}") for i in range(IN_FLIGHT)]
-    together = max(1, min(messages.BATCH_TRAJECTORIES, messages.BATCH_BYTES // prepare(base).nbytes))
+    together = max(1, min(BATCH_TRAJECTORIES, BATCH_BYTES // prepare(base).nbytes))
     for _ in range(TIMED // IN_FLIGHT):
         started = time.process_time()
         prepared = [prepare(trajectory) for trajectory in ready]

@@ -79,7 +79,7 @@ class Column(NamedTuple):
 
 _I8, _F8, _I4, _F4, _U1 = map(np.dtype, ("<i8", "<f8", "<i4", "<f4", "|u1"))
 COLUMNS: dict[str, Column] = {
-    "lengths": Column(_I8, 0, (1 << 31) - 1),  # by sample: its tokens after the prompt; at least 1 with the prompt's
+    "lengths": Column(_I8, 0),  # by sample: its tokens after the prompt; at least 1 with the prompt's
     "rewards": Column(_F8),  # by sample
     "prompts": Column(_I4, 0),  # tokens of the prompt
     "tokens": Column(_I4, 0),  # of all samples after the prompt, as are the next three

@@ -1,4 +1,13 @@
-"""The receiving end of push-pull: a background thread, so that the process may compute in its main thread."""
+"""The receiving end of push-pull, and its messages. A background thread receives, so that the process may compute in
+its main thread.
+
+    pusher ─▶ puller    [ Numbers, header, payload ]    trajectories of `trajectory_codec` and their numbers
+    puller ─▶ pusher    [ Accepted | Refused ]
+
+Each pusher numbers its trajectories. Those pushed at about the same time share a message of up to BATCH_TRAJECTORIES
+and BATCH_BYTES, because most of the cost of a small trajectory is per message. A message of more than BATCH_BYTES holds
+a single trajectory, so that a refusal for size affects no other.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +15,71 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, TypeAlias
 
+import msgspec
 import zmq
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.ended_rollouts.recent_ids import AT_LEAST, RecentIds
-from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import SocketThread, peer_address
-from asyncrl.comm.trajectory_codec import CodecError, decode_each
+from asyncrl.comm.sockets import Frame, SocketThread, peer_address
+from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_typed
+from asyncrl.comm.typed import msgpack_decoder
 
 _log = logging.getLogger(__name__)
 
+BATCH_BYTES = 1 << 20  # of arrays in one message: above this size the cost per message is negligible
+BATCH_TRAJECTORIES = 64  # in one message: a quarter of what a pusher holds by default, so that both ends have work
+MAX_REASON = 500  # characters of a refusal's reason
+DEFAULT_MAX_BYTES = 256 << 20
+"""Limit of one trajectory in bytes: 20 million tokens."""
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
 _REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
+
+Numbers: TypeAlias = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+
+
+class Accepted(msgspec.Struct, tag="accepted", frozen=True):
+    """The trajectories with these numbers were accepted. Duplicates get this reply again."""
+
+    numbers: Numbers
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The trajectories with these numbers are invalid and must not be sent again."""
+
+    numbers: Numbers
+    reason: str
+
+
+Reply: TypeAlias = Accepted | Refused
+_NUMBERS = msgpack_decoder(Numbers)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgpack_decoder(Reply)
+
+
+def encode(message: list[int] | Reply) -> bytes:
+    """Return the frame of numbers or of a reply."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_numbers(frame: Frame) -> list[int]:
+    """Return the numbers in the first frame of a pusher's message.
+
+    Raises:
+        CodecError: the frame is malformed.
+    """
+    return decode_typed(_NUMBERS, frame, "numbers of trajectories")
+
+
+def decode_reply(frame: Frame) -> Reply:
+    """Decode a puller's reply.
+
+    Raises:
+        CodecError: it is not a puller's reply.
+    """
+    return decode_typed(_REPLY, frame, "reply")
 
 
 @dataclass(slots=True)
@@ -65,7 +124,7 @@ class Deliveries:
         self.counters = PullerCounters()
         self._log = SourceLog("trajectory")
 
-    def take(self, frames: list[zmq.Frame], reply: Callable[[messages.Reply], None]) -> None:
+    def take(self, frames: list[zmq.Frame], reply: Callable[[Reply], None]) -> None:
         """Decode and deliver one message, which holds one or more trajectories.
 
         Args:
@@ -74,7 +133,7 @@ class Deliveries:
         """
         numbers: list[int] = []
         try:
-            numbers = messages.decode_numbers(frames[0].buffer)
+            numbers = decode_numbers(frames[0].buffer)
             decoded = decode_each([frame.buffer for frame in frames[1:]], max_bytes=self._max_bytes)
             if len(decoded) != len(numbers):
                 raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
@@ -94,7 +153,7 @@ class Deliveries:
                     self._refuse(frames, [number], error, reply)
         finally:
             if accepted:
-                reply(messages.Accepted(accepted))
+                reply(Accepted(accepted))
 
     def _accept(self, trajectory: Trajectory) -> bool:
         """Deliver the trajectory unless it is a duplicate; return True if it must be acknowledged.
@@ -122,13 +181,13 @@ class Deliveries:
         frames: list[zmq.Frame],
         numbers: list[int],
         error: CodecError | InvalidTrajectory,
-        reply: Callable[[messages.Reply], None],
+        reply: Callable[[Reply], None],
     ) -> None:
         """Count and log malformed trajectories; the reply makes their sender drop them."""
         self.counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
         if numbers:
-            reply(messages.Refused(numbers, str(error)[: messages.MAX_REASON]))
+            reply(Refused(numbers, str(error)[:MAX_REASON]))
 
 
 class TrajectoryPuller:
@@ -153,14 +212,14 @@ class TrajectoryPuller:
         security: SocketSecurity | None,
         *,
         on_message: Callable[[Trajectory], None],
-        max_bytes: int = messages.DEFAULT_MAX_BYTES,
+        max_bytes: int = DEFAULT_MAX_BYTES,
         remembered: int = AT_LEAST,
         accepted: Iterable[str] = (),
     ) -> None:
-        if max_bytes < 2 * messages.BATCH_BYTES:
+        if max_bytes < 2 * BATCH_BYTES:
             raise ValueError(
                 f"max_bytes={max_bytes} is less than a message of small trajectories needs: use at least "
-                f"{2 * messages.BATCH_BYTES}"
+                f"{2 * BATCH_BYTES}"
             )
         self._deliveries = Deliveries(on_message, max_bytes, remembered, accepted)
         # A message of up to twice the limit is read, counted and refused. For a larger one libzmq ends the connection.
@@ -192,5 +251,5 @@ class TrajectoryPuller:
         sender, *message = frames
         self._deliveries.take(message, partial(self._reply, sender.bytes))
 
-    def _reply(self, sender: bytes, reply: messages.Reply) -> None:
-        self._io.send([sender, messages.encode(reply)])
+    def _reply(self, sender: bytes, reply: Reply) -> None:
+        self._io.send([sender, encode(reply)])

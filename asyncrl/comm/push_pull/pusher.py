@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.push_pull import messages
-from asyncrl.comm.push_pull.outbox import Outbox
+from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
+from asyncrl.comm.push_pull.puller import (
+    BATCH_BYTES,
+    BATCH_TRAJECTORIES,
+    DEFAULT_MAX_BYTES,
+    Refused,
+    decode_reply,
+    encode,
+)
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import Context, PeerLink, PeerRouter
-from asyncrl.comm.trajectory_codec import CodecError, Prepared, prepare
+from asyncrl.comm.sockets import Context, Frame, PeerLink, PeerRouter
+from asyncrl.comm.trajectory_codec import CodecError, Prepared, encode_prepared, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +135,28 @@ def _fail(pushes: Iterable[Push], reason: str) -> None:
             push.accepted.set_exception(PushTimeout(reason))
 
 
+class Batch:
+    """Trajectories that share one message."""
+
+    def __init__(self) -> None:
+        self.entries: list[OutboxEntry[Prepared]] = []
+        self._nbytes = 0
+
+    def add(self, entry: OutboxEntry[Prepared]) -> bool:
+        """Add `entry` and return True, or return False if it does not fit. An empty batch takes any entry."""
+        nbytes = self._nbytes + entry.content.nbytes
+        if self.entries and (nbytes > BATCH_BYTES or len(self.entries) == BATCH_TRAJECTORIES):
+            return False
+        self.entries.append(entry)
+        self._nbytes = nbytes
+        return True
+
+    def pack(self) -> list[Frame]:
+        """Return the message that carries the entries."""
+        numbers = encode([entry.seq for entry in self.entries])
+        return [numbers, *encode_prepared([entry.content for entry in self.entries])]
+
+
 class _Alarm:
     """One timer that calls `act` at the earliest of the requested times. A timer per push would cost as much as
     sending.
@@ -179,7 +208,7 @@ class TrajectoryPusher:
         identity: str,
         resend_after_s: float = DEFAULT_RESEND_AFTER_S,
         high_water: int = 256,
-        max_bytes: int = messages.DEFAULT_MAX_BYTES,
+        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self._identity = identity
         self._max_bytes = max_bytes
@@ -296,23 +325,23 @@ class TrajectoryPusher:
         """Send waiting trajectories for as long as the pullers' connections accept them."""
         self._pump_scheduled = False
         now = asyncio.get_running_loop().time()
-        filling: dict[str, messages.Batch] = {}  # by puller
+        filling: dict[str, Batch] = {}  # by puller
         while (taken := self._outbox.take(self._writable, now)) is not None:
             entry, address = taken
             batch = filling.get(address)
             if batch is None or not batch.add(entry):
                 if batch is not None:
                     self._send(address, batch)  # if the puller accepts no more now, at most this entry is taken back
-                filling[address] = batch = messages.Batch()
+                filling[address] = batch = Batch()
                 batch.add(entry)
         for address, batch in filling.items():
             self._send(address, batch)
         if (due := self._outbox.next_due()) is not None:
             self._alarm.by(due)
 
-    def _send(self, address: str, batch: messages.Batch) -> None:
+    def _send(self, address: str, batch: Batch) -> None:
         link = self._links[address]
-        if link.writable and link.send(messages.pack(batch.entries)):
+        if link.writable and link.send(batch.pack()):
             self.resent += sum(entry.sends > 1 for entry in batch.entries)
         else:
             self._outbox.untake(batch.entries)
@@ -349,14 +378,14 @@ class TrajectoryPusher:
 
     def _on_message(self, address: str, frames: list[memoryview]) -> None:
         try:
-            reply = messages.decode_reply(b"".join(frames))
+            reply = decode_reply(b"".join(frames))
         except CodecError as error:
             self._log.note(address, str(error))
             return
         for number in reply.numbers:
             if (entry := self._outbox.acked(number)) is not None:
                 error = None
-                if isinstance(reply, messages.Refused):
+                if isinstance(reply, Refused):
                     error = TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}")
                 self._pushes.settle(number, error)
         while not self._outbox.full and (push := self._pushes.next()) is not None:

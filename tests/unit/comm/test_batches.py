@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.comm.push_pull.messages import BATCH_BYTES, BATCH_TRAJECTORIES, Batch
 from asyncrl.comm.push_pull.outbox import OutboxEntry
+from asyncrl.comm.push_pull.puller import BATCH_BYTES, BATCH_TRAJECTORIES
+from asyncrl.comm.push_pull.pusher import Batch
 from asyncrl.comm.trajectory_codec import prepare
 
 ONE = prepare(

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.push_pull import TrajectoryPusher, messages, pusher
+from asyncrl.comm.push_pull import TrajectoryPusher, pusher
 from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
+from asyncrl.comm.push_pull.puller import BATCH_TRAJECTORIES, Accepted, decode_numbers, encode
 from asyncrl.comm.sockets import Frame
 
-COUNT = 4 * messages.BATCH_TRAJECTORIES
+COUNT = 4 * BATCH_TRAJECTORIES
 
 
 class NarrowLink:
@@ -48,7 +49,7 @@ class NarrowLink:
         self.writable = self.address == "wide"
         if self.address == "full":
             return False
-        self.messages.append(messages.decode_numbers(frames[0]))
+        self.messages.append(decode_numbers(frames[0]))
         self._loop.call_soon(self._acknowledge)
         return True
 
@@ -60,7 +61,7 @@ class NarrowLink:
         self._on_writable()
 
     def _acknowledge(self) -> None:
-        self._on_message([memoryview(messages.encode(messages.Accepted(self.messages[-1])))])
+        self._on_message([memoryview(encode(Accepted(self.messages[-1])))])
         if not self.writable:
             self._open()
 
@@ -88,7 +89,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
     await asyncio.gather(*(sender.push(trajectory(number)) for number in range(COUNT)))
     assert await sender.close(60.0) == []
     assert [seq for message in link.messages for seq in message] == list(range(COUNT))
-    assert [len(message) for message in link.messages] == [messages.BATCH_TRAJECTORIES] * 4
+    assert [len(message) for message in link.messages] == [BATCH_TRAJECTORIES] * 4
     assert takes <= COUNT + 4 * len(link.messages) + 2, "what waits was taken and given back again and again"
     assert sender.resent == 0
 
