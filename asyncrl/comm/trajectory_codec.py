@@ -287,7 +287,7 @@ def _parts(runs: Sequence[Sample | SampleColumns], names: Sequence[str]) -> dict
         CodecError: the dtype of a column cannot hold a value.
     """
     parts: dict[str, Sequence[Array]] = dict(zip(_BY_TOKEN, zip(*map(_by_token, runs), strict=True), strict=True))
-    rewards, routing = [run.token_rewards for run in runs], [run.routing for run in runs]
+    rewards, routing = [run.token_rewards for run in runs], [run.routing for run in runs if run.routing is not None]
     rewarded = any([each is not None for each in rewards])
     if rewarded or names:
         zeros = [np.zeros(len(run.tokens), _F4) for run in runs]
@@ -300,7 +300,7 @@ def _parts(runs: Sequence[Sample | SampleColumns], names: Sequence[str]) -> dict
         dtype = COLUMNS[name].dtype
         if [part.dtype for part in each] != [dtype] * len(each):
             parts[name] = [_convert(name, part, dtype) for part in each]
-    parts["routing"] = () if any([each is None for each in routing]) else routing
+    parts["routing"] = routing if len(routing) == len(runs) else []
     return parts
 
 
@@ -542,15 +542,14 @@ def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Mapping[str,
         raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
     rest = SampleColumns(
         *_by_column(columns),
-        columns["token_rewards"] if entry.token_rewards else None,
-        _numbers("reward_parts", entry.reward_parts, samples),
-        _numbers("sample_metrics", entry.sample_metrics, samples),
-        None,
-        _token_columns(entry, columns) if entry.token_rewards or entry.token_columns else {},
-        (),
-        _groups(entry.groups, columns["groups"]) if entry.groups else (),
+        token_rewards=columns["token_rewards"] if entry.token_rewards else None,
+        reward_parts=_numbers("reward_parts", entry.reward_parts, samples),
+        metrics=_numbers("sample_metrics", entry.sample_metrics, samples),
+        token_columns=_token_columns(entry, columns) if entry.token_rewards or entry.token_columns else {},
+        groups=_groups(entry.groups, columns["groups"]) if entry.groups else (),
     )
-    routing, prompt_pictures = None, ()
+    routing: Array | None = None
+    prompt_pictures: tuple[PlacedPicture, ...] = ()
     if (shape := entry.routing) is not None:
         experts = columns["routing"].view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
         routing, rest = experts[: len(prompt)], replace(rest, routing=experts[len(prompt) :])

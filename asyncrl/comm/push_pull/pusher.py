@@ -33,11 +33,11 @@ DEFAULT_RESEND_AFTER_S = 10.0
 DEFAULT_PUSH_TIMEOUT_S = 600.0
 
 
+_SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
+
+
 class TrajectoryRejected(Exception):
     """The puller refused the trajectory. It is invalid, or sender and receiver have different versions or limits."""
-
-
-_SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
 
 
 class PushTimeout(Exception):
@@ -46,105 +46,37 @@ class PushTimeout(Exception):
 
 @dataclass(slots=True)
 class Push:
-    """A call of `push` that waits until `deadline`, in seconds of the loop's clock."""
+    """A call of `push` that waits until `deadline`, in seconds of the loop's clock.
+
+    It first waits for a place in the outbox, unless there is one, and then, held there, for its acknowledgement. The
+    call ends at its deadline, but a held trajectory stays in the outbox and is delivered later.
+    """
 
     rollout_id: str
-    content: Prepared
+    prepared: Prepared
     deadline: float
     accepted: asyncio.Future[None]
 
-
-class Pushes:
-    """The calls of `push` that have not returned: pure state, without sockets or clocks.
-
-    Life of a call:
-
-        queue ─▶ queued ─next─▶ (its trajectory enters the outbox) ─hold─▶ held ─settle─▶ returned
-                   └──────────────── expire / fail / cancelled ─────────────┘
-
-    A call ends at its deadline, but a held trajectory stays in the outbox and is delivered later.
-    """
-
-    def __init__(self) -> None:
-        self._queued: deque[Push] = deque()
-        self._held: dict[int, Push] = {}  # by the trajectory's number in the outbox
-
-    @property
-    def any_queued(self) -> bool:
-        """True while a call waits for a place in the outbox."""
-        return bool(self._queued)
-
-    def queue(self, push: Push) -> None:
-        """Let `push` wait for a place in the outbox."""
-        self._queued.append(push)
-
-    def next(self) -> Push | None:
-        """Remove and return the first queued call that was not cancelled; None if there is none."""
-        while self._queued:
-            push = self._queued.popleft()
-            if not push.accepted.done():
-                return push
-        return None
-
-    def hold(self, seq: int, push: Push) -> None:
-        """Let `push` wait for the acknowledgement of entry `seq` of the outbox."""
-        self._held[seq] = push
-
-    def settle(self, seq: int, error: Exception | None) -> None:
-        """Make the held call `seq` return, or raise `error` from it."""
-        accepted = self._held.pop(seq).accepted
-        if accepted.done():
+    def settle(self, error: Exception | None) -> None:
+        """Make the call return, or raise `error` from it, unless it has ended."""
+        if self.accepted.done():
             return
         if error is None:
-            accepted.set_result(None)
+            self.accepted.set_result(None)
         else:
-            accepted.set_exception(error)
-
-    def expire(self, now: float, timeout: Callable[[Push, str], PushTimeout]) -> float:
-        """End the calls past their deadline and return the earliest deadline of the others; infinity if none is left.
-
-        Args:
-            timeout: builds the error from a call and the thing that it waited for.
-        """
-        due = math.inf
-        awaited = ((self._held.values(), "an acknowledgement"), (self._queued, "a place among those held"))
-        for pushes, what in awaited:
-            for push in pushes:
-                if push.accepted.done():
-                    continue
-                if push.deadline <= now:
-                    push.accepted.set_exception(timeout(push, what))
-                else:
-                    due = min(due, push.deadline)
-        self._queued = deque(push for push in self._queued if not push.accepted.done())
-        return due
-
-    def fail_queued(self, reason: str) -> None:
-        """Raise PushTimeout from the calls without a place in the outbox."""
-        _fail(self._queued, reason)
-        self._queued.clear()
-
-    def fail_held(self, reason: str) -> None:
-        """Raise PushTimeout from the calls that wait for an acknowledgement."""
-        _fail(self._held.values(), reason)
-
-
-def _fail(pushes: Iterable[Push], reason: str) -> None:
-    for push in pushes:
-        if not push.accepted.done():
-            push.accepted.set_exception(PushTimeout(reason))
+            self.accepted.set_exception(error)
 
 
 class Batch:
     """Trajectories that share one message."""
 
     def __init__(self) -> None:
-        self.entries: list[OutboxEntry[Prepared]] = []
+        self.entries: list[OutboxEntry[Push]] = []
         self._nbytes = 0
 
-    def add(self, entry: OutboxEntry[Prepared]) -> bool:
+    def add(self, entry: OutboxEntry[Push]) -> bool:
         """Add `entry` and return True, or return False if it does not fit. An empty batch takes any entry."""
-        nbytes = self._nbytes + entry.content.nbytes
+        nbytes = self._nbytes + entry.content.prepared.nbytes
         if self.entries and (nbytes > BATCH_BYTES or len(self.entries) == BATCH_TRAJECTORIES):
             return False
         self.entries.append(entry)
@@ -154,7 +86,7 @@ class Batch:
     def pack(self) -> list[Frame]:
         """Return the message that carries the entries."""
         numbers = encode([entry.seq for entry in self.entries])
-        return [numbers, *encode_prepared([entry.content for entry in self.entries])]
+        return [numbers, *encode_prepared([entry.content.prepared for entry in self.entries])]
 
 
 class _Alarm:
@@ -212,12 +144,12 @@ class TrajectoryPusher:
     ) -> None:
         self._identity = identity
         self._max_bytes = max_bytes
-        self._outbox: Outbox[Prepared] = Outbox((), high_water=high_water, resend_after_s=resend_after_s)
+        self._outbox: Outbox[Push] = Outbox((), high_water=high_water, resend_after_s=resend_after_s)
         self._security, self._context = security, Context()
         self._links: dict[str, PeerLink] = {}  # by address
         self._writable: dict[str, PeerLink] = {}  # those that accept a message now
         self._log = SourceLog("reply")
-        self._pushes = Pushes()
+        self._queued: deque[Push] = deque()  # calls that wait for a place in the outbox
         self._alarm = _Alarm(self._on_alarm)
         self._drained = asyncio.Event()
         self._drained.set()
@@ -245,12 +177,16 @@ class TrajectoryPusher:
         for address in addresses:
             if address not in self._links:
                 router = PeerRouter(self._security, high_water=_SOCKET_HIGH_WATER, context=self._context)
-                self._links[address] = router.connect(
-                    address,
-                    on_writable=partial(self._on_writable, address),
-                    on_message=partial(self._on_message, address),
-                    on_lost=partial(self._on_lost, address),
-                )
+                try:
+                    self._links[address] = router.connect(
+                        address,
+                        on_writable=partial(self._on_writable, address),
+                        on_message=partial(self._on_message, address),
+                        on_lost=partial(self._on_lost, address),
+                    )
+                except ValueError:
+                    router.close()
+                    raise
         self._outbox.set_peers(addresses)
         self._pump()
 
@@ -273,10 +209,8 @@ class TrajectoryPusher:
             raise PushTimeout(f"{self._identity} was closed")
         loop = asyncio.get_running_loop()
         push = Push(trajectory.rollout_id, prepared, loop.time() + timeout_s, loop.create_future())
-        if self._pushes.any_queued or self._outbox.full:
-            self._pushes.queue(push)
-        else:
-            self._hold(push)
+        self._queued.append(push)
+        self._hold_queued()
         self._alarm.by(push.deadline)
         await push.accepted
 
@@ -287,7 +221,10 @@ class TrajectoryPusher:
         """
         if not self._closed:
             self._closed = True
-            self._pushes.fail_queued(f"{self._identity} was closed")
+            closed = PushTimeout(f"{self._identity} was closed")
+            for push in self._queued:
+                push.settle(closed)
+            self._queued.clear()
             if not self._any_connected():
                 self._drained.set()
             with contextlib.suppress(TimeoutError):
@@ -296,18 +233,22 @@ class TrajectoryPusher:
             if self._outbox:
                 _log.warning("%s closes with %d trajectories unacknowledged", self._identity, len(self._outbox))
             self._alarm.stop()
-            self._pushes.fail_held(f"{self._identity} was closed")
+            for push in self._outbox.contents:
+                push.settle(closed)
             self._writable.clear()
             for link in self._links.values():
                 link.router.close()
             self._context.term()
         return self._outbox.labels
 
-    def _hold(self, push: Push) -> None:
-        """Put the pushed trajectory in the outbox, which has room."""
-        self._pushes.hold(self._outbox.add(push.rollout_id, push.content).seq, push)
-        self._drained.clear()
-        self._pump_soon()
+    def _hold_queued(self) -> None:
+        """Put queued trajectories whose call was not cancelled in the outbox, in order, as far as it has room."""
+        while self._queued and not self._outbox.full:
+            push = self._queued.popleft()
+            if not push.accepted.done():
+                self._outbox.add(push.rollout_id, push)
+                self._drained.clear()
+                self._pump_soon()
 
     def _timeout(self, push: Push, awaited: str) -> PushTimeout:
         return PushTimeout(
@@ -353,7 +294,15 @@ class TrajectoryPusher:
     def _on_alarm(self) -> None:
         """End expired pushes and send overdue trajectories again."""
         now = asyncio.get_running_loop().time()
-        due = self._pushes.expire(now, self._timeout)
+        due = math.inf
+        awaited = ((self._outbox.contents, "an acknowledgement"), (self._queued, "a place among those held"))
+        for pushes, what in awaited:
+            for push in pushes:
+                if push.deadline <= now:
+                    push.settle(self._timeout(push, what))
+                elif not push.accepted.done():
+                    due = min(due, push.deadline)
+        self._queued = deque(push for push in self._queued if not push.accepted.done())
         if expired := self._outbox.expire(now):
             _log.warning(
                 "%s: %d trajectories without acknowledgement, sending them again; the first is %r, at %s",
@@ -384,12 +333,11 @@ class TrajectoryPusher:
             return
         for number in reply.numbers:
             if (entry := self._outbox.acked(number)) is not None:
-                error = None
+                refusal = None
                 if isinstance(reply, Refused):
-                    error = TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}")
-                self._pushes.settle(number, error)
-        while not self._outbox.full and (push := self._pushes.next()) is not None:
-            self._hold(push)
+                    refusal = TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}")
+                entry.content.settle(refusal)
+        self._hold_queued()
         if not self._outbox:
             self._drained.set()
 

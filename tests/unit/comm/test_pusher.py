@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.push_pull import TrajectoryPusher, pusher
+from asyncrl.comm.push_pull import PushTimeout, TrajectoryPusher, pusher
 from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
 from asyncrl.comm.push_pull.puller import BATCH_TRAJECTORIES, Accepted, decode_numbers, encode
 from asyncrl.comm.sockets import Frame
@@ -99,4 +99,27 @@ async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: 
     sender = TrajectoryPusher(["wide", "full"], None, identity="test")
     async with asyncio.timeout(300):
         await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))
+    assert await sender.close(60.0) == []
+
+
+async def test_calls_end_at_their_deadlines_and_only_what_had_a_place_is_still_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pusher, "PeerRouter", NarrowLink)
+    sender = TrajectoryPusher([], None, identity="test", high_water=1, resend_after_s=3600.0)
+    limits = {0: 0.01, 1: 0.02, 2: 3600.0, 3: 3600.0}
+    held, queued, cancelled, later = (
+        asyncio.create_task(sender.push(trajectory(number), limit)) for number, limit in limits.items()
+    )
+    with pytest.raises(PushTimeout, match=r"'rollout-0' .* an acknowledgement"):
+        await held
+    with pytest.raises(PushTimeout, match=r"'rollout-1' .* a place among those held: 1 are held"):
+        await queued
+    cancelled.cancel()
+    assert sender.unacked_ids == ["rollout-0"]
+    sender.set_addresses(["narrow"])
+    (link,) = sender._links.values()
+    assert isinstance(link, NarrowLink)
+    await later
+    assert link.messages == [[0], [1]], "the first, whose call had ended, and the last"
     assert await sender.close(60.0) == []
