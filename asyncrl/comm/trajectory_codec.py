@@ -30,7 +30,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import attrgetter, itemgetter, mul
+from operator import attrgetter, mul
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -98,7 +98,6 @@ _ITEM_SIZES = [column.dtype.itemsize for column in COLUMNS.values()]
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 _by_token = attrgetter(*_BY_TOKEN)
 _BY_SAMPLE = ("lengths", "rewards", "truncated", "episodes")
-_by_column = itemgetter(*_BY_TOKEN, *_BY_SAMPLE)
 _ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("|u1"), 2: np.dtype("<u2")}
 
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
@@ -541,7 +540,14 @@ def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Mapping[str,
     if not all(map(math.isfinite, entry.metrics.values())):
         raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
     rest = SampleColumns(
-        *_by_column(columns),
+        columns["tokens"],
+        columns["loss_mask"],
+        columns["behave_logprobs"],
+        columns["versions"],
+        columns["lengths"],
+        columns["rewards"],
+        columns["truncated"],
+        columns["episodes"],
         token_rewards=columns["token_rewards"] if entry.token_rewards else None,
         reward_parts=_numbers("reward_parts", entry.reward_parts, samples),
         metrics=_numbers("sample_metrics", entry.sample_metrics, samples),
